@@ -31,6 +31,7 @@ from engine.sampling.draws import Draws
 from engine.sampling.finite import marked, said
 from engine.softmax import Softmax
 from engine.step import behind_rows, cut, fetched_rows
+from kernels.scratch import Scratch
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -181,6 +182,7 @@ class _Batch(HearsChoices):
         self.hears = any(row.wants_input for row in self.rows)
         self.compressing = [row for row in self.rows if row.of_answers]
         self.steady: dict[int, Steady] = {}  # by layer, of these rows
+        self.scratch = Scratch()  # of their steps that are alike
         self.groups: list[tuple[type[Row], slice]] = []
         start = 0
         for i in range(1, len(self.rows) + 1):
@@ -242,7 +244,7 @@ class _Batch(HearsChoices):
     def steady_of(self, layer: int) -> Steady | None:
         """What the layer's kernels were told; None where each step tells them anew."""
         if layer not in self.steady:
-            self.steady[layer] = Steady(self.rows, layer, layer in self.readers.last)
+            self.steady[layer] = Steady(self.groups, self.rows, layer, self.scratch, layer in self.readers.last)
         return self.steady[layer] if self.steady[layer].is_of_use else None
 
     def foresees(self, layer: int) -> bool:

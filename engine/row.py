@@ -15,9 +15,10 @@ from engine.budget import Budget
 from engine.passes.trace import Trace
 from engine.placement import Change, Placement, Release, Stay
 from engine.sampling.cues import Interruption
-from engine.selection import FeedSelection, Found
+from engine.selection import FeedSelection, Found, Search
 from engine.shapes import ModelShape
 from engine.turns.feed import Feed
+from kernels.scratch import Scratch
 
 
 class Variant(Protocol):
@@ -73,6 +74,8 @@ class Row(Protocol):
     def resident_rows(cls, rows: Sequence[Any], layer: int, q: Tensor) -> list[list[Part]]: ...
     @classmethod
     def select_rows(cls, rows: Sequence[Any], layer: int, q: Tensor) -> Sequence[Found]: ...
+    @classmethod
+    def search_rows(cls, rows: Sequence[Any], layer: int, q: Tensor, scratch: Scratch) -> Search | None: ...
     @classmethod
     def after_rows(
         cls, rows: Sequence[Any], layer: int, out: Tensor, weights: Sequence[Tensor | None]

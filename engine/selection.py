@@ -4,7 +4,7 @@ Not here: where tokens lie (`engine/placement.py`). No torch: settings read this
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +45,21 @@ class Selection(NamedTuple):
     keys: "Tensor | None" = None  # (1, h_kv, k, d_h) of tokens of which the host has the values alone
     turned: "Callable[[Any], Any] | None" = None  # of the part that was fetched: that which is attended to
     stand_ins: Sequence[Any] = ()  # parts of pseudo-tokens, which stand for tokens that are not fetched
+
+
+class Search(Protocol):
+    """A search of some rows at steps that are alike: those do nothing but take in tokens and fetch as many others."""
+
+    idx: "Sequence[Tensor]"  # of each row (1, h_kv, k), where the positions of every step come to lie
+    n_steps: int  # for so many
+
+    def holds(self) -> bool:
+        """Whether what is searched is what it was."""
+        ...
+
+    def find(self, q: "Tensor", k_new: "Tensor", age: int) -> Sequence[Cost]:
+        """For the rows' queries and newest keys (n, heads, 1, d_h), so many steps behind the one that it was told."""
+        ...
 
 
 class FeedSelection(NamedTuple):

@@ -30,6 +30,7 @@ from kernels.capped import bend, capped, with_sink
 from kernels.choices import MERGES
 from kernels.jit import cdiv, constants, distance, jit, power_of_2, tl, triton
 from kernels.pq_codes import PackedCodes
+from kernels.scratch import Scratch, empty
 from kernels.topk import pack_key, pack_keys_ref, top_stable, top_stable_ref
 
 
@@ -178,6 +179,7 @@ def pq_top_native(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: 
 
 TABLE = 8192  # numbers of centroids that registers of four warps hold
 TOKENS = 256  # of one program
+NEVER = 1 << 62  # more steps than any answer has
 
 
 def takes_triton(codes: PackedCodes | Tensor) -> bool:
@@ -234,6 +236,7 @@ class Coded(NamedTuple):
     first: int  # position of the first one
     home: PackedCodes | None = None  # where the newest token's code is stored, None: it is not
     at: int = 0  # as which of its tokens
+    grows: bool = True  # one candidate more at every step
 
 
 def pq_keys_ref(
@@ -252,52 +255,87 @@ def pq_keys_ref(
 def pq_keys_triton(
     q: Tensor, keys: Tensor, rows: Sequence[Coded], scale: float, cap: float = 0.0, sink: Tensor | None = None
 ) -> Tensor:
-    """Two launches more for all rows whose quantisers have one shape: (n, h_kv, most candidates) int64."""
-    (h_kv, m, c, _), (n, h) = rows[0].centroids.shape, q.shape[:2]
-    s = max(row.n for row in rows)
-    entries, table = pq_tables_triton(q, keys, rows)
-    newest = rows[0].n
-    n_blocks, sizes = cdiv(s, TOKENS), (scale, cap, c, h // h_kv, m, rows[0].codes.b % 8, TOKENS, cap > 0)
-    lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
-    found = torch.empty(n, h_kv, s, dtype=torch.int64, device=q.device)
-    lses_of_rows[(n, n_blocks, h)](entries, table, lses, newest, *sizes)
-    lses = with_sink(lses, sink)
-    keys_of_rows[(n, n_blocks, h_kv)](
-        entries, table, lses, found, newest, s, lses.shape[2], *sizes, power_of_2(lses.shape[2])
-    )
-    return found
+    """Three launches for all rows whose quantisers have one shape: (n, h_kv, most candidates) int64."""
+    search = KeySearch(q, rows, scale, cap, sink)
+    return search.find(q, keys).view(len(rows), -1, search.s)
 
 
-def pq_tables_triton(q: Tensor, keys: Tensor, rows: Sequence[Coded]) -> tuple[Tensor, Tensor]:
-    """Tables of all rows of q (n, h, 1, d_h), (n, h, m, c), and the integers that the next kernels want.
+def pq_tables_triton(q: Tensor, keys: Tensor, rows: Sequence[Coded]) -> None:
+    """Nothing but the codes of the newest keys (n, h_kv, 1, d_h), stored where a row has a `home` for them."""
+    KeySearch(q, rows, 1.0).look_up(q.contiguous(), keys.contiguous(), 0)
 
-    These count from the first row's candidates on: they stay while every row gets one more at each step. Codes of the
-    newest keys (n, h_kv, 1, d_h) are stored where a row has a `home` for them.
+
+def steps_left(rows: Sequence[Coded]) -> int:
+    """For how many steps more launches with what `KeySearch` is told have room for tokens and codes."""
+    homes = [row.home.capacity - row.at - 1 for row in rows if row.home is not None]
+    codes = [row.codes.n - row.n for row in rows if row.grows and row.home is None]
+    blocks = [-max(row.n for row in rows) % TOKENS] if any(row.grows for row in rows) else []
+    return min([*homes, *codes, *blocks], default=NEVER)
+
+
+class KeySearch:
+    """What the kernels are told of rows whose quantisers have one shape.
+
+    It holds for `n_steps` more, while every row gets one token at each, and codes for it if it has a `home`. Where it
+    says so, the candidates of a row become one more as well. Codes may lie elsewhere at every step, and `scratch` is
+    memory that no later launch reads.
     """
-    (h_kv, m, c, d_m), b = rows[0].centroids.shape, rows[0].codes.b
-    n, h = q.shape[:2]
-    q, keys, start = q.contiguous(), keys.contiguous(), rows[0].centroids
-    numbers, newest = list[int](), rows[0].n
-    for row in rows:
-        assert row.centroids.shape == start.shape and row.codes.b == b and row.n <= row.codes.n, "of another shape"
+
+    def __init__(
+        self, q: Tensor, rows: Sequence[Coded], scale: float, cap: float = 0.0, sink: Tensor | None = None,
+        n_steps: int = 0, scratch: Scratch | None = None,
+    ) -> None:  # fmt: skip
+        (h_kv, m, c, d_m), (n, h) = rows[0].centroids.shape, q.shape[:2]
+        self.start, self.newest, self.sink = rows[0].centroids, rows[0].n, sink
+        self.s, self.grows = max(row.n for row in rows), any(row.grows for row in rows)
+        self.n_blocks, device = cdiv(self.s, TOKENS), q.device
+        assert self.s + self.grows * n_steps <= self.n_blocks * TOKENS, (self.s, n_steps)
+        room = empty if scratch is None else scratch.take
+        self.entries = room("entries", device, torch.float32, n, h, m, c)
+        self.lses = room("lses", device, torch.float32, n, h, self.n_blocks)
+        self.found = room("keys", device, torch.int64, n * h_kv * (self.s + self.grows * n_steps))
+        planes, g = rows[0].codes.b % 8, h // h_kv
+        self.numbers = [self.told(row) for row in rows]
+        self.tables: dict[tuple[int, ...], Tensor] = {}  # by where codes lie
+        width = power_of_2(c) * power_of_2(d_m)
+        self.look_ups = (n, h_kv, m), (c, d_m, g, planes, power_of_2(c), power_of_2(d_m)), 8 if width > TABLE else 4
+        self.sizes = scale, cap, c, g, m, planes, TOKENS, cap > 0
+        self.grids = (n, self.n_blocks, h), (n, self.n_blocks, h_kv)
+        self.where = tuple(row.codes.data.data_ptr() for row in rows)
+
+    def told(self, row: Coded) -> tuple[int, ...]:
+        """The numbers of a row, but for where its codes lie. They count from the first row's candidates on."""
+        assert row.centroids.shape == self.start.shape and row.n <= row.codes.n, "of another shape"
         home = (0, 0, 0) if row.home is None else (row.home.data.data_ptr(), *row.home.data.stride()[:2])
-        data = row.codes.data
-        numbers += [
-            distance(row.centroids, start),
-            data.data_ptr(),
-            *data.stride()[:2],
-            row.n - newest,
-            row.first,
-            *home,
-            0 if row.home is None else row.at - newest,
-        ]
-    table = constants(tuple(numbers), q.device)
-    entries = torch.empty(n, h, m, c, dtype=torch.float32, device=q.device)
-    tables_of_rows[(n, h_kv, m)](
-        q, keys, start, table, entries, newest, c, d_m, h // h_kv, b % 8, power_of_2(c), power_of_2(d_m),
-        num_warps=8 if power_of_2(c) * power_of_2(d_m) > TABLE else 4,
-    )  # fmt: skip
-    return entries, table
+        at, grows = 0 if row.home is None else row.at - self.newest, int(row.grows)
+        strides = row.codes.data.stride()[:2]
+        return (distance(row.centroids, self.start), *strides, row.n - self.newest * grows, grows, row.first, *home, at)
+
+    def table(self, where: tuple[int, ...]) -> Tensor:
+        """All rows' numbers, where their codes lie at these addresses."""
+        if where not in self.tables:
+            numbers = [number for at, told in zip(where, self.numbers, strict=True) for number in (at, *told)]
+            self.tables[where] = constants(tuple(numbers), self.entries.device)
+        return self.tables[where]
+
+    def look_up(self, q: Tensor, keys: Tensor, age: int, where: tuple[int, ...] | None = None) -> Tensor:
+        """The tables of inner products, and codes of the newest keys."""
+        table, (grid, sizes, n_warps) = self.table(self.where if where is None else where), self.look_ups
+        tables_of_rows[grid](q, keys, self.start, table, self.entries, self.newest + age, *sizes, num_warps=n_warps)
+        return table
+
+    def find(self, q: Tensor, keys: Tensor, age: int = 0, where: tuple[int, ...] | None = None) -> Tensor:
+        """Keys of all rows' tokens, as many for each head as the row with most has, behind each other."""
+        q, keys = q.contiguous(), keys.contiguous()
+        table, newest, lses = self.look_up(q, keys, age, where), self.newest + age, self.lses
+        lses_of_rows[self.grids[0]](self.entries, table, lses, newest, *self.sizes)
+        if self.sink is not None:
+            lses = with_sink(lses, self.sink)
+        keys_of_rows[self.grids[1]](
+            self.entries, table, lses, self.found, newest, self.s + age * self.grows, lses.shape[2], *self.sizes,
+            power_of_2(lses.shape[2]),
+        )  # fmt: skip
+        return self.found
 
 
 @jit(unspecialized=("newest",))
@@ -306,23 +344,23 @@ def tables_of_rows(
 ):
     """Inner products of a part's centroids with a group's queries, and the code of that part of the newest key."""
     row, head, part, m = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    at, h_kv = table + row * 10, tl.num_programs(1)
+    at, h_kv = table + row * 11, tl.num_programs(1)
     centroid, column = tl.arange(0, C), tl.arange(0, WIDTH)
     inside, real = column < d_m, centroid < c
     where = ((head * m + part) * c + centroid)[:, None] * d_m + column[None]
-    x = tl.load(start + tl.load(at) + where, real[:, None] & inside[None], other=0.0)
+    x = tl.load(start + tl.load(at + 1) + where, real[:, None] & inside[None], other=0.0)
     for i in range(g):
         query_head = (row * h_kv + head) * g + i
         query = tl.load(q + (query_head * m + part) * d_m + column, inside, other=0.0).to(tl.float32)
         tl.store(entries + (query_head * m + part) * c + centroid, tl.sum(x * query[None], 1), real)
-    home = tl.load(at + 6)
+    home = tl.load(at + 7)
     if home != 0:
         key = tl.load(keys + ((row * h_kv + head) * m + part) * d_m + column, inside, other=0.0).to(tl.float32)
         apart = tl.where(inside[None], x - key[None], 0.0)
         far = tl.where(real, tl.sum(apart * apart, 1), float("inf"))
         nearest = tl.min(tl.where(far == tl.min(far, 0), centroid, C), 0)
-        codes = home.to(tl.pointer_type(tl.uint8)) + head * tl.load(at + 7) + part * tl.load(at + 8)
-        token = newest + tl.load(at + 9)
+        codes = home.to(tl.pointer_type(tl.uint8)) + head * tl.load(at + 8) + part * tl.load(at + 9)
+        token = newest + tl.load(at + 10)
         if PLANES == 0:
             tl.store(codes + token, nearest.to(tl.uint8))
         else:
@@ -339,9 +377,9 @@ def lses_of_rows(
 ):  # fmt: skip
     """Log-sum-exp of a block of a row's tokens for a query head."""
     row, block, head, h = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    at = table + row * 10
-    codes, token = tl.load(at + 1).to(tl.pointer_type(tl.uint8)), block * TOKENS + tl.arange(0, TOKENS)
-    mask = token < newest + tl.load(at + 4)
+    at = table + row * 11
+    codes, token = tl.load(at).to(tl.pointer_type(tl.uint8)), block * TOKENS + tl.arange(0, TOKENS)
+    mask = token < newest * tl.load(at + 5) + tl.load(at + 4)
     x = add_entries(
         entries + row * h * M * c, codes, head, head // g, token, mask, c, tl.load(at + 2), tl.load(at + 3), M, PLANES
     )
@@ -362,9 +400,9 @@ def keys_of_rows(
 ):  # fmt: skip
     """Keys of a block of a row's tokens, by their weights for the query heads of a KV head."""
     row, block, owner, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    at = table + row * 10
-    codes, token = tl.load(at + 1).to(tl.pointer_type(tl.uint8)), block * TOKENS + tl.arange(0, TOKENS)
-    mask, every = token < newest + tl.load(at + 4), tl.arange(0, BLOCKS)
+    at = table + row * 11
+    codes, token = tl.load(at).to(tl.pointer_type(tl.uint8)), block * TOKENS + tl.arange(0, TOKENS)
+    mask, every = token < newest * tl.load(at + 5) + tl.load(at + 4), tl.arange(0, BLOCKS)
     head_stride, part_stride = tl.load(at + 2), tl.load(at + 3)
     total = tl.zeros((TOKENS,), tl.float32)
     for i in range(g):
@@ -380,7 +418,7 @@ def keys_of_rows(
         if CAPPED:
             x = bend(x, cap)
         total += tl.exp(x - lse)
-    key = tl.where(mask, pack_key(total, tl.load(at + 5) + token), tl.full((TOKENS,), 0x7FFFFFFFFFFFFFFF, tl.int64))
+    key = tl.where(mask, pack_key(total, tl.load(at + 6) + token), tl.full((TOKENS,), 0x7FFFFFFFFFFFFFFF, tl.int64))
     tl.store(found + (row * h_kv + owner).to(tl.int64) * s + token, key, token < s)
 
 

@@ -42,6 +42,7 @@ from kernels.build import dtypes, library
 from kernels.capped import bend, capped
 from kernels.gather import gather_split, is_within, move_both
 from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, send, tl, triton, upload
+from kernels.scratch import Scratch, empty
 
 NEVER = 1 << 62  # more rows than any cache has
 
@@ -343,14 +344,30 @@ class Table(NamedTuple):
 
     numbers: Tensor  # as `Work` holds them
     n_pieces: int
-    here: int  # where q lies, in its elements
     split: int  # tokens of an item
     n_items: list[int]  # by kernel
     n_rows: int
     h_kv: int
     d_v: int
     is_even: bool  # queries, K and V can be read 16 bytes at a time
-    age: int = 0  # steps since the numbers were made, in which some pieces have grown
+    room: Room | None = None  # for launches that are told the same again
+
+
+class Room(NamedTuple):
+    """Where launches write what is read right behind them."""
+
+    sums: Tensor  # (items, h, d_v) float32
+    lses: Tensor  # (items, h)
+    lse: Tensor  # (n, h, 1)
+
+
+def room_for(q: Tensor, table: Table, scratch: Scratch | None = None) -> Room:
+    take, h, n_items, f32 = empty if scratch is None else scratch.take, q.shape[1], sum(table.n_items), torch.float32
+    return Room(
+        take("sums", q.device, f32, n_items, h, table.d_v),
+        take("lses of items", q.device, f32, n_items, h),
+        take("lse", q.device, f32, table.n_rows, h, 1),
+    )
 
 
 def attend_rows_triton(
@@ -377,7 +394,7 @@ def kv_heads(rows: Sequence[Sequence[Tokens]]) -> int:
 
 
 def growing_table(
-    q: Tensor, rows: Sequence[Sequence[Tokens]], more: Sequence[Sequence[int]]
+    q: Tensor, rows: Sequence[Sequence[Tokens]], more: Sequence[Sequence[int]], scratch: Scratch
 ) -> tuple[Table, int]:  # fmt: skip
     """A table of parts that have so many tokens more at every step, and for how many steps it has all items."""
     h_kv = kv_heads(rows)
@@ -386,6 +403,7 @@ def growing_table(
         for i, (parts, ns) in enumerate(zip(rows, more, strict=True))
     ]
     table = table_of(Work(), own, q, h_kv, value_width(rows))
+    table = table._replace(room=room_for(q, table, scratch))
     return table, min((-piece[0] % table.split for pieces in own for piece in pieces if piece[7]), default=NEVER)
 
 
@@ -395,26 +413,24 @@ def point_to(table: Table, places: Sequence[int]) -> None:
 
 
 def attend_table(
-    q: Tensor, table: Table, scale: float, cap: float = 0.0, others: Others | None = None
+    q: Tensor, table: Table, scale: float, cap: float = 0.0, others: Others | None = None, age: int = 0
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `attend_rows_triton`, over what is on the device already; q is contiguous."""
+    """As `attend_rows_triton`, over what is on the device already; q is contiguous.
+
+    `age` is in steps since the table was made, in which some pieces have grown.
+    """
     (_, h, _, d_h), n, h_kv, d_v = q.shape, table.n_rows, table.h_kv, table.d_v
     form = form_of(h // h_kv, d_h, d_v, q.element_size(), table.is_even, table.n_pieces)
-    out, lse = q.new_empty(len(q), h, 1, d_v), torch.empty(n, h, 1, dtype=torch.float32, device=q.device)
-    n_items = sum(table.n_items)
-    sums = torch.empty(n_items, h, d_v, dtype=torch.float32, device=q.device)
-    lses = torch.empty(n_items, h, dtype=torch.float32, device=q.device)
-    numbers = table.numbers
+    sums, lses, lse = table.room or room_for(q, table)
+    out, numbers = torch.empty_like(q) if d_v == d_h else q.new_empty(len(q), h, 1, d_v), table.numbers
     if table.n_items[0]:
         attend_items[(form.n_turns, table.n_items[0], h_kv)](
-            q, numbers, sums, lses, scale, cap, table.n_pieces, n, table.here, table.split, table.age, h_kv, d_h, d_v,
+            q, numbers, sums, lses, scale, cap, table.n_pieces, n, elements(q), table.split, age, h_kv, d_h, d_v,
             *form.constants, cap > 0, INTERPRETED, num_warps=form.n_warps,
         )  # fmt: skip
     if others is not None:
         others.launch(q, table, sums, lses, scale, cap)
-    join_items[(n, h)](
-        sums, lses, out, lse, numbers, table.n_pieces, table.split, table.age, h, d_v, form.values, form.most
-    )
+    join_items[(n, h)](sums, lses, out, lse, numbers, table.n_pieces, table.split, age, h, d_v, form.values, form.most)
     return out, lse
 
 
@@ -452,7 +468,7 @@ def table_of(work: Work, rows: Sequence[Sequence[Piece]], q: Tensor, h_kv: int, 
         n_items[kernel] += -(-n // split) * reps
     numbers, wide = work.hold(pieces, [0, *accumulate(map(len, rows))], q), 16 // q.element_size()
     is_even = work.is_even and q.data_ptr() % 16 == 0 and not any(p[2] % wide for p in pieces if p[2] >= ROWS_AT_MOST)
-    return Table(numbers, len(pieces), elements(q), split, n_items, len(rows), h_kv, d_v, is_even)
+    return Table(numbers, len(pieces), split, n_items, len(rows), h_kv, d_v, is_even)
 
 
 def elements(x: Tensor) -> int:

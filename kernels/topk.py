@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from kernels.jit import cdiv, constants, jit, power_of_2, tl
+from kernels.scratch import Scratch, empty
 
 NO_KEY = (1 << 63) - 1
 SPARE_BITS = 29  # by which a float64's mantissa is longer than a float32's
@@ -142,20 +143,34 @@ def counters(device: torch.device, n: int) -> Tensor:
 
 def top_keys_triton(keys: Tensor, ks: Sequence[int]) -> Tensor:
     """`top_keys` in one launch."""
-    n_rows, heads, n = keys.shape
     assert keys.is_contiguous(), keys.stride()
-    width, rows, device = max(ks), n_rows * heads, keys.device
-    n_chunks = 1 if n <= ALONE else CHUNKS
-    out = torch.empty(n_rows, heads, width, dtype=torch.int64, device=device)
-    counts = torch.empty(2 * rows * n_chunks * BINS + rows * n_chunks, dtype=torch.int32, device=device)
-    state = torch.empty(rows, DIGITS, 2, dtype=torch.int64, device=device)
-    is_same = min(ks) == width
-    table = keys if is_same else constants(tuple(ks), device)
-    select_keys[(rows * n_chunks * (1 if n_chunks == 1 else DIGITS + 1),)](
-        keys, table, out, counters(device, power_of_2(rows + 2)), counts, state, n, width, heads, rows,
-        cdiv(n, n_chunks), is_same, n_chunks, KEYS, DIGITS, BINS, num_warps=8,
-    )  # fmt: skip
-    return out
+    n_rows, heads, n = keys.shape
+    return KeyChoice(n_rows, heads, ks, keys.device).take(keys, n)
+
+
+class KeyChoice:
+    """What the launch is told of rows that choose `ks` keys each, however many there are."""
+
+    def __init__(
+        self, n_rows: int, heads: int, ks: Sequence[int], device: torch.device, scratch: Scratch | None = None
+    ) -> None:
+        room, self.rows, self.width = empty if scratch is None else scratch.take, n_rows * heads, max(ks)
+        self.out = torch.empty(n_rows, heads, self.width, dtype=torch.int64, device=device)
+        self.counts = room("counts", device, torch.int32, (2 * BINS + 1) * self.rows * CHUNKS)
+        self.state = room("state", device, torch.int64, self.rows, DIGITS, 2)
+        is_same = min(ks) == self.width
+        self.table = self.out if is_same else constants(tuple(ks), device)
+        self.counters = counters(device, power_of_2(self.rows + 2))
+        self.sizes = (self.width, heads, self.rows), is_same
+
+    def take(self, keys: Tensor, n: int) -> Tensor:
+        """Of the first n of each head, which lie behind each other; where the result lies is always the same."""
+        n_chunks, (sizes, is_same) = 1 if n <= ALONE else CHUNKS, self.sizes
+        select_keys[(self.rows * n_chunks * (1 if n_chunks == 1 else DIGITS + 1),)](
+            keys, self.table, self.out, self.counters, self.counts, self.state, n, *sizes, cdiv(n, n_chunks), is_same,
+            n_chunks, KEYS, DIGITS, BINS, num_warps=8,
+        )  # fmt: skip
+        return self.out
 
 
 def sort_keys_triton(keys: Tensor) -> Tensor:

@@ -35,8 +35,9 @@ from engine.observe import Observation
 from engine.passes.trace import Trace
 from engine.placement import Change, Coder, Placement, Release, Stay, Whole
 from engine.sampling.cues import Interruption
-from engine.selection import FeedSelection, Found
+from engine.selection import FeedSelection, Found, Search
 from engine.shapes import ModelShape
+from kernels.scratch import Scratch
 from methods.allocator import UNIFORM, Allocator
 from methods.rules import Coding, Rules
 
@@ -264,6 +265,13 @@ class SelectiveAttention(Rules, ABC):
     def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         """`select` for rows of one kind."""
         return [row.select(layer, q[i : i + 1]) for i, row in enumerate(rows)]
+
+    @classmethod
+    def search_rows(
+        cls, rows: Sequence["SelectiveAttention"], layer: int, q: Tensor, scratch: Scratch
+    ) -> Search | None:
+        """What the search that these rows have just made does at steps to come, if they do nothing behind attention."""
+        return None
 
     def resident(self, layer: int, q: Tensor) -> list["Part"]:
         """What is attended to without a fetch."""

@@ -164,3 +164,25 @@ class span:
             stop, thread = record.now(), get_ident()
             record.depths[thread] -= 1
             record.marks.append((self.name, self.layer, self.start, stop, record.depths[thread], thread))
+
+
+class stretches:  # as `span`
+    """`with stretches(layer) as begin: begin("append"); …; begin("attention")`: spans that follow each other."""
+
+    __slots__ = ("layer", "open", "record")
+
+    def __init__(self, layer: int) -> None:
+        self.layer, self.open, self.record = layer, None, _record.get()
+
+    def __enter__(self) -> Callable[[str], None]:
+        return self.begin
+
+    def begin(self, name: str) -> None:
+        if self.record is not None:
+            self.__exit__()
+            self.open = span(name, self.layer)
+            self.open.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if self.open is not None:
+            self.open.__exit__()

@@ -7,6 +7,7 @@ Not here: the host's tokens (`engine/caches/host.py`), which of them lie on the 
 (`engine/caches/recent.py`, `engine/caches/held.py`), a step of all rows (`engine/rows.py`).
 """
 
+from collections.abc import Sequence
 from typing import Self
 
 from torch import Tensor
@@ -111,6 +112,16 @@ class Fetching(Slots):
             n_tokens = int(part.mask.sum())
         self.meter.count_fetch(idx, n_tokens, self.n_seen, self.n_ahead, self.n_host)
         return part
+
+    def can_refetch(self, fetched: Sequence[Part]) -> bool:
+        """Whether `refetch` says all of such a fetch."""
+        is_plain = len(fetched) == 1 and fetched[0].near is fetched[0].mask is None
+        return is_plain and self.is_far and not self.packs and self.meter.accesses is None
+
+    def refetch(self, idx: Tensor) -> None:
+        """Note and count what a step like the one before it fetches, from where it lay."""
+        self.fetches.append(idx)
+        self.meter.count_fetch(idx, idx.numel(), self.n_seen, self.n_ahead, self.n_host)
 
     def reach(self, idx: Tensor, padded: bool = False) -> Part:
         """The tokens at `idx` of the host, wherever that is, noted but not counted."""

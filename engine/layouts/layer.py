@@ -106,6 +106,16 @@ class Layer(ABC):
     def can_fetch(self) -> bool:
         return self.host is not None
 
+    @property
+    def slides(self) -> bool:
+        """Whether the next token takes the place of another one in the window."""
+        return self.n_window >= self.capacity
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens behind the prompt, the current one included."""
+        return self.n_seen - self.s_prompt
+
     def positions(self) -> Tensor:
         """Positions of kept tokens and window, slot by slot as `resident` has them: (1, h_kv, n); -1: there is none."""
         return torch.cat([self.positions_kept(), self.positions_window()], -1)

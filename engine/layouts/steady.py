@@ -8,18 +8,19 @@ Not here: which parts grow (`Layer.growing`), a step of any kind (`engine/step.p
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from engine.attend import Part
-from engine.books.spans import span
-from engine.layouts.layer import Layer
+from engine.books.spans import stretches
 from engine.row import Row
+from engine.selection import Search
 from engine.softmax import Softmax
 from kernels.rows.append import Places
-from kernels.select_attend import attend_table, elements, growing_table, point_to
+from kernels.scratch import Scratch
+from kernels.select_attend import attend_table, growing_table, point_to
 
 MOST_MISSES = 3  # steps in a row that were told in vain
 
@@ -37,9 +38,12 @@ class Chosen:
 class Steady:
     """Of one layer of the same rows."""
 
-    def __init__(self, rows: Sequence[Row], layer: int, is_read: bool = False) -> None:
+    def __init__(
+        self, groups: Sequence[tuple[type[Row], slice]], rows: Sequence[Row], layer: int, scratch: Scratch,
+        is_read: bool = False,
+    ) -> None:  # fmt: skip
         """`is_read`: other layers ask for the parts of the step."""
-        self.rows, self.index = rows, layer
+        self.groups, self.rows, self.index, self.scratch = groups, rows, layer, scratch
         are_stored = all(row.is_stored and not row.store.checked_for for row in rows)
         self.n_misses = 0 if are_stored and not is_read else MOST_MISSES
         self.age, self.n_steps = 0, 0  # steps since it was told, and for how many it holds
@@ -48,7 +52,7 @@ class Steady:
         """Remember the step at hand for those to come: all parts of each row, the fetched ones last."""
         self.forget()
         self.n_misses += 1
-        self.layers: list[Layer] = [row.store[self.index] for row in self.rows]
+        self.layers = [row.store[self.index] for row in self.rows]
         found = [at.growing() for at in self.layers]
         growing = [each for each in found if each is not None]
         if any(row.wants_weights for row in self.rows) or len(growing) < len(found):
@@ -57,22 +61,55 @@ class Steady:
             return
         if any(len(own) > 1 for own in fetched) or not q.is_contiguous():
             return
+        searches = self.searching(fetched, q)
+        self.searches, self.is_still = searches or [], searches is not None
+        tokens = [[part.tokens() for part in own] for own in parts]
+        for search, at in self.searches:
+            for own, idx in zip(tokens[at], search.idx, strict=True):
+                own[-1] = replace(own[-1], idx=idx)
         more = [[*each.more, *(0 for _ in own)] for each, own in zip(growing, fetched, strict=True)]
-        self.table, n_steps = growing_table(q, [[part.tokens() for part in own] for own in parts], more)
+        self.table, n_steps = growing_table(q, tokens, more, self.scratch)
         places = [[place[:3] for place in each.places] for each in growing]
         self.places = Places.of(places, q.device, [[ring for *_, ring in each.places] for each in growing])
         self.marks = [(at.start, at.n_seen) for at in self.layers]
         self.chosen: list[Chosen | None] = []
         self.at = [0] * self.table.n_pieces  # where positions lie
         piece = -1
-        for own, got in zip(parts, fetched, strict=True):
+        for own, got in zip(tokens, fetched, strict=True):
             piece += len(own)
             idx = got[0].idx if got else None
             self.chosen.append(None if idx is None else Chosen(piece, lying(got[0]), idx.shape, idx.stride()))
             self.at[piece] = 0 if idx is None else idx.data_ptr()
-        self.n_steps = min(n_steps, *(each.n_steps for each in growing))
-        stay = [row.is_still and not at.can_fetch for row, at in zip(self.rows, self.layers, strict=True)]
-        self.is_still = all(stay) and all(at.queries is None for at in self.layers)
+        limits = [each.n_steps for each in growing] + [search.n_steps for search, _ in self.searches]
+        if self.searches:  # generated tokens may be chosen once the window is full and has none of the prompt
+            stays = zip(self.layers, growing, fetched, strict=True)
+            limits += [
+                at.n_window - at.n_generated
+                for at, each, own in stays
+                if own and not each.more[0] and own[0].late is None
+            ]
+        self.n_steps = max(0, min(n_steps, *limits))
+
+    def searching(
+        self, fetched: Sequence[Sequence[Part]], q: Tensor
+    ) -> list[tuple[Search, slice]] | None:  # fmt: skip
+        """How rows search, class by class, that do nothing but take in tokens and fetch; None where one does more."""
+        if any(at.queries is not None for at in self.layers):
+            return None
+        found: list[tuple[Search, slice]] = []
+        for kind, at in self.groups:
+            rows, layers = self.rows[at], self.layers[at]
+            if not any(layer.can_fetch for layer in layers):
+                if not all(row.is_still for row in rows):
+                    return None
+                continue
+            fetch = zip(layers, fetched[at], strict=True)
+            alike = all(layer.can_fetch and layer.can_refetch(own) for layer, own in fetch)
+            search = kind.search_rows(rows, self.index, q[at], self.scratch) if alike else None
+            if search is None:
+                return None
+            found.append((search, at))
+        return found
 
     @property
     def is_of_use(self) -> bool:
@@ -93,7 +130,7 @@ class Steady:
                 return False
             if row.wants_weights:
                 return False
-        return True
+        return all(search.holds() for search, _ in self.searches)
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         """Take in the current token of every row."""
@@ -108,14 +145,23 @@ class Steady:
             self.places.take(k_new, v_new, self.age)
 
     def take_step(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, step: int | None) -> Tensor:
-        """The whole step, where it holds and rows do nothing but take in their tokens."""
-        index = self.index
-        with span("append", index):
+        """The whole step, where it holds and rows do nothing but take in their tokens and search as they did."""
+        index, rows = self.index, self.rows
+        with stretches(index) as begin:
+            begin("append")
             self.append(k, v)
-        with span("attention", index):
+            for search, at in self.searches:
+                begin("search")
+                is_all = at.stop - at.start == len(q)
+                costs = search.find(q if is_all else q[at], k if is_all else k[at], self.age)
+                begin("fetch")
+                for row, layer, cost, idx in zip(rows[at], self.layers[at], costs, search.idx, strict=True):
+                    row.store.spend(index, cost)
+                    layer.refetch(idx)
+            begin("attention")
             out = self.attend_told(q, soft)
-        with span("after", index):
-            for row in self.rows:
+            begin("after")
+            for row in rows:
                 row.store.close(index, step)
         return out
 
@@ -139,7 +185,7 @@ class Steady:
     def attend_told(self, q: Tensor, soft: Softmax) -> Tensor:
         """Attention of all rows over what kernels were told."""
         self.n_misses = 0
-        out, lse = attend_table(q, self.table._replace(here=elements(q), age=self.age), soft.scale, soft.cap)
+        out, lse = attend_table(q, self.table, soft.scale, soft.cap, age=self.age)
         if soft.sink is not None:
             n = self.table.n_rows
             out[:n], _ = soft.finish(out[:n], lse)

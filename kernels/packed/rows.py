@@ -114,7 +114,7 @@ class CodedRows:
             base = q if packed_k.table is None else packed_k.table
             attend_codes[(table.n_items[kernel], self.h_kv)](
                 q, packed_k.packed.codes, packed_v.packed.codes, packed_k.packed.scales, packed_v.packed.scales,
-                base, table.numbers, sums, lses, scale, cap, table.n_pieces, table.n_rows, table.here, table.split,
+                base, table.numbers, sums, lses, scale, cap, table.n_pieces, table.n_rows, elements(q), table.split,
                 kernel, self.h_kv, d_h, row_bytes(k, d_h), row_bytes(v, d_h),
                 g, power_of_2(g, 16), width, tile_of(k, v), RECORD,
                 k.kind, k.bits, wide_group(k, d_h, width), v.kind, v.bits, wide_group(v, d_h, width),

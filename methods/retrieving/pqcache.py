@@ -45,7 +45,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from math import ceil, floor
 from statistics import fmean
 from typing import Any, Self
@@ -66,8 +66,9 @@ from engine.shapes import ModelShape
 from engine.turns.feed import Feed
 from kernels.choices import EMPTY, MERGES
 from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes
-from kernels.pq_scores import Coded, pq_keys_triton, pq_tables_triton, pq_top
-from kernels.topk import top_keys
+from kernels.pq_scores import Coded, KeySearch, pq_keys_triton, pq_tables_triton, pq_top, steps_left
+from kernels.scratch import Scratch
+from kernels.topk import KeyChoice, top_keys
 from methods.base import SelectiveAttention
 from methods.retrieving.pqcache_quantiser import (
     Lane,
@@ -205,6 +206,7 @@ class PQCache(SelectiveAttention):
             tokens = cache.tokens - centroid_tokens(self.plan.b)
             self.store.cache_spec = replace(cache, tokens=tokens)
         self.pending, self.quantisers, self.own_layers, self.rounds = {}, {}, set(), {}
+        self.scored: dict[int, tuple[Sequence[PQCache], int, list[Coded]]] = {}  # by layer: with whom, and when
         self.seconds, self.n_rebuilds = 0.0, 0
         self.lane = trace.once("PQCache's lane", Lane) if trace.device.type == "cuda" else None
 
@@ -318,6 +320,15 @@ class PQCache(SelectiveAttention):
         chooses = self.trace.device.type == "cuda" and n > plan.k > 0 and self.params.group_merge == "softmax_sum"
         return chooses and (plan.b, self.with_codes(layer, n).resident.shape)
 
+    @classmethod
+    def search_rows(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> PQSearch | None:
+        """The same again, of rows that were scored at once and keep their quantisers."""
+        together, n_seen, coded = rows[0].scored.get(layer, ([], 0, []))
+        is_of_this_step = [*together] == [*rows] and n_seen == rows[0].store[layer].n_seen
+        if not is_of_this_step or any(row.params.rebuild_every for row in rows):
+            return None
+        return PQSearch(rows, layer, q, coded, scratch)
+
     def candidates(self, layer: int) -> int:
         """Tokens that are neither sinks nor in the window."""
         return self.store[layer].n_seen - self.plan.n_sink - self.store[layer].n_window
@@ -326,13 +337,11 @@ class PQCache(SelectiveAttention):
         plan, h_kv, n = self.plan, self.trace.shape.h_kv, self.candidates(layer)
         if n <= 0 or plan.k == 0:
             return None
-        if self.lane is None:
-            quantiser = self.with_codes(layer, n)
-            cost = self.cost(quantiser, n)
-            resident, codes = quantiser.resident, quantiser.codes
-        else:
-            coded, cost = self.coded(layer)
-            resident, codes = coded.centroids, coded.codes
+        quantiser = self.with_codes(layer, n)
+        cost, resident, codes = self.cost(quantiser, n), quantiser.resident, quantiser.codes
+        if self.lane is not None:
+            (codes,) = bring([self], layer, [n])
+            coded = self.coded(layer, codes)
             if coded.home is not None:
                 pq_tables_triton(q, self.store[layer].newest[0], [coded])
         if n <= plan.k:
@@ -363,20 +372,17 @@ class PQCache(SelectiveAttention):
 
     def cost(self, quantiser: Quantiser, n: int) -> Cost:
         """Centroids stay and are read; the codes of `n` candidates move, and the newest one's went to the host."""
-        plan, h_kv, index_bytes = self.plan, self.trace.shape.h_kv, quantiser.resident.numel() * ELEMENT_BYTES
-        one = counted_bytes(h_kv, plan.m, plan.b, 1) if n > quantiser.n_fit else 0
-        return Cost(index_bytes, counted_bytes(h_kv, plan.m, plan.b, n), index_bytes, released_bytes=one)
+        return cost_of(self.trace.shape.h_kv, self.plan.m, self.plan.b, n, quantiser.index_bytes, n > quantiser.n_fit)
 
-    def coded(self, layer: int) -> tuple[Coded, Cost]:
+    def coded(self, layer: int, codes: PackedCodes) -> Coded:
         """What a GPU searches, and where it stores the newest token's code if that will be asked for."""
-        n = self.candidates(layer)
-        quantiser = self.with_codes(layer, n)
-        cost, codes = self.cost(quantiser, n), self.bring(layer, n)
-        home, at = quantiser.codes, self.store[layer].n_seen - 1 - self.plan.n_sink
-        if at != home.n or at >= home.capacity:
-            return Coded(quantiser.resident, codes, n, self.plan.n_sink), cost
+        quantiser, at, n = self.quantisers[layer], self.store[layer], self.candidates(layer)
+        home, newest = quantiser.codes, at.n_seen - 1 - self.plan.n_sink
+        found = Coded(quantiser.resident, codes, n, self.plan.n_sink, grows=at.slides)
+        if newest != home.n or newest >= home.capacity:
+            return found
         home.n += 1
-        return Coded(quantiser.resident, codes, n, self.plan.n_sink, home, at), cost
+        return found._replace(home=home, at=newest)
 
     def with_codes(self, layer: int, n: int, n_seen: int | None = None) -> Quantiser:
         """The layer's quantiser with codes of `n` candidates; waits for it at the first step.
@@ -417,17 +423,6 @@ class PQCache(SelectiveAttention):
         """By layer that fetches the next one that does; behind the last comes the first."""
         layers = [at for at in self.trace.shape.attention_layers if self.store[at].can_fetch]
         return dict(zip(layers, [*layers[1:], layers[0]], strict=True))
-
-    def bring(self, layer: int, n: int) -> PackedCodes:
-        """On an accelerator: this layer's codes, and the next one's on their way, if it is clustered."""
-        assert self.lane is not None
-        here = self.lane.take(layer, self.quantisers[layer].codes, self.trace.device_of(layer))
-        above = self.next_of[layer]
-        if above not in self.pending or self.pending[above].done():
-            # Behind the last layer comes the first one of the next step, which has a candidate more.
-            ready = self.with_codes(above, n + (above <= layer))
-            self.lane.request(above, ready.codes, self.trace.device_of(above))
-        return here
 
     def behind(self, layer: int, weights: Tensor | None) -> None:
         """Every `rebuild_every` tokens the layer begins to be clustered anew, for the next step."""
@@ -504,12 +499,73 @@ def centroid_tokens(b: int) -> int:
     return ceil((1 << b) / 2)
 
 
+@cache
+def cost_of(h_kv: int, m: int, b: int, n: int, index_bytes: int, is_late: bool) -> Cost:
+    """Of a search: the same for all layers."""
+    one = counted_bytes(h_kv, m, b, 1) if is_late else 0
+    return Cost(index_bytes, counted_bytes(h_kv, m, b, n), index_bytes, released_bytes=one)
+
+
+def bring(rows: Sequence[PQCache], layer: int, ns: Sequence[int]) -> list[PackedCodes]:
+    """On an accelerator: the layer's codes of rows with `ns` candidates, and on their way the next one's, where it is
+    clustered."""
+    trace, lane = rows[0].trace, rows[0].lane
+    assert lane is not None
+    here = lane.take(layer, [row.quantisers[layer].codes for row in rows], trace.device_of(layer))
+    coming: dict[int, list[PackedCodes]] = {}
+    for row, n in zip(rows, ns, strict=True):
+        above = row.next_of[layer]
+        if above not in row.pending or row.pending[above].done():
+            # Behind the last layer comes the first one of the next step, which has a candidate more.
+            more = above <= layer and row.store[layer].slides
+            coming.setdefault(above, []).append(row.with_codes(above, n + more).codes)
+    for above, codes in coming.items():
+        lane.request(above, codes, trace.device_of(above))
+    return here
+
+
 def select_keys(rows: Sequence[PQCache], layer: int, q: Tensor) -> list[Found]:
     """The best tokens of rows with quantisers of one shape, on a GPU: positions in the lower halves."""
-    coded, newest = [row.coded(layer) for row in rows], [row.store[layer].newest[0] for row in rows]
-    keys, codes = newest[0] if len(rows) == 1 else torch.cat(newest), [each for each, _ in coded]
-    soft = rows[0].trace.softmax[layer]
+    ns = [row.candidates(layer) for row in rows]
+    costs = [row.cost(row.quantisers[layer], n) for row, n in zip(rows, ns, strict=True)]
+    codes = [row.coded(layer, copy) for row, copy in zip(rows, bring(rows, layer, ns), strict=True)]
+    rows[0].scored[layer] = rows, rows[0].store[layer].n_seen, codes
+    newest = [row.store[layer].newest[0] for row in rows]
+    keys, soft = newest[0] if len(rows) == 1 else torch.cat(newest), rows[0].trace.softmax[layer]
     scored = pq_keys_triton(q, keys, codes, soft.scale, soft.cap, soft.sink)
     found = top_keys(scored, [row.plan.k for row in rows])
-    ranked = zip(rows, coded, strict=True)
-    return [Selection(found[i : i + 1, :, : row.plan.k], cost) for i, (row, (_, cost)) in enumerate(ranked)]
+    return [
+        Selection(found[i : i + 1, :, : row.plan.k], cost)
+        for i, (row, cost) in enumerate(zip(rows, costs, strict=True))
+    ]
+
+
+class PQSearch:
+    """The search of `select_keys` at steps that are alike: its launches are told where codes lie, and a number."""
+
+    def __init__(
+        self, rows: Sequence[PQCache], layer: int, q: Tensor, coded: Sequence[Coded], scratch: Scratch
+    ) -> None:
+        self.rows, self.layer, soft = rows, layer, rows[0].trace.softmax[layer]
+        self.ns = [(each.n, each.grows) for each in coded]
+        self.homes = [each.home for each in coded if each.home is not None]
+        self.n_steps = steps_left(coded)
+        self.sources = [row.quantisers[layer].codes for row in rows]
+        self.keys = KeySearch(q, coded, soft.scale, soft.cap, soft.sink, self.n_steps, scratch)
+        ks = [row.plan.k for row in rows]
+        self.choice = KeyChoice(len(rows), rows[0].trace.shape.h_kv, ks, q.device, scratch)
+        self.idx = [self.choice.out[i : i + 1, :, :k] for i, k in enumerate(ks)]
+
+    def holds(self) -> bool:
+        for row, source in zip(self.rows, self.sources, strict=True):
+            if row.quantisers[self.layer].codes is not source:
+                return False
+        return True
+
+    def find(self, q: Tensor, k_new: Tensor, age: int) -> list[Cost]:
+        rows, layer, search, ns = self.rows, self.layer, self.keys, [n + age * grows for n, grows in self.ns]
+        where = tuple([copy.data.data_ptr() for copy in bring(rows, layer, ns)])
+        for home in self.homes:
+            home.n += 1
+        self.choice.take(search.find(q, k_new, age, where), search.s + age * search.grows)
+        return [row.cost(row.quantisers[layer], n) for row, n in zip(rows, ns, strict=True)]

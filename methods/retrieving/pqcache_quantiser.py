@@ -9,12 +9,15 @@ Not here: k-means and the layout of codes (`kernels/pq_fit.py`, `pq_codes.py`), 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from engine.budget import ELEMENT_BYTES
 from engine.passes.beside import Beside
 from engine.passes.streams import stream_for
 from engine.passes.trace import Trace
@@ -33,6 +36,11 @@ class Quantiser:
     n_fit: int  # tokens that were clustered
     rounds: float = 0.0  # of k-means, mean over problems
     seconds: float = 0.0  # that clustering took
+
+    @cached_property
+    def index_bytes(self) -> int:
+        """Of the centroids, as they are counted."""
+        return self.resident.numel() * ELEMENT_BYTES
 
 
 def quantise(
@@ -83,50 +91,54 @@ class Lane:
     """Codes on their way from the host to their layer's GPU, on a stream of their own; one for all rows of a sample."""
 
     def __init__(self) -> None:
-        self.coming: dict[int, list[tuple[PackedCodes, PackedCodes]]] = {}  # by layer: source, copy
+        self.coming: dict[int, dict[PackedCodes, PackedCodes]] = {}  # by layer: copies by their source
         self.latest: int | None = None  # layer whose codes were taken last
         self.free: list[Tensor] = []  # memory of copies that were read
 
-    def request(self, layer: int, codes: PackedCodes, device: torch.device) -> PackedCodes:
-        """Begin to copy, unless that was begun."""
-        for at in self.coming.keys() - {layer, self.latest}:
-            self.free += [copy.data for _, copy in self.coming.pop(at)]
-        coming = self.coming.setdefault(layer, [])
-        for source, copy in coming:
-            if source is codes and copy.n == codes.n:
-                return copy
-        copy = self.begin(layer, codes, device)
-        self.free += [other.data for source, other in coming if source is codes]
-        coming[:] = [(source, other) for source, other in coming if source is not codes] + [(codes, copy)]
-        return copy
-
-    def take(self, layer: int, codes: PackedCodes, device: torch.device) -> PackedCodes:
-        """The copy, on which the current stream waits; made anew where the codes are others by now."""
-        self.latest = layer
-        copy = self.request(layer, codes, device)
-        self.wait_for(copy)
-        return copy
-
-    def begin(self, layer: int, codes: PackedCodes, device: torch.device) -> PackedCodes:
-        """Copy behind what the current stream does: codes of generated tokens come from there, and it has read what
-        the memory held before."""
-        stream, here, like = stream_for("codes", device), torch.cuda.current_stream(device), codes.data
+    def request(self, layer: int, codes: Sequence[PackedCodes], device: torch.device) -> None:
+        """Begin to copy those of which no copy was begun."""
+        if layer not in self.coming:
+            for at in [at for at in self.coming if at != self.latest]:
+                self.free += [copy.data for copy in self.coming.pop(at).values()]
+            self.coming[layer] = {}
+        coming, missing = self.coming[layer], list[PackedCodes]()
+        for each in codes:
+            copy = coming.get(each)
+            if copy is None or copy.n != each.n:
+                missing.append(each)
+        if not missing:
+            return
+        old = [coming.pop(each).data for each in missing if each in coming]
+        # Behind what the current stream does: codes of generated tokens come from there, and it has read what the
+        # memory held before.
+        stream, here = stream_for("codes", device), torch.cuda.current_stream(device)
         stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            for each in missing:
+                if each not in coming:
+                    coming[each] = each.copied(self.room(each.data, device, here))
+        self.free += old
+
+    def take(self, layer: int, codes: Sequence[PackedCodes], device: torch.device) -> list[PackedCodes]:
+        """The copies, on which the current stream waits; made anew where the codes are others by now."""
+        self.latest = layer
+        coming = self.coming.get(layer, {})
+        for each in codes:
+            copy = coming.get(each)
+            if copy is None or copy.n != each.n:
+                self.request(layer, codes, device)
+                coming = self.coming[layer]
+        torch.cuda.current_stream(device).wait_stream(stream_for("codes", device))
+        return [coming[each] for each in codes]
+
+    def room(self, like: Tensor, device: torch.device, reader: torch.cuda.Stream) -> Tensor:
+        """Memory for a copy."""
         for i, there in enumerate(self.free):
             if there.shape == like.shape and there.device == device:
-                del self.free[i]
-                break
-        else:
-            with torch.cuda.stream(stream):
-                there = torch.empty_like(like, device=device)
-            there.record_stream(here)
-        with torch.cuda.stream(stream):
-            return codes.copied(there)
-
-    def wait_for(self, copy: PackedCodes) -> None:
-        """Let the current stream go on behind the copy."""
-        device = copy.data.device
-        torch.cuda.current_stream(device).wait_stream(stream_for("codes", device))
+                return self.free.pop(i)
+        there = torch.empty_like(like, device=device)
+        there.record_stream(reader)
+        return there
 
 
 def n_threads(trace: Trace) -> int:

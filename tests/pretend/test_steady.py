@@ -14,6 +14,8 @@ from benchmarks.pretend.cuda import Machine
 from engine.books.ledger import Entry
 from engine.decode import decode
 from engine.layouts.steady import Steady
+from engine.selection import Cost
+from methods.retrieving.pqcache import PQSearch
 from tests import conformance
 from tests.pretend.test_methods import moved
 
@@ -78,6 +80,23 @@ def test_rows_that_fetch_are_told_where_positions_lie(machine: Machine, monkeypa
     assert sum(found) >= 2
     monkeypatch.setattr(Steady, "holds", lambda *_: False)
     assert (ids, books) == steps(machine, "oracle", "snapkv")[:2]
+
+
+def test_rows_search_by_codes_as_they_were_told(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that slide and others, which code the newest token or do not."""
+    ages = list[int]()
+    find = PQSearch.find
+
+    def noting(search: PQSearch, q: Tensor, k_new: Tensor, age: int) -> list[Cost]:
+        ages.append(age)
+        return find(search, q, k_new, age)
+
+    monkeypatch.setattr(PQSearch, "find", noting)
+    names = "pqcache", "pqcache method.budget_rule=official", "snapkv"
+    ids, books, _ = steps(machine, *names)
+    assert max(ages) >= 2, ages
+    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    assert (ids, books) == steps(machine, *names)[:2]
 
 
 @pytest.mark.slow
