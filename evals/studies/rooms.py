@@ -24,7 +24,7 @@ from engine.width import SHARE, prompt_bytes, variant_bytes, waves
 from evals.overrides import CONF
 from evals.studies.hardware import FULL_REQUEST, layers_of, method_of
 from methods.base import Variant
-from results.sheet import Sheet, show
+from results.sheet import Sheet, pipes, show
 
 METHODS = "full snapkv h2o streamingllm quest sparq clusterkv infllm infinigen pqcache".split()
 LENGTHS = (8192, 32768, 131072)
@@ -76,6 +76,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--ratio", type=Fraction, default=Fraction(1, 5))
     parser.add_argument("--n-new", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--chunk", type=int, help="prefill.chunk")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/gpus.md")
     asked = parser.parse_args(words)
     path = CONF / "architecture" / f"{asked.model}.yaml"
     try:
@@ -85,7 +86,11 @@ def main(words: Sequence[str] | None = None) -> int:
         shape = shape_of(config, asked.model)
         layers = layers_of(shape, config)
         weights = layers.weight_bytes + ELEMENT_BYTES * layers.head_weights  # the embedding is as large as the head
-        show(table(shape, weights, asked.gb, asked.methods, asked.lengths, asked.ratio, asked.n_new, asked.chunk))
+        sheet = table(shape, weights, asked.gb, asked.methods, asked.lengths, asked.ratio, asked.n_new, asked.chunk)
+        if asked.markdown:
+            print("\n".join(pipes(sheet.heads, sheet.rows)))  # noqa: T201
+        else:
+            show(sheet)
     except ConfigError as error:
         say(f"error: {error}", file=sys.stderr)
         return 2
