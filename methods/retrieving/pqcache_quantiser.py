@@ -109,15 +109,26 @@ class Lane:
         if not missing:
             return
         old = [coming.pop(each).data for each in missing if each in coming]
-        # Behind what the current stream does: codes of generated tokens come from there, and it has read what the
-        # memory held before.
+        coming.update(self.begin(layer, missing, device))
+        self.free += old
+
+    def begin(
+        self, layer: int, codes: Sequence[PackedCodes], device: torch.device
+    ) -> dict[PackedCodes, PackedCodes]:  # fmt: skip
+        """Copy behind what the current stream does: codes of generated tokens come from there, and it has read what
+        the memory held before."""
         stream, here = stream_for("codes", device), torch.cuda.current_stream(device)
         stream.wait_stream(here)
+        made: dict[PackedCodes, PackedCodes] = {}
         with torch.cuda.stream(stream):
-            for each in missing:
-                if each not in coming:
-                    coming[each] = each.copied(self.room(each.data, device, here))
-        self.free += old
+            for each in codes:
+                if each not in made:
+                    made[each] = each.copied(self.room(each.data, device, here))
+        return made
+
+    def wait(self, device: torch.device) -> None:
+        """Let the current stream go on behind the copies."""
+        torch.cuda.current_stream(device).wait_stream(stream_for("codes", device))
 
     def take(self, layer: int, codes: Sequence[PackedCodes], device: torch.device) -> list[PackedCodes]:
         """The copies, on which the current stream waits; made anew where the codes are others by now."""
@@ -128,7 +139,7 @@ class Lane:
             if copy is None or copy.n != each.n:
                 self.request(layer, codes, device)
                 coming = self.coming[layer]
-        torch.cuda.current_stream(device).wait_stream(stream_for("codes", device))
+        self.wait(device)
         return [coming[each] for each in codes]
 
     def room(self, like: Tensor, device: torch.device, reader: torch.cuda.Stream) -> Tensor:

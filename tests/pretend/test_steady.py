@@ -82,7 +82,16 @@ def test_rows_that_fetch_are_told_where_positions_lie(machine: Machine, monkeypa
     assert (ids, books) == steps(machine, "oracle", "snapkv")[:2]
 
 
-def test_rows_search_by_codes_as_they_were_told(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("pqcache",),
+        pytest.param(("pqcache", "pqcache method.budget_rule=official", "snapkv"), marks=pytest.mark.slow),
+    ],
+)
+def test_rows_search_by_codes_as_they_were_told(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
+) -> None:
     """Windows that slide and others, which code the newest token or do not."""
     ages = list[int]()
     find = PQSearch.find
@@ -92,7 +101,6 @@ def test_rows_search_by_codes_as_they_were_told(machine: Machine, monkeypatch: p
         return find(search, q, k_new, age)
 
     monkeypatch.setattr(PQSearch, "find", noting)
-    names = "pqcache", "pqcache method.budget_rule=official", "snapkv"
     ids, books, _ = steps(machine, *names)
     assert max(ages) >= 2, ages
     monkeypatch.setattr(Steady, "holds", lambda *_: False)
