@@ -267,9 +267,7 @@ class SelectiveAttention(Rules, ABC):
         return [row.select(layer, q[i : i + 1]) for i, row in enumerate(rows)]
 
     @classmethod
-    def search_rows(
-        cls, rows: Sequence["SelectiveAttention"], layer: int, q: Tensor, scratch: Scratch
-    ) -> Search | None:
+    def search_rows(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
         """What the search that these rows have just made does at steps to come, if they do nothing behind attention."""
         return None
 
