@@ -257,6 +257,7 @@ def kmeans_native(
 POINTS = 64  # that meet centroids at once
 WIDE = 64  # channels at once: of 128 registers spill
 ADDED = 32  # points of a cluster that are added up at once
+HELD = 8192  # numbers of theirs in registers: of twice as many some spill
 
 
 def nearest_triton(points: Tensor, weights: Tensor, is_l2: bool) -> Tensor:
@@ -266,7 +267,7 @@ def nearest_triton(points: Tensor, weights: Tensor, is_l2: bool) -> Tensor:
     if n:
         assign_points[(cdiv(n, POINTS), p)](
             points.contiguous(), weights.contiguous(), labels, n, d, c, is_l2, POINTS,
-            min(32 if d > 2 * width else 64, power_of_2(c, 16)), width, cdiv(d, width),
+            min(16 if d > 8 * width else 32 if d > 2 * width else 64, power_of_2(c, 16)), width, cdiv(d, width),
             num_warps=8 if d > width else 4, num_stages=2,
         )  # fmt: skip
     return labels
@@ -278,10 +279,10 @@ def cluster_means_triton(points: Tensor, labels: Tensor, centroids: Tensor) -> t
     ordered = labels.int().sort(dim=-1, stable=True)
     ids = torch.arange(c, dtype=torch.int32, device=points.device).expand(p, -1).contiguous()
     ends = torch.searchsorted(ordered.values, ids, right=True)
-    means = torch.empty(p, c, d, dtype=torch.float32, device=points.device)
+    means, width = torch.empty(p, c, d, dtype=torch.float32, device=points.device), power_of_2(d, 16)
     average_points[(c, p)](
-        points.contiguous(), ordered.indices, ends, centroids.float().contiguous(), means, n, d, c, ADDED,
-        power_of_2(d, 16),
+        points.contiguous(), ordered.indices, ends, centroids.float().contiguous(), means, n, d, c,
+        min(ADDED, max(1, HELD // width)), width,
     )  # fmt: skip
     return means, ends.diff(dim=-1, prepend=ends.new_zeros(p, 1))
 
