@@ -11,13 +11,10 @@ import argparse
 from statistics import median
 from time import perf_counter, process_time
 
-import torch
-
 from engine.budget import BudgetRequest, Fraction
 from engine.decode import decode
 from engine.model import Model
 from engine.prefill import prefill
-from engine.sampling.draws import Draws
 from engine.sampling.spec import Sampling, draw_seed
 from evals.models import load_model, resolve_hardware
 from evals.settings import from_words, load_class
@@ -44,9 +41,8 @@ def seconds(model: Model, ids: list[int], variants: list[Variant], n_draws: int,
     trace = prefill(model, ids, [what for each in variants for what in each.observations])
     rows = [built(each.row(trace, n_new)) for each in variants for _ in range(n_draws)]
     seeds = [draw_seed(0, "prompt", j) for _ in variants for j in range(n_draws)]
-    draws = Draws(sampling, seeds, n_new, torch.device("cpu"))
     cpu, wall = process_time(), perf_counter()
-    decode(model, trace, rows, max_new_tokens=n_new, draws=draws)
+    decode(model, trace, rows, max_new_tokens=n_new, sampling=sampling, seeds=seeds)
     return process_time() - cpu, perf_counter() - wall
 
 

@@ -38,7 +38,6 @@ from evals.screen.progress import Progress, say
 from evals.settings import Settings, settings
 from results import peak_rss_bytes, read_samples
 from results.opened import open_folders
-from tasks.base import Sample
 
 METHODS = "snapkv,pyramidkv,h2o,xkv,sparq,quest,clusterkv,infllm,infinigen,pqcache"
 RATIOS = "0.1,0.2"
@@ -51,7 +50,7 @@ Ready = tuple[Group, list[PreparedSample], Answering]  # a group, the samples th
 class Unstopped(Answering):
     """Answers have the length that was asked for."""
 
-    def stops(self, sample: Sample) -> frozenset[int]:
+    def stop_ids(self, one: PreparedSample) -> frozenset[int]:
         return frozenset()
 
 

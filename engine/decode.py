@@ -18,7 +18,9 @@ from engine.attend import Part, attend_own, attend_rows
 from engine.books.audit import count_parts
 from engine.books.clock import Clock
 from engine.books.spans import span
+from engine.caches.forks import fork, select_rows
 from engine.causal import Chunk
+from engine.errors import LengthError
 from engine.layouts.steady import Steady
 from engine.passes.chosen import Choices, HearsChoices
 from engine.passes.trace import Trace
@@ -27,8 +29,8 @@ from engine.readers import Held, Readers, end
 from engine.row import Row
 from engine.rows import append_rows
 from engine.sampling.cues import Cue
-from engine.sampling.draws import Draws
-from engine.sampling.finite import marked, said
+from engine.sampling.draws import Draws, marked, said
+from engine.sampling.spec import Sampling
 from engine.softmax import Softmax
 from engine.step import behind_rows, cut, fetched_rows
 from kernels.scratch import Scratch
@@ -87,12 +89,13 @@ def decode(
     stop_ids: Iterable[int] = (),
     min_new_tokens: int = 0,
     feed: Sequence[int] = (),
-    draws: Draws | None = None,
+    sampling: Sampling | None = None,
+    seeds: Sequence[int] = (),
     cues: Mapping[int, Cue] | None = None,
     on_step: Callable[[int, int], None] | None = None,
     watch: Watch | None = None,
 ) -> Decoded:
-    """Let every row read `feed` through its compressed cache, then answer: greedily, or by its numbers in `draws`.
+    """Let every row read `feed` through its compressed cache, then answer: greedily, or drawn by `sampling` and a seed.
 
     Without `feed` the first token comes from the prefill's own logits, for every row the same. With
     `max_new_tokens=0` rows only read; the first `min_new_tokens` are no stop tokens; `cues` interrupt some answers.
@@ -101,7 +104,7 @@ def decode(
     """
     assert rows, "no rows to decode"
     assert trace.logits is not None, "the trace has no logits: it was not made by prefill()"
-    model.refuse_switch(trace.s_prompt, trace.s_prompt + len(feed) + max(0, max_new_tokens - 1))
+    refuse_switch(model, trace.s_prompt, trace.s_prompt + len(feed) + max(0, max_new_tokens - 1))
     stop_ids = frozenset(stop_ids)
     stops = sorted(id for id in stop_ids if id < len(trace.logits))
     answers = [Answer() for _ in rows]
@@ -109,6 +112,7 @@ def decode(
     clock, n_steps, graphs = Clock(), 0, model.graphs
     n_replayed = graphs.n_replayed
     logits = trace.logits.expand(len(rows), -1)
+    draws = None if sampling is None else Draws(sampling, seeds, max_new_tokens, logits.device)
     given, never = (torch.tensor(ids, dtype=torch.long, device=logits.device) for ids in (feed, stops))
     fed, doubt = 0, torch.zeros(len(rows), dtype=torch.float64, device=logits.device) if feed else None
     while batch.rows:
@@ -151,6 +155,16 @@ def decode(
     return Decoded(answers, clock.seconds(), graphs.n_replayed - n_replayed, graphs.why_not)
 
 
+def refuse_switch(model: "Model", s_prompt: int, n: int) -> None:
+    """Raise `LengthError` where a text grows from its prompt to `n` tokens past a change of all rotations."""
+    if s_prompt <= model.switching_length < n:
+        raise LengthError(
+            f"a prompt of {s_prompt} tokens and its answer go past {model.switching_length} tokens, behind which "
+            f"the model {model.shape.name!r} reads all of its text again in another way (longrope), and KVBench "
+            "compresses a text that is read once; use prompts that are longer, or shorter by the answer"
+        )
+
+
 class _Batch(HearsChoices):
     """The rows that still generate; stands in the model's attention during decoding."""
 
@@ -169,7 +183,7 @@ class _Batch(HearsChoices):
         )
         self.rows = [rows[i] for i in self.order]
         self.group()
-        self.cache = model.fork_cache(trace.rest, len(rows))
+        self.cache = fork(trace.rest, len(rows))
         self.compressed = frozenset(trace.shape.attention_layers)
         self.readers = Readers(trace.shape)
         self.position = trace.s_prompt
@@ -193,7 +207,7 @@ class _Batch(HearsChoices):
     def only(self, keep: list[int], ids: Tensor) -> Tensor:
         """Let all rows go but those at `keep`: their tokens, of the rows' tokens `ids`."""
         self.order, self.rows = [self.order[i] for i in keep], [self.rows[i] for i in keep]
-        self.model.select_rows(self.cache, keep)
+        select_rows(self.cache, keep)
         self.group()
         return ids[keep]
 

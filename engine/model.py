@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.causal import Chunk
 from engine.checkpoints.choosing import CHOICES
 from engine.checkpoints.kinds import INSTEAD, SAID, backbone, changes, number_of, survey
-from engine.errors import ConfigError, LengthError, first_line
+from engine.errors import ConfigError, first_line
 from engine.latents import ByHeads, Latent
 from engine.machine import is_out_of_memory
 from engine.passes.chosen import HearsChoices, attend_seen, seen_by
@@ -339,15 +339,6 @@ class Model:
         """Tokens behind which the model would read its whole text again, turned in another way; 0: it never does."""
         return switching_length(self.hf)
 
-    def refuse_switch(self, s_prompt: int, n: int) -> None:
-        """Raise `LengthError` where a text grows from its prompt to `n` tokens past a change of all rotations."""
-        if s_prompt <= self.switching_length < n:
-            raise LengthError(
-                f"a prompt of {s_prompt} tokens and its answer go past {self.switching_length} tokens, behind which "
-                f"the model {self.shape.name!r} reads all of its text again in another way (longrope), and KVBench "
-                "compresses a text that is read once; use prompts that are longer, or shorter by the answer"
-            )
-
     @cached_property
     def remembering(self) -> list[Any]:
         """What would turn the tokens of a text as the one before has left it."""
@@ -362,18 +353,6 @@ class Model:
         """Say that every row read a token without the cache."""
         for layer in self.shape.attention_layers:
             cache.layers[layer].seen += 1
-
-    def fork_cache(self, cache: Any, n: int) -> Any:
-        """A copy for `n` rows; only the model's own layers hold tensors, and they are repeated."""
-        from engine.caches.through import fork
-
-        return fork(cache, n)
-
-    def select_rows(self, cache: Any, rows: list[int]) -> None:
-        """Keep only these rows in the model's own layers."""
-        from engine.caches.through import select_rows
-
-        select_rows(cache, rows)
 
 
 def with_number(layers: Iterable[Any]) -> Iterator[Any]:

@@ -5,7 +5,7 @@
 Not here: what a row says of its tokens (`engine/placement.py`, `engine/selection.py`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from engine.attend import Part
 from engine.budget import Budget
 from engine.passes.trace import Trace
 from engine.placement import Change, Placement, Release, Stay
-from engine.sampling.cues import Interruption
+from engine.sampling.cues import Cue
 from engine.selection import FeedSelection, Found, Search
 from engine.shapes import ModelShape
 from engine.turns.feed import Feed
@@ -85,7 +85,7 @@ class Row(Protocol):
         cls, rows: Sequence[Any], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> Sequence[Change | None]: ...
     def after_step(self) -> Iterable[tuple[int, Change]]: ...
-    def interruption(self) -> Interruption | None: ...
+    def cue(self, encode: Callable[[str], Sequence[int]]) -> Cue | None: ...
 
     # A feed.
 

@@ -71,13 +71,10 @@ STEP_BYTES = 12  # of a token and query head: a score, and an integer to choose 
 COPY_BYTES = 8  # of a token and KV head
 
 
-def room_bytes(
-    shape: ModelShape, s_prompt: int, element_bytes: int, devices: Sequence[torch.device], chunk: int | None = None
-) -> int:
-    """Memory for variants, once a prompt of so many tokens was read; `devices` has that of each layer, or of all."""
+def room_bytes(devices: Sequence[torch.device]) -> int:
+    """Memory for a prompt and its variants; `devices` has that of each layer, or of all."""
     # Of several GPUs the first that is full ends it.
-    free = min(free_bytes(device) * len(devices) // devices.count(device) for device in {*devices})
-    return int(SHARE * free) - prompt_bytes(shape, s_prompt, element_bytes, chunk)
+    return int(SHARE * min(free_bytes(device) * len(devices) // devices.count(device) for device in {*devices}))
 
 
 def prompt_bytes(shape: ModelShape, s_prompt: int, element_bytes: int, chunk: int | None = None) -> int:

@@ -16,9 +16,8 @@ from engine.errors import LengthError, NotFiniteError, one_line
 from engine.machine import free_memory, is_out_of_memory
 from engine.model import Model
 from engine.prefill import Thinning
-from engine.width import room_bytes, variant_bytes, waves
-from evals.batch.conversation import Conversation
-from evals.batch.decoding import answers
+from engine.width import room_bytes, waves
+from evals.batch.answers import Conversation, answers
 from evals.batch.reading import read
 from evals.batch.reply import Profile, Reply
 from evals.cells import Cell
@@ -37,6 +36,10 @@ class Answering:
         self.model, self.first, self.progress = model, first, progress
         self.ending = Ending(model.tokenizer, model.hf.generation_config)
 
+    def stop_ids(self, one: PreparedSample) -> frozenset[int]:
+        """What ends an answer: what the sample says, and what the model's own files do."""
+        return one.stop_ids | self.ending.eos
+
     def answer(self, one: PreparedSample, cells: Sequence[Cell]) -> Iterator[Reply | Profile]:
         """What each cell gives to a sample.
 
@@ -46,7 +49,7 @@ class Answering:
         forced, task = None, self.first.task
         if task.is_forced:
             assert isinstance(task, ForcedTask), f"{task.name} is forced and no ForcedTask"
-            forced = ForcedContinuation(task, one.sample, one.sample.forced)
+            forced = ForcedContinuation(task, one.sample, one.sample.forced, one.prompt.context_ids, self.stop_ids(one))
         passes: dict[Thinning | None, list[Cell]] = {}
         for cell in cells:
             passes.setdefault(one.variants[cell.path].thinning, []).append(cell)
@@ -102,11 +105,10 @@ class Answering:
     ) -> Iterator[Reply | Profile]:
         """One prefill; one batch behind it for all cells, or one per wave of those that fit into memory."""
         model, settings = self.model, self.first.settings
-        stop_ids = self.ending.stop_ids(one.sample, one.by_chat)
+        stop_ids = self.stop_ids(one)
         with recording(model.device) if settings.profile else nullcontext() as record:
-            n_new, s, n_bytes = one.packed.n_behind(one.sample), len(one.packed.context_ids), model.dtype.itemsize
-            sizes = [variant_bytes(one.variants[cell.path], model.shape, n_new, n_bytes) for cell in cells]
-            room = room_bytes(model.shape, s, n_bytes, model.layers_on, settings.chunk)
+            room = room_bytes(model.layers_on) - one.prompt_bytes
+            sizes = [one.n_bytes[cell.path] for cell in cells]
             at_once = [cells[where] for where in waves(sizes, room, settings.max_variants)]
             for wave in read(model, one, at_once, forced, self.progress):
                 if isinstance(one.packed, TalkPrompt):

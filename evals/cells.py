@@ -12,7 +12,6 @@ from typing import Any
 from engine.budget import NO_FRAME, BudgetRequest, Frame
 from engine.errors import ConfigError
 from engine.keeping import AS_THEY_ARE, Keeping
-from engine.sampling.spec import draw_id
 from engine.shapes import Checkpoint, ModelShape
 from engine.sparse.base import SparsePrefill
 from evals.asked import Asked, Lookups, check
@@ -84,11 +83,6 @@ class Cell:
     def draws(self) -> "list[Cell]":
         """The cell once for each answer to a prompt."""
         return [replace(self, draw=draw) for draw in self.settings.sampling.draws()]
-
-    def line_ids(self, ids: Iterable[str]) -> list[str]:
-        """What the lines of the cell's answers are called: each of `ids` once for each draw."""
-        draws = self.settings.sampling.draws() if self.draw is None else [self.draw]
-        return [draw_id(id, draw) for id in ids for draw in draws]
 
     @property
     def partner(self) -> Coding | None:

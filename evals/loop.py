@@ -83,22 +83,23 @@ class Group:
 
     def ask(self, one: PreparedSample, answering: Answering) -> None:
         """Let all cells answer; one that is refused on the way is left out of its sweep, and the others answer."""
-        while (refusal := self.attempt(one, answering)) is not None:
-            refused = next(cell for cell in self.cells if cell.settings is refusal.settings)
-            self.without([refused])
-            leave_out(refusal.settings, refusal, lambda cell: cell, self.cells)
-            self.writer.folders.pop(refused.path).discard()
+        is_answered = False
+        while not is_answered:
+            draws = [draw for cell in self.cells for draw in cell.draws()]
+            try:
+                for reply in answering.answer(one, [draw for draw in draws if self.writer.missing_lines(one, draw)]):
+                    self.writer.write(one, reply)
+                is_answered = True
+            except CellRefused as refusal:
+                self.leave_out(refusal)
         answering.progress.sample_done(one.sample.id, self.writer.standings(self.cells))
 
-    def attempt(self, one: PreparedSample, answering: Answering) -> CellRefused | None:
-        """Write what the cells answer that have not yet; what refuses one of them on the way."""
-        draws = [draw for cell in self.cells for draw in cell.draws()]
-        try:
-            for reply in answering.answer(one, [draw for draw in draws if self.writer.missing_lines(one, draw)]):
-                self.writer.write(one, reply)
-        except CellRefused as error:
-            return error
-        return None
+    def leave_out(self, refusal: CellRefused) -> None:
+        """Go on without the cell that is refused, and without its folder."""
+        refused = next(cell for cell in self.cells if cell.settings is refusal.settings)
+        self.without([refused])
+        leave_out(refusal.settings, refusal, lambda cell: cell, self.cells)
+        self.writer.folders.pop(refused.path).discard()
 
     def finish(self) -> None:
         """Write each cell's result."""

@@ -15,7 +15,8 @@ from engine.budget import Frame
 from engine.checks import gigabytes
 from engine.errors import ConfigError
 from engine.machine import machine_bytes
-from engine.width import answers_bytes, most_at_once
+from engine.sampling.spec import draw_id, draw_seed
+from engine.width import answers_bytes, most_at_once, prompt_bytes, variant_bytes
 from evals.cells import Cell
 from evals.models import image_ids_of, tokenizer_of, vocabulary_of
 from evals.refusals import leave_out
@@ -23,6 +24,7 @@ from evals.screen.estimate import Load
 from methods.base import Variant
 from results import RunFolder, prompt_hash
 from tasks.base import Sample
+from tasks.ending import Ending
 from tasks.prompt import Prompt, check_ids, tokenizing, uses_chat
 from tasks.turns.conversation import line_ids
 from tasks.turns.encode import TalkPrompt, prompt_of
@@ -42,20 +44,19 @@ class PreparedSample:
 
     place: int  # in the task's order
     sample: Sample
-    ids: tuple[str, ...]  # of an answer's lines: the sample's own, or one for each turn
+    lines: Mapping[int | None, tuple[str, ...]]  # what those of each draw are called, one for each turn; None: of all
+    n_lines: int  # of each answer
     sha: str  # of the prompt
     packed: Prompt  # arrays in place of tuples
-    by_chat: bool  # the model's chat template ends its turns
+    stop_ids: frozenset[int]  # that end an answer, beside those of the model's own
+    seeds: tuple[int, ...]  # of each draw
     variants: Mapping[Path, Variant]  # what each cell is on this prompt, by the cell's folder
+    n_bytes: Mapping[Path, int]  # the most that each cell's answer takes on its device
+    prompt_bytes: int  # that the prompt and the pass over it take there
 
     @property
     def prompt(self) -> Prompt:
         return with_ids(self.packed, tuple)
-
-    @property
-    def n_lines(self) -> int:
-        """Lines of each answer: one, or one for each turn."""
-        return len(self.ids)
 
     @property
     def load(self) -> Load:
@@ -71,6 +72,7 @@ class Preparation:
         self.tokenizer = tokenizer_of(self.first.settings) if tokenizer is None else tokenizer
         self.n_vocabulary = vocabulary_of(self.first.settings)
         self.image_ids = image_ids_of(self.first.settings)
+        self.ending = Ending(self.tokenizer)
         self.samples = self.first.task.samples(self.tokenizer)  # some tasks make them one by one
         limit = self.first.settings.limit
         self.n = len(self.samples) if limit is None else min(limit, len(self.samples))  # that are asked
@@ -87,10 +89,20 @@ class Preparation:
         variants = self.variants_of(prompt)
         check_memory(self.cells, [*variants.values()], sample, prompt)
         packed = with_ids(prompt, lambda ids: array("i", ids))
-        by_chat = sample.is_rendered or uses_chat(self.tokenizer, sample, model.chat)
+        stop_ids = self.ending.stop_ids(sample, sample.is_rendered or uses_chat(self.tokenizer, sample, model.chat))
         short = shortened(sample, prompt, self.tokenizer)
         names = line_ids(sample.id, 0 if sample.conversation is None else len(sample.conversation.turns))
-        return PreparedSample(place, short, tuple(names), prompt_hash(ids), packed, by_chat, variants)
+        asked = self.first.settings
+        draws = asked.sampling.draws()
+        lines = {draw: tuple(draw_id(name, draw) for name in names) for draw in draws}
+        lines[None] = tuple(draw_id(name, draw) for name in names for draw in draws)
+        seeds = tuple(draw_seed(asked.seed, sample.id, draw or 0) for draw in draws)
+        n_new, element = prompt.n_behind(sample), getattr(torch, asked.dtype).itemsize
+        n_bytes = {path: variant_bytes(each, self.first.shape, n_new, element) for path, each in variants.items()}
+        return PreparedSample(
+            place, short, lines, len(names), prompt_hash(ids), packed, stop_ids, seeds, variants, n_bytes,
+            prompt_bytes(self.first.shape, len(prompt.context_ids), element, asked.chunk),
+        )  # fmt: skip
 
     def variants_of(self, prompt: Prompt) -> dict[Path, Variant]:
         """What each cell is on a prompt; one that cannot be is refused, or left out of its sweep."""
@@ -191,5 +203,5 @@ def refuse_folders(asked: Iterable[tuple[Sequence[Cell], Sequence[PreparedSample
     """Raise `ConfigError` for folders that `open_folders` would refuse, before any is made."""
     for cells, samples in asked:
         for cell in cells:
-            shas = {id: one.sha for one in samples for id in cell.line_ids(one.ids)}
+            shas = {id: one.sha for one in samples for id in one.lines[cell.draw]}
             RunFolder.refuse(cell.path, cell.config, shas)

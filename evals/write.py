@@ -57,7 +57,7 @@ class Writer:
         waiting = []
         for one in samples:
             for cell in cells:
-                for id in cell.line_ids(one.ids):
+                for id in one.lines[cell.draw]:
                     self.folders[cell.path].check_prompt(id, one.sha)
             if any(self.missing_lines(one, cell) for cell in cells):
                 waiting.append(one)
@@ -66,7 +66,7 @@ class Writer:
     def missing_lines(self, one: PreparedSample, cell: Cell) -> list[str]:
         """The ids of a cell's lines that are not there yet."""
         there, folder = self.elsewhere.get(cell.path, ()), self.folders[cell.path]
-        return [id for id in cell.line_ids(one.ids) if id not in there and not folder.has(id)]
+        return [id for id in one.lines[cell.draw] if id not in there and not folder.has(id)]
 
     def write(self, one: PreparedSample, reply: Reply | Profile) -> None:
         """Write what a cell gave. The lines of a conversation are written once all its turns are there."""
@@ -87,7 +87,7 @@ class Writer:
                 return
             lines = [turns[i] for i in sorted(self.turns.pop(key))]
         elif reply.lost is not None:
-            lines = [(replace(line, id=id), None) for id in reply.cell.line_ids(one.ids)]
+            lines = [(replace(line, id=id), None) for id in one.lines[reply.cell.draw]]
         missing = self.missing_lines(one, reply.cell)
         for line, ledger in lines:
             if line.id in missing:
@@ -99,7 +99,7 @@ class Writer:
         Where full attention is among the `cells`, the result compares with it.
         """
         folder, settings = self.folders[cell.path], cell.settings
-        folder.sort([id for one in samples for id in cell.line_ids(one.ids)])
+        folder.sort([id for one in samples for id in one.lines[cell.draw]])
         full = next((self.folders[other.path].rows for other in cells if other.rules is Full), ())
         result = summarise(folder.rows, facts(cell, folder.rows), full)
         title = f"{cell.label}, {settings.budget.label()}, {settings.model.name}"

@@ -20,7 +20,7 @@ Not here: any method.
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -34,7 +34,7 @@ from engine.keeping import AS_THEY_ARE, Keeping
 from engine.observe import Observation
 from engine.passes.trace import Trace
 from engine.placement import Change, Coder, Placement, Release, Stay, Whole
-from engine.sampling.cues import Interruption
+from engine.sampling.cues import Cue
 from engine.selection import FeedSelection, Found, Search
 from engine.shapes import ModelShape
 from kernels.scratch import Scratch
@@ -317,8 +317,8 @@ class SelectiveAttention(Rules, ABC):
         """
         return ()
 
-    def interruption(self) -> Interruption | None:
-        """What an answer is made to say from some token on; None: it speaks for itself."""
+    def cue(self, encode: Callable[[str], Sequence[int]]) -> Cue | None:
+        """What an answer is made to say from some token on, its words encoded; None: it speaks for itself."""
         return None
 
     def report(self) -> dict[str, Any]:

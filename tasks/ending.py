@@ -28,10 +28,13 @@ CHANNEL_END = "<|end|>"  # of a thought in a channel, too
 class Ending:
     """How answers of one model end."""
 
-    def __init__(self, tokenizer: Any, generation_config: Any) -> None:
+    def __init__(self, tokenizer: Any, generation_config: Any = None) -> None:
+        """Without a `generation_config`, which comes with the weights, the model's own ends are not known yet."""
         self.tokenizer = tokenizer
         eos = getattr(generation_config, "eos_token_id", None)
-        self.eos = [*(eos if isinstance(eos, list | tuple) else [eos]), tokenizer.eos_token_id]
+        every = [*(eos if isinstance(eos, list | tuple) else [eos]), tokenizer.eos_token_id]
+        self.eos = frozenset(i for i in every if i is not None)  # ends every answer
+        self.known: dict[tuple[Any, ...], frozenset[int]] = {}  # samples that end alike share their ids
 
     @cached_property
     def newlines(self) -> frozenset[int]:
@@ -41,15 +44,18 @@ class Ending:
 
     def stop_ids(self, sample: Sample, by_chat: bool) -> frozenset[int]:
         """The ids that end an answer; `by_chat`: the prompt is a turn of the chat template, or holds one."""
-        ids = set(self.eos)
-        if by_chat:
-            goes_on = CHANNEL_END if sample.thinks and has_channels(self.tokenizer) else None
-            ids |= {known_id(self.tokenizer, token) for token in TURN_ENDS if token != goes_on}
-        for text in sample.stop_texts:
-            ids |= set(self.tokenizer.encode(text, add_special_tokens=False)[-1:])
-        if sample.stop_at_newline:
-            ids |= self.newlines
-        return frozenset(i for i in ids if i is not None)
+        key = (by_chat, sample.thinks, tuple(sample.stop_texts), sample.stop_at_newline)
+        if key not in self.known:
+            ids: set[int | None] = {*self.eos}
+            if by_chat:
+                goes_on = CHANNEL_END if sample.thinks and has_channels(self.tokenizer) else None
+                ids |= {known_id(self.tokenizer, token) for token in TURN_ENDS if token != goes_on}
+            for text in sample.stop_texts:
+                ids |= {*self.tokenizer.encode(text, add_special_tokens=False)[-1:]}
+            if sample.stop_at_newline:
+                ids |= self.newlines
+            self.known[key] = frozenset(i for i in ids if i is not None)
+        return self.known[key]
 
     def text(self, sample: Sample, ids: Sequence[int]) -> str:
         """The prediction: all that was answered, or what precedes its first newline.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from engine.decode import Watch, decode
 from engine.errors import ConfigError, NotFiniteError
 from engine.passes.trace import Trace
+from engine.prefill import prefill
 from engine.sampling.finite import why_lost
 from methods.base import SelectiveAttention
 from methods.full import full_attention
@@ -80,6 +81,8 @@ class ForcedContinuation:
     task: ForcedTask
     sample: Sample
     ids: tuple[int, ...] | None  # None: full attention has not answered yet
+    prompt_ids: Sequence[int] = ()  # of the ordinary pass, where the variants' own is none
+    stop_ids: frozenset[int] = frozenset()  # that end full attention's answer
     plain: Trace | None = None  # the ordinary pass, once it was made
 
     @property
@@ -98,14 +101,16 @@ class ForcedContinuation:
         assert self.plain is not None, "no ordinary pass was made or kept"
         return self.plain
 
-    def beside(self, model: "Model", stop_ids: frozenset[int]) -> list[SelectiveAttention]:
+    def beside(self, model: "Model") -> list[SelectiveAttention]:
         """The rows to decode behind the variants, built: one of full attention, or none.
 
         Call it before the trace settles.
         """
+        if self.needs_plain:
+            self.plain = prefill(model, self.prompt_ids)
         if self.ids is None:
-            n_new = self.sample.max_new_tokens
-            (answer,) = decode(model, self.truth(), [self.full()], max_new_tokens=n_new, stop_ids=stop_ids).answers
+            n_new, ends = self.sample.max_new_tokens, self.stop_ids
+            (answer,) = decode(model, self.truth(), [self.full()], max_new_tokens=n_new, stop_ids=ends).answers
             if not answer.is_finite:
                 raise NotFiniteError(f"full attention, whose answer is fed: {why_lost(len(answer.ids))}")
             self.ids = tuple(answer.ids)  # its last one is never fed

@@ -1,19 +1,14 @@
 """The cache that a model is given: compressed layers hand K and V through, all others are the model's own.
 
-Of a layer that keeps a state beside K and V, the state stays with it. Rows are forked and chosen by transformers'
-`reorder_cache`, which does so for layers of every kind; `batch_repeat_interleave` leaves states out.
+Of a layer that keeps a state beside K and V, the state stays with it. A model that takes no cache but one of its own
+class gets that, with layers made as it asks for them.
 
-A model that takes no cache but one of its own class gets that, with layers made as it asks for them; the states that
-such a cache holds beside its layers are forked and chosen like those within.
-
-Not here: where K and V of compressed layers go (`engine/store.py`).
+Not here: where K and V of compressed layers go (`engine/store.py`), its rows (`engine/caches/forks.py`).
 """
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
@@ -81,32 +76,3 @@ def lazy_cache(cache: Any, compressed: frozenset[int], enter: Enter) -> Any:
 
     cache.layer_class_to_replicate = next_layer
     return cache
-
-
-def beside_layers(cache: Any, choose: Callable[[Tensor], Tensor]) -> None:
-    """Choose rows of the states in lists of the cache's own."""
-    for name, states in vars(cache).items():
-        if name != "layers" and isinstance(states, list):
-            states[:] = [choose(state) if isinstance(state, Tensor) else state for state in states]
-
-
-def fork(cache: Any, n: int) -> Any:
-    """A copy for `n` rows."""
-    forked = copy.deepcopy(cache)
-    if n > 1:
-        chosen = torch.zeros(n, dtype=torch.long)
-        for layer in forked.layers:
-            layer.reorder_cache(chosen)  # pyright: ignore[reportArgumentType]
-        beside_layers(forked, lambda state: state.repeat_interleave(n, 0))
-    return forked
-
-
-def select_rows(cache: Any, rows: list[int]) -> None:
-    """Keep only these rows."""
-    chosen: dict[torch.device | None, Tensor] = {}
-    for layer in cache.layers:
-        device = getattr(layer, "device", None)
-        if device not in chosen:
-            chosen[device] = torch.tensor(rows, dtype=torch.long, device=device)
-        layer.reorder_cache(chosen[device])
-    beside_layers(cache, lambda state: state[rows])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.attend import Part, attend_own, attend_rows
+from engine.caches.forks import fork
 from engine.causal import Chunk, causal
 from engine.checkpoints.kinds import INSTEAD, Asked, check_calls, kinds_of, own_code
 from engine.errors import ConfigError, one_line
@@ -162,7 +163,7 @@ def our_logits(model: Model, ids: Tensor, session: "Short") -> Tensor:
     with model.hooked():
         cache = model.new_cache()
         logits = model.forward(ids[:, :n_prompt], 0, cache, session)
-        found, cache = [logits.expand(N_ROWS, -1)], model.fork_cache(cache, N_ROWS)
+        found, cache = [logits.expand(N_ROWS, -1)], fork(cache, N_ROWS)
         for position in range(n_prompt, ids.shape[1]):
             session.position = position
             step = ids[:, position : position + 1].expand(N_ROWS, -1)

@@ -4,7 +4,12 @@ All numbers of a row are drawn before its first token, on the CPU, so that they 
 place on the cumulative probabilities of tokens by falling probability: rows whose logits nearly agree draw the same
 token.
 
-Not here: seeds (`engine/sampling/spec.py`).
+A token that is chosen, drawn or not, bears a mark of whether its logits are numbers, which a step's end reads back
+with it, so that nobody waits for it. A row's largest logit is NaN where any is, +inf where one is, and -inf where
+nothing is left to choose. So many times nothing is added to its token, which becomes NaN then. Checked on the logits
+and not on what they choose: an argmax of NaN is a token as any other.
+
+Not here: seeds (`engine/sampling/spec.py`), what happens to a row that chooses nothing (`engine/decode.py`).
 """
 
 from collections.abc import Sequence
@@ -90,3 +95,13 @@ def looked_up(shares: Tensor, ids: Tensor | None, numbers: Tensor, top_p: float)
     place = torch.searchsorted(until, numbers.unsqueeze(-1) * mass, right=True)
     place = torch.minimum(place, n_in - 1)
     return (place if ids is None else ids.gather(-1, place)).squeeze(-1)
+
+
+def marked(ids: Tensor, logits: Tensor) -> Tensor:
+    """The tokens (n,) as float64, NaN for rows whose logits (n, vocabulary) choose nothing."""
+    return torch.add(ids, logits.amax(-1).double(), alpha=0)
+
+
+def said(token: float) -> int | None:
+    """A token that was marked; None: there is none."""
+    return None if token != token else int(token)

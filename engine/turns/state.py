@@ -7,7 +7,7 @@ the copy as well. The books are not part of it: a copy begins a ledger of its ow
 A method needs to do nothing for this as long as its state is made of tensors, numbers, containers, plain objects and
 generators. One whose state lies elsewhere says `rolls_back = False`.
 
-Not here: when a row goes back (`evals/batch/conversation.py`).
+Not here: when a row goes back (`evals/batch/answers.py`).
 """
 
 import copy

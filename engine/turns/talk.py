@@ -18,14 +18,15 @@ from torch import Tensor
 from engine.attend import Part, attend_own, attend_rows
 from engine.books.clock import Clock
 from engine.books.spans import span
+from engine.caches.forks import fork, select_rows
 from engine.causal import Chunk, weighed
-from engine.decode import Answer, attend_groups
+from engine.decode import Answer, attend_groups, refuse_switch
 from engine.errors import ConfigError
 from engine.passes.chosen import Choices, HearsChoices
 from engine.passes.trace import Trace
 from engine.readers import Readers
 from engine.row import Row, Variant
-from engine.sampling.finite import marked, said
+from engine.sampling.draws import marked, said
 from engine.softmax import Softmax
 from engine.step import behind_rows, cut, step_rows
 from engine.turns.at_once import moments, read_at_once
@@ -46,7 +47,7 @@ class Talk(HearsChoices):
     def __init__(self, model: "Model", trace: Trace, rows: Sequence[Row], cache: Any = None) -> None:
         """`cache` is the model's own of its layers that nobody compresses, by default that behind the prompt."""
         self.model, self.trace, self.rows = model, trace, list(rows)
-        self.cache = model.fork_cache(trace.rest, len(rows)) if cache is None else cache
+        self.cache = fork(trace.rest, len(rows)) if cache is None else cache
         self.has_own_layers = trace.shape.n_own > 0
         self.compressed = frozenset(trace.shape.attention_layers)
         # Rows of one class stand together, so that a class can work on all of its rows at once that are at one
@@ -63,7 +64,7 @@ class Talk(HearsChoices):
     def fork(self) -> "Talk":
         """The same rows a second time, to go on from here."""
         rows = [fork_of(row) for row in self.rows]
-        talk = Talk(self.model, self.trace, rows, self.model.fork_cache(self.cache, 1))
+        talk = Talk(self.model, self.trace, rows, fork(self.cache, 1))
         talk.positions = list(self.positions)
         return talk
 
@@ -146,7 +147,7 @@ class Talk(HearsChoices):
             if len(keep) < len(speaking):
                 speaking, ids = [speaking[at] for at in keep], ids[keep]
                 if self.has_own_layers:
-                    self.model.select_rows(self.cache, keep)
+                    select_rows(self.cache, keep)
             given[speaking, 0] = ids
             logits = self.step(speaking, given, [0] * len(self.rows))[speaking]
             if on_step is not None:
@@ -168,7 +169,7 @@ class Talk(HearsChoices):
         self.active, self.pads = [self.rows[i] for i in which], [pads[i] for i in which]
         m, which = ids.shape[1], list(which)
         self.starts = [self.positions[i] - pads[i] for i in which]
-        self.model.refuse_switch(self.trace.s_prompt, max(self.starts) + m)
+        refuse_switch(self.model, self.trace.s_prompt, max(self.starts) + m)
         starts = torch.tensor(self.starts, device=ids.device)
         places = (starts.unsqueeze(1) + torch.arange(m, device=ids.device)).clamp(min=0)
         self.plans: dict[tuple[int, ...], list[tuple[type[Row], slice]]] = {}

@@ -40,13 +40,20 @@ def read(
     first, *others = waves
     cells = [cell for wave in waves for cell in wave]
     variants = [one.variants[cell.path] for cell in cells]
-    rows: list[SelectiveAttention] = []
+    n_new = one.packed.n_behind(one.sample)
+    rows: list[SelectiveAttention] = []  # of the wave that answers now
     clock = Clock()  # of what the variants build beside the pass
+
+    def begin(wave: Sequence[Cell], trace: Trace) -> None:
+        for cell in wave:
+            rows.append(one.variants[cell.path].row(trace, n_new))
+            if cell.settings.accesses:
+                rows[-1].store.accesses = []
 
     def build_beside(trace: Trace, layer: int) -> None:
         with clock.running(trace.keys(layer).device):
             if not rows:
-                rows.extend(begin(one, first, trace))
+                begin(first, trace)
             build(first, rows, layer)
             if others:
                 trace.hold(layer)
@@ -56,11 +63,8 @@ def read(
     ids, thinning, sparsity = one.prompt.context_ids, variants[0].thinning, cells[0].sparsity
     observations = [what for variant in variants for what in variant.observations]
     trace = prefill(model, ids, observations, build_beside, thinning, sparsity, cells[0].settings.chunk)
-    if forced is not None:
-        if thinning is None and sparsity is None:
-            forced.plain = trace
-        elif forced.needs_plain:
-            forced.plain = prefill(model, ids)
+    if forced is not None and thinning is None and sparsity is None:
+        forced.plain = trace
     prefill_s = trace.seconds - sum(clock.seconds())
     for cell, variant in zip(cells, variants, strict=True):
         if variant.probes:
@@ -70,20 +74,11 @@ def read(
         if wave is not first:
             rows.clear()  # which have answered: their memory is for the next ones
         if not rows:  # a later wave; or the model chooses by itself, and no layer was taken over
-            rows.extend(begin(one, wave, trace))
+            begin(wave, trace)
             for layer in trace.shape.attention_layers:
                 build(wave, rows, layer)
+        complete(rows)
         yield Wave(wave, rows, trace, prefill_s)
-
-
-def begin(one: PreparedSample, cells: Sequence[Cell], trace: Trace) -> Iterator[SelectiveAttention]:
-    """Each cell's variant on one sample, not built yet."""
-    n_new = one.packed.n_behind(one.sample)
-    for cell in cells:
-        row = one.variants[cell.path].row(trace, n_new)
-        if cell.settings.accesses:
-            row.store.accesses = []
-        yield row
 
 
 def build(cells: Sequence[Cell], rows: Sequence[SelectiveAttention], layer: int) -> None:
@@ -91,3 +86,9 @@ def build(cells: Sequence[Cell], rows: Sequence[SelectiveAttention], layer: int)
     for cell, row in zip(cells, rows, strict=True):
         with naming(cell.settings):
             row.build(layer)
+
+
+def complete(rows: Sequence[SelectiveAttention]) -> None:
+    """Finish the prompt; by a function, so that no name holds a row of a wave that is over."""
+    for row in rows:
+        row.complete()

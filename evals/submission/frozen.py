@@ -122,7 +122,7 @@ def freeze(words: Sequence[str]) -> Benchmark:
     columns: set[str] = set()
     lines: list[Line] = []
     for one in samples:
-        for turn, id in enumerate(cell.line_ids(one.ids)):
+        for turn, id in enumerate(one.lines[cell.draw]):
             sample = one_question(one.sample, turn) if one.sample.conversation else one.sample
             own = json.loads(json.dumps(own_columns(sample)))
             columns |= own.keys()

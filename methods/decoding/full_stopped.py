@@ -13,13 +13,14 @@ Fails     where the thought that is left out was needed.
 Figures   others: #6E6E8F, thin diamond, --
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.budget import EVERYTHING, Budget, BudgetRequest, resolve
 from engine.checks import whole_number, whole_numbers
 from engine.errors import ConfigError
 from engine.placement import Whole
-from engine.sampling.cues import Interruption
+from engine.sampling.cues import Cue
 from engine.shapes import ModelShape
 from methods.base import SelectiveAttention
 from methods.decoding.schedule import DecodingRules, Schedule
@@ -61,11 +62,12 @@ class FullStopped(DecodingRules, SelectiveAttention):
     def arrange(self, layer: int) -> Whole:
         return Whole()
 
-    def interruption(self) -> Interruption:
+    def cue(self, encode: Callable[[str], Sequence[int]]) -> Cue:
         longest = self.params.answer_tokens or self.store.n_new
         marker = self.params.marker
         text = f"\n{marker}\n\n{self.params.cue}" if marker else self.params.cue
-        return Interruption(stopping_length(self.plan, self.trace.s_prompt, longest), text, marker)
+        after = stopping_length(self.plan, self.trace.s_prompt, longest)
+        return Cue(after, encode(text), encode(marker or ""))
 
 
 def stopping_length(schedule: Schedule, s_prompt: int, n_answer: int) -> int:

@@ -16,7 +16,7 @@ Length      the first piece loses its middle where it is longer than the window 
 A finished run's turns.csv has a line per task and turn, and the authors' own line of numbers.
 
 Not here: scorers (`scores.py`, `functions.py`), wording (`prompts.py`), how turns are asked
-(`evals/batch/conversation.py`).
+(`evals/batch/answers.py`).
 """
 
 from collections.abc import Mapping, Sequence

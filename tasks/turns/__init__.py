@@ -1,4 +1,4 @@
 """Samples with several turns, as tasks write them.
 
-Not here: how turns are asked (`evals/batch/conversation.py`).
+Not here: how turns are asked (`evals/batch/answers.py`).
 """

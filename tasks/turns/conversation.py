@@ -4,7 +4,7 @@ A turn is a feed and its answer. In mode `independent` every question is asked b
 behind the earlier questions and their references, in `dialogue` behind the earlier questions and the model's own
 answers. In the last two the first question is part of what is compressed.
 
-Not here: how turns become tokens (`encode.py`), how they are asked (`evals/batch/conversation.py`).
+Not here: how turns become tokens (`encode.py`), how they are asked (`evals/batch/answers.py`).
 """
 
 from collections.abc import Mapping

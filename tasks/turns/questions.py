@@ -1,6 +1,6 @@
 """Parameters of tasks that ask several questions on one context, and what follows from them.
 
-Not here: how a conversation is asked (`evals/batch/conversation.py`).
+Not here: how a conversation is asked (`evals/batch/answers.py`).
 """
 
 from collections.abc import Sequence

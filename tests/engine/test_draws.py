@@ -7,7 +7,7 @@ from engine.decode import decode
 from engine.errors import ConfigError
 from engine.prefill import prefill
 from engine.sampling.cues import Cue
-from engine.sampling.draws import N_SORTED, Draws, drawn
+from engine.sampling.draws import N_SORTED, drawn
 from engine.sampling.spec import Sampling, draw_id, draw_seed
 from methods.decoding.full_stopped import stopping_length
 from methods.decoding.schedule import Schedule
@@ -69,8 +69,9 @@ def test_rows_draw_the_same_alone_and_beside_others() -> None:
             trace = prefill(model, prompt(40))
             variant = full_attention(model.shape, 40)
             rows = [built(variant.row(trace, 30)) for _ in chosen]
-            draws = Draws(sampling, [seeds[i] for i in chosen], 30, CPU)
-            return [answer.ids for answer in decode(model, trace, rows, max_new_tokens=30, draws=draws).answers]
+            own = [seeds[i] for i in chosen]
+            done = decode(model, trace, rows, max_new_tokens=30, sampling=sampling, seeds=own)
+            return [answer.ids for answer in done.answers]
 
     together = answers([0, 1, 2])
     assert len({tuple(ids) for ids in together}) == 3

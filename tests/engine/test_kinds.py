@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 
 from engine.attend import attend_own
+from engine.caches.forks import fork, select_rows
 from engine.causal import Chunk, causal
 from engine.checkpoints import kinds, load
 from engine.checkpoints.kinds import shape_of, survey
@@ -155,9 +156,9 @@ def test_rows_that_part_each_keep_their_own_state(name: str) -> None:
     with model.hooked():
         cache = model.new_cache()
         model.forward(torch.tensor([ids]), 0, cache, session)
-        rows, session.position = model.fork_cache(cache, 3), 30
+        rows, session.position = fork(cache, 3), 30
         model.forward(first, 30, rows, session)
-        model.select_rows(rows, [2, 0])
+        select_rows(rows, [2, 0])
         session.position = 31
         session.held = {layer: (k[[2, 0]], v[[2, 0]]) for layer, (k, v) in session.held.items() if len(k) == 3}
         found = model.forward(second, 31, rows, session)

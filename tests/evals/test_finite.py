@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from engine.attend import Part
-from engine.sampling.draws import drawn
-from engine.sampling.finite import marked, said
+from engine.sampling.draws import drawn, marked, said
 from engine.sampling.spec import Sampling
 from methods.dropping.streamingllm import StreamingLLM
 from results import RunResult, SampleRow

@@ -12,7 +12,7 @@ from hydra.types import RunMode
 
 from engine.errors import ConfigError
 from evals import answer, runner
-from evals.batch import decoding, reading
+from evals.batch import answers, reading
 from evals.settings import RayPool, Settings, SlurmPool, settings
 from results import read_samples
 from tests.tiny_run import CONF, cell, save_tiny
@@ -119,7 +119,7 @@ def test_a_cell_that_cannot_be_met_is_left_out_and_said_and_the_rest_runs(
 def test_variants_that_run_out_of_memory_together_are_asked_in_halves(
     sweep: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = decoding.decode
+    decode = answers.decode
 
     def small(model: Any, trace: Any, rows: Sequence[Any], **rest: Any) -> Any:
         if len(rows) > 2:
@@ -127,7 +127,7 @@ def test_variants_that_run_out_of_memory_together_are_asked_in_halves(
         return decode(model, trace, rows, **rest)
 
     at_once = sweep("at once")
-    monkeypatch.setattr(decoding, "decode", small)
+    monkeypatch.setattr(answers, "decode", small)
     halved = sweep("halved")
     assert max(heights(halved)) <= 2
     assert said(halved) == said(at_once)

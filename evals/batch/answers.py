@@ -1,4 +1,6 @@
-"""Asks a conversation: every variant answers every turn, as rows of as few batches as memory allows.
+"""Built rows answer: as one batch, each in its own words or all reading what a task feeds and watches; or turn by turn.
+
+The turns of a conversation are answered by rows of as few batches as memory allows.
 
 independent   each variant is copied once per question, and all copies read and answer side by side.
 golden        all variants read the next feed, copies of them answer, and are dropped.
@@ -6,26 +8,63 @@ dialogue      all variants read the next feed and answer; each goes on with its 
 
 The last token of an answer that stays is read with the next feed.
 
-Not here: the prefill (`evals/batch/reading.py`), tokens (`tasks/turns/encode.py`).
+Not here: the prefill (`evals/batch/reading.py`), how a row decodes (`engine/decode.py`), tokens of turns
+(`tasks/turns/encode.py`).
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import cast
 
 from engine.books.ledger import Ledger
-from engine.decode import Answer, Decoded
+from engine.decode import Answer, Decoded, decode
 from engine.model import Model
 from engine.row import Row
 from engine.sampling.finite import why_lost
 from engine.turns.state import fork_of
 from engine.turns.talk import Talk
-from engine.width import room_bytes, variant_bytes
+from engine.width import room_bytes
 from evals.batch.reading import Wave
 from evals.batch.reply import Reply, TurnReply
 from evals.prepare import PreparedSample
 from evals.screen.progress import Progress
 from methods.base import SelectiveAttention, Variant
+from tasks.forced import ForcedContinuation
 from tasks.turns.encode import TalkPrompt
+
+
+def answers(
+    model: Model, one: PreparedSample, wave: Wave, stop_ids: frozenset[int], forced: ForcedContinuation | None,
+    progress: Progress,
+) -> Iterator[Reply]:  # fmt: skip
+    """What each cell of a wave gives to a sample."""
+    sample, trace, settings = one.sample, wave.trace, wave.cells[0].settings
+    feed, watch, beside, n_new = one.prompt.question_ids, None, [], sample.max_new_tokens
+    n_steps = len(feed) + n_new - (not feed)
+    encode = partial(model.tokenizer.encode, add_special_tokens=False)
+    made = enumerate(each.cue(encode) for each in wave.rows)
+    cues = {i: cue for i, cue in made if cue is not None}
+    seeds = [one.seeds[cell.draw or 0] for cell in wave.cells]
+    sampling = None if settings.sampling.is_greedy or forced else settings.sampling
+    if forced is not None:
+        beside = forced.beside(model)
+        feed, watch, n_new = forced.feed, forced.task.watch(sample, forced, wave.rows), 0
+    trace.settle()
+    progress.answering(sample.id, len(wave.rows), n_steps)
+    decoded = decode(
+        model, trace, [*wave.rows, *beside], sampling=sampling, seeds=seeds, cues=cues, feed=feed,
+        max_new_tokens=n_new, min_new_tokens=sample.min_new_tokens, stop_ids=stop_ids,
+        on_step=lambda step, speaking: progress.advance(), watch=watch,
+    )  # fmt: skip
+    n = len(wave.rows)
+    outcomes = [None] * n if watch is None else watch.outcomes()
+    is_sound = all(answer.is_finite for answer in decoded.answers[n:])
+    for cell, row, answer, outcome in zip(wave.cells, wave.rows, decoded.answers[:n], outcomes, strict=True):
+        if answer.is_finite and is_sound:
+            yield Reply(cell, row, answer, decoded, wave.prefill_s, outcome)
+        else:
+            yield Reply(cell, lost=("failed", why_lost(len(answer.ids))))
+
 
 Round = Sequence[tuple[int, int]]  # for each row of a batch: which turn it is asked, and which cell it belongs to
 
@@ -44,8 +83,6 @@ class Conversation:
     def replies(self, progress: Progress) -> Iterator[Reply]:
         """What each cell gives to each turn, in the order in which it is there."""
         wave, mode = self.wave, self.asking.mode
-        for row in wave.rows:
-            row.complete()
         wave.trace.settle()
         assert wave.trace.logits is not None, "the trace has no logits"
         progress.answering(self.one.sample.id, len(wave.rows), sum(turn.max_new_tokens for turn in self.turns))
@@ -99,9 +136,8 @@ class Conversation:
             return 1
         if settings.max_variants is not None:
             return max(1, settings.max_variants // len(self.wave.rows))
-        n_new, n_bytes = self.one.packed.n_behind(self.one.sample), model.dtype.itemsize
-        size = sum(variant_bytes(row.variant, model.shape, n_new, n_bytes) for row in self.wave.rows)
-        return max(1, room_bytes(model.shape, 0, n_bytes, model.layers_on) // max(1, size))
+        size = sum(self.one.n_bytes[cell.path] for cell in self.wave.cells)
+        return max(1, room_bytes(model.layers_on) // max(1, size))
 
     def feeds(self, turns: Round, earlier: Sequence[Answer]) -> list[tuple[int, ...]]:
         """What each row reads: its turn's feed, in a dialogue behind the last token of its earlier answer."""
