@@ -163,7 +163,8 @@ def read(folder: Path, file: str, on_bad_row: str) -> Iterator[Any]:
     if name == "agent_traces":  # they stand beside what is damaged
         for beside, content in {"airline_policy.md": "Be kind.\n", "airline_tools.json": "[]"}.items():
             path = folder / "agent_traces" / beside
-            path.exists() or path.write_text(content)
+            if not path.exists():
+                path.write_text(content)
     tree = yaml.safe_load((REPO / "conf" / "task" / f"{name}.yaml").read_text())
     if name == "fidelity":
         given = given | {"path": str(folder / "mine.jsonl")}
