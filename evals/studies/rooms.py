@@ -88,7 +88,7 @@ def main(words: Sequence[str] | None = None) -> int:
         weights = layers.weight_bytes + ELEMENT_BYTES * layers.head_weights  # the embedding is as large as the head
         sheet = table(shape, weights, asked.gb, asked.methods, asked.lengths, asked.ratio, asked.n_new, asked.chunk)
         if asked.markdown:
-            print("\n".join(pipes(sheet.heads, sheet.rows)))  # noqa: T201
+            say("\n".join(pipes(sheet.heads, sheet.rows)))
         else:
             show(sheet)
     except ConfigError as error:
