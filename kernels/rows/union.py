@@ -2,7 +2,9 @@
 
 `union_rows` finds the distinct tokens of every KV head, and which of them earlier steps brought; `bring_rows` copies
 them to where attention reads them, from the copy that is there or from the host. A selection has a number, `epoch`; the
-stamp of a token is that of the last selection that had it, so that no list is searched and nothing has to be cleared.
+stamp of a token is twice that of the last selection that had it, and one more where a copy was there before. So no list
+is searched, nothing has to be cleared, and programs look at tokens of one KV head side by side: what any of them writes
+as a token's stamp is the same.
 
 Shapes    idx (1, h_kv or h, k) int64, of which the lower half counts, -1: no token; stamps, slots (h_kv, s) int32;
           tokens, sources (h_kv, room) int32; counts (h_kv, 3 + ages) int32: what the heads ask for, each token once,
@@ -54,13 +56,13 @@ class Far(NamedTuple):
 
 
 def union_rows_ref(asks: Sequence[Ask], h_kv: int, ages: int) -> Tensor:
-    """Head by head with Python's sets: counts (n, h_kv, 3 + ages)."""
+    """Head by head, token by token: counts (n, h_kv, 3 + ages)."""
     counts = torch.zeros(len(asks), h_kv, 3 + ages, dtype=torch.int32)
     for i, ask in enumerate(asks):
         per_head = ask.idx[0].int().view(h_kv, -1)
         for head in range(h_kv):
             asked = [token for token in per_head[head].tolist() if token >= 0]
-            age = {token: ask.epoch - int(ask.stamps[head, token]) for token in asked}
+            age = {token: ask.epoch - int(ask.stamps[head, token]) // 2 for token in asked}
             distinct = list(dict.fromkeys(asked))
             counts[i, head, 0], counts[i, head, 1] = len(asked), len(distinct)
             counts[i, head, 2] = sum(age[token] <= ages for token in asked)
@@ -69,7 +71,7 @@ def union_rows_ref(asks: Sequence[Ask], h_kv: int, ages: int) -> Tensor:
                 ask.sources[head, j] = ask.slots[head, token] if age[token] <= ages else -1
                 if age[token] <= ages:
                     counts[i, head, 2 + age[token]] += 1
-                ask.stamps[head, token] = ask.epoch
+                ask.stamps[head, token] = 2 * ask.epoch + (age[token] <= ages)
     return counts
 
 
@@ -99,11 +101,16 @@ ASK = 11  # numbers of an ask, as `union_tokens` reads them
 
 
 def union_rows_triton(asks: Sequence[Ask], h_kv: int, ages: int) -> Tensor:
-    """A program for each row and KV head: counts (n, h_kv, 3 + ages)."""
-    device = asks[0].idx.device
-    counts = torch.empty(len(asks), h_kv, 3 + ages, dtype=torch.int32, device=device)
+    """A program for some of what a KV head's heads ask for: counts (n, h_kv, 3 + ages), sent as zeros with the asks."""
+    n_counts = len(asks) * h_kv * (3 + ages)
+    zeros = [0] * (2 * cdiv(n_counts, 4))  # of 64 bits; asks begin at a multiple of 16 bytes
     numbers = [number for ask in asks for number in ask_numbers(ask, h_kv)]
-    union_tokens[(len(asks), h_kv)](upload(numbers, device), counts, ages, power_of_2(ages + 1), ASK, TILE)
+    sent = upload(zeros + numbers, asks[0].idx.device)
+    counts = sent[: len(zeros)].view(torch.int32)[:n_counts].view(len(asks), h_kv, 3 + ages)
+    n_tiles = cdiv(max(ask.idx.shape[1] // h_kv * ask.idx.shape[2] for ask in asks), TILE)
+    union_tokens[(max(1, n_tiles), h_kv, len(asks))](
+        sent[len(zeros) :], counts, ages, power_of_2(ages + 1), ASK, TILE
+    )  # fmt: skip
     return counts
 
 
@@ -151,7 +158,7 @@ def bring_rows_triton(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -
 
 @jit
 def union_tokens(asks, counts, ages, AGES: tl.constexpr, ASK: tl.constexpr, TILE: tl.constexpr):
-    row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, row = tl.program_id(1).to(tl.int64), tl.program_id(2)
     at = asks + row * ASK
     stride, per_head, k = tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     s, room, epoch = tl.load(at + 6), tl.load(at + 9), tl.load(at + 10).to(tl.int32)
@@ -160,36 +167,25 @@ def union_tokens(asks, counts, ages, AGES: tl.constexpr, ASK: tl.constexpr, TILE
     slots = tl.load(at + 5).to(tl.pointer_type(tl.int32)) + head * s
     tokens = tl.load(at + 7).to(tl.pointer_type(tl.int32)) + head * room
     sources = tl.load(at + 8).to(tl.pointer_type(tl.int32)) + head * room
-    n_asked, n_there, n_distinct = tl.program_id(0) * 0, tl.program_id(0) * 0, tl.program_id(0) * 0
-    for start in range(0, per_head * k, TILE):
-        place = start + tl.arange(0, TILE)
-        inside = place < per_head * k
-        token = tl.load(idx + place // k * stride + place % k, inside, other=-1).to(tl.int32)
-        real = token >= 0
-        age = epoch - tl.load(stamps + token, real, other=0)
-        n_asked += tl.sum(real.to(tl.int32), 0)
-        n_there += tl.sum((real & (age <= ages)).to(tl.int32), 0)
-    tl.debug_barrier()  # stamps are written from here on
-    ages_of = tl.arange(0, AGES)
-    by_age = tl.zeros((AGES,), tl.int32)
-    for start in range(0, per_head * k, TILE):
-        place = start + tl.arange(0, TILE)
-        inside = place < per_head * k
-        token = tl.load(idx + place // k * stride + place % k, inside, other=-1).to(tl.int32)
-        real = token >= 0
-        age = epoch - tl.atomic_xchg(stamps + token, tl.zeros_like(token) + epoch, mask=real)
-        is_first = real & (age > 0)  # of those that ask for this token one finds an older stamp
-        is_there = is_first & (age <= ages)
-        to = n_distinct + tl.cumsum(is_first.to(tl.int32), 0) - 1
-        tl.store(tokens + to, token, is_first)
-        tl.store(sources + to, tl.load(slots + token, is_there, other=-1), is_first)
-        n_distinct += tl.sum(is_first.to(tl.int32), 0)
-        by_age += tl.sum(((age[:, None] == ages_of[None] + 1) & is_there[:, None]).to(tl.int32), 0)
+    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    token = tl.load(idx + place // k * stride + place % k, place < per_head * k, other=-1).to(tl.int32)
+    real = token >= 0
+    # Who finds this epoch takes over what it says; what was found before is the same for all who find it.
+    seen = tl.load(stamps + token, real, other=0)
+    there = tl.where(seen >> 1 == epoch, seen & 1, (epoch - (seen >> 1) <= ages).to(tl.int32))
+    age = epoch - (tl.atomic_xchg(stamps + token, 2 * epoch + there, mask=real) >> 1)
+    is_first = real & (age > 0)  # of those that ask for this token one finds an older stamp
+    is_there = is_first & (there > 0)
     mine = counts + (row * tl.num_programs(1) + head) * (3 + ages)
-    tl.store(mine, n_asked)
-    tl.store(mine + 1, n_distinct)
-    tl.store(mine + 2, n_there)
-    tl.store(mine + 3 + ages_of, by_age, ages_of < ages)
+    tl.atomic_add(mine, tl.sum(real.to(tl.int32), 0))
+    tl.atomic_add(mine + 2, tl.sum(tl.where(real, there, 0), 0))
+    first = tl.atomic_add(mine + 1, tl.sum(is_first.to(tl.int32), 0))
+    to = first + tl.cumsum(is_first.to(tl.int32), 0) - 1
+    tl.store(tokens + to, token, is_first)
+    tl.store(sources + to, tl.load(slots + token, is_there, other=-1), is_first)
+    ages_of = tl.arange(0, AGES)
+    by_age = tl.sum(((age[:, None] == ages_of[None] + 1) & is_there[:, None]).to(tl.int32), 0)
+    tl.atomic_add(mine + 3 + ages_of, by_age, mask=ages_of < ages)
 
 
 @jit

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels.jit import triton
-from kernels.rows.union import Ask, Far, bring_rows_ref, bring_rows_triton, union_rows_ref, union_rows_triton
+from kernels.rows.union import TILE, Ask, Far, bring_rows_ref, bring_rows_triton, union_rows_ref, union_rows_triton
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 H, H_KV, S, N_LATE, D, ROOM = 4, 2, 60, 10, 16, 40
@@ -72,3 +72,30 @@ def test_triton_counts_and_brings_what_sets_do(ages: int, d_v: int) -> None:
                 assert torch.equal(row.k[0, head].cpu()[slots], whole[0][0, head, real])
                 assert torch.equal(row.v[0, head].cpu()[slots], whole[1][0, head, real])
     assert bool(counts[0][:, :, 3:].any()) == bool(ages)
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+def test_programs_share_what_the_heads_of_one_kv_head_ask_for() -> None:
+    """A fifth of 8,192 tokens, as four query heads of each KV head ask: several tiles, which have tokens in common."""
+    h_kv, g, s, k, ages = 2, 4, 8192, 1638, 1
+    assert g * k > 3 * TILE
+    draw = torch.Generator().manual_seed(0)
+    both = []
+    for device, union in ((GPU, union_rows_triton), ("cpu", union_rows_ref)):
+        draw.manual_seed(0)
+        stamps, slots, tokens, sources = (
+            torch.zeros(h_kv, n, dtype=torch.int32, device=device) for n in (s, s, g * k, g * k)
+        )
+        slots += torch.arange(s, dtype=torch.int32, device=device)
+        for epoch in (2, 3, 5):
+            idx = torch.rand(1, h_kv * g, s, generator=draw).topk(k).indices
+            idx[0, 1, -epoch:] = -1
+            counts = union([Ask(idx.to(device), stamps, slots, tokens, sources, epoch, 0)], h_kv, ages)[0].cpu()
+            lists = [
+                sorted(zip(tokens[i, :n].tolist(), sources[i, :n].tolist(), strict=True))
+                for i, n in enumerate(counts[:, 1].tolist())
+            ]
+            both.append((epoch, counts.tolist(), lists, stamps.tolist()))
+    ours, theirs = both[:3], both[3:]
+    assert ours == theirs
+    assert [any(source >= 0 for _, source in lists[0]) for *_, lists, _ in ours] == [False, True, False]
