@@ -7,7 +7,10 @@ is one of a class that is there already. Waits are those of a whole step, whatev
 A step is counted without CUDA graphs; with `--graphs` one that replays them, where a part of the model is one launch.
 
 Exit code 1 says that a method is above its budget, which is what it needed when it was last lowered; `--goal` holds it
-to the goal instead. `--lines METHOD` lists the lines of code that launch and wait.
+to the goal instead. `--lines METHOD` lists the lines of code that launch, wait and send.
+
+`--uploads` counts instead what the host sends to the device, in copies and bytes of a compressed layer with one row and
+with two: at the first step, which says where everything lies, and at the fifth, which goes on from there if it can.
 
 Not here: how long a launch takes.
 """
@@ -48,6 +51,8 @@ N_ROWS = 2
 FITTED: dict[str, list[str]] = {name: ["method.group=16"] for name in ("kivi", "hf_quantized_cache")} | {
     name: ["method.gate=drawn"] for name in ("kvzap", "fastkvzip")
 }  # to the small model's heads
+TOLD, AGAIN = 0, 4  # steps behind which one is counted that says where everything lies, and one that may go on from it
+SENT = "copy from pinned memory"
 FIRST = 1  # step behind which one is counted; the ones before make buffers
 REQUEST = BudgetRequest(Fraction(3, 5), None, Fraction(1, 8))
 OF_ANSWERS = BudgetRequest(None, 512, Fraction(0))  # of prompt and answer together; no step that is counted cuts
@@ -166,6 +171,47 @@ def cost_of(machine: Machine, method: str, graphs: bool = False) -> Cost:
     return Cost(row, (rows - row) / (N_ROWS - 1), waits)
 
 
+def sent_of(machine: Machine, method: str) -> list[tuple[int, int, float, float]]:
+    """Rows, step, copies and bytes that a compressed layer's step sends to the device."""
+    found: dict[tuple[int, int, int], tuple[int, int]] = {}
+    for n_layers in DEPTHS:
+        model = model_of(n_layers, graphs=False)
+        with model.hooked():
+            trace, rows = read(model, method)
+            for some in (rows[:1], rows[1:]):
+                for step, counts in counted(machine, model, trace, some).items():
+                    found[n_layers, len(some), step] = counts.by_kind[SENT], counts.nbytes[SENT]
+    few, many = DEPTHS
+
+    def a_layer(n: int, step: int, what: int) -> float:
+        return (found[many, n, step][what] - found[few, n, step][what]) / (many - few)
+
+    return [(n, step, a_layer(n, step, 0), a_layer(n, step, 1)) for n in (1, N_ROWS) for step in (TOLD, AGAIN)]
+
+
+def counted(machine: Machine, model: Model, trace: Trace, rows: Sequence[SelectiveAttention]) -> dict[int, Counts]:
+    """What steps ask for whose uploads are compared."""
+    found = {step: Counts() for step in (TOLD, AGAIN)}
+
+    def on_step(done: int, n_rows: int) -> None:
+        machine.counts = found.get(done)
+
+    machine.counts = found[TOLD]
+    decode(model, trace, rows, max_new_tokens=AGAIN + 2, on_step=on_step)
+    return found
+
+
+def uploads(machine: Machine, methods: Sequence[str]) -> int:
+    """Print two steps of each method with one row and with two."""
+    table = csv.writer(sys.stdout)
+    table.writerow(["method", "rows", "step", "copies_layer", "bytes_layer"])
+    for method in methods:
+        for n, step, copies, nbytes in sent_of(machine, method):
+            table.writerow([method, n, step + 1, f"{copies:.1f}", f"{nbytes:.0f}"])
+            sys.stdout.flush()
+    return 0
+
+
 def lines_of(machine: Machine, method: str, graphs: bool) -> None:
     """Print where the launches and waits of a step with one row and with several come from."""
     model = model_of(DEPTHS[-1], graphs)
@@ -173,7 +219,7 @@ def lines_of(machine: Machine, method: str, graphs: bool) -> None:
         trace, rows = read(model, method)
         for some in (rows[:1], rows[1:]):
             counts = count(machine, model, trace, some)
-            for what in ("wait", "launch"):
+            for what in ("wait", "launch", SENT):
                 print(f"{method}, {len(some)} rows, {DEPTHS[-1]} layers: {what}, per step")
                 for line, n in counts.lines(what):
                     print(f"  {n:6}  {line}")
@@ -184,13 +230,16 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("methods", nargs="*", default=[*BUDGETS])
     parser.add_argument("--goal", action="store_true", help="exit with 1 above the goal instead of the budget")
     parser.add_argument("--graphs", action="store_true", help="count a step that replays CUDA graphs")
-    parser.add_argument("--lines", metavar="METHOD", help="list the lines of code that launch and wait, and end")
+    parser.add_argument("--uploads", action="store_true", help="count what the host sends to the device instead")
+    parser.add_argument("--lines", metavar="METHOD", help="list the lines of code that ask the device, and end")
     asked = parser.parse_args(words)
     torch.set_num_threads(1)
     with pretended() as machine:
         if asked.lines is not None:
             lines_of(machine, asked.lines, asked.graphs)
             return 0
+        if asked.uploads:
+            return uploads(machine, asked.methods)
         return run(machine, asked.methods, asked.goal, asked.graphs)
 
 

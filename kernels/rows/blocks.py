@@ -89,8 +89,9 @@ def fill_rows_triton(rows: Sequence[Cached], far: Sequence[Far]) -> None:
     fields = len(numbers) // len(rows)
     most = max(row.slots.shape[1] * cdiv(row.block_len, TOKENS) for row in rows)
     fill[(most, h_kv, len(rows))](
-        start, upload(numbers, start.device), d_h, d_v, fields, TOKENS, power_of_2(d_h), power_of_2(d_v)
-    )
+        start, upload(numbers, start.device), d_h, d_v, fields, TOKENS, power_of_2(d_h), power_of_2(d_v),
+        num_warps=8 if max(d_h, d_v) > 512 else 4,  # of latents 4 would spill on sm_80
+    )  # fmt: skip
 
 
 @jit

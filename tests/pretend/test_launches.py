@@ -29,3 +29,15 @@ def test_the_command_exits_with_1_above_the_budget(machine: Machine, capsys, mon
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.startswith("method,launches_row,launches_further_row,waits_step")
     assert [row.split(",")[:4] for row in rows[-1:]] == [["snapkv", "42.0", "4.0", "2.0"]]
+
+
+@pytest.mark.slow
+def test_uploads_are_counted_row_by_row(machine: Machine, capsys) -> None:
+    """Rows that drop are told where everything lies, and nothing more at the steps behind."""
+    assert launches.uploads(machine, ["snapkv"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header == "method,rows,step,copies_layer,bytes_layer"
+    cells = [row.split(",") for row in rows]
+    assert [cell[:3] for cell in cells] == [["snapkv", n, step] for n in "12" for step in "15"]
+    copies = [float(cell[3]) for cell in cells]
+    assert copies[0] > 0 < copies[2] and copies[1] == copies[3] == 0
