@@ -3,7 +3,8 @@
 Triton's driver is replaced by one that only names a target, and a launch by a compilation. So the ops' own launch sites
 run, on tensors without memory in the shapes of real models, and what is compiled is what would have been launched.
 Prints each specialisation's registers, spilled bytes and shared memory, as Triton's ptxas says, with `--sass` also its
-loads by width. Exit code 1: a kernel does not compile, spills registers, or was not reached by any launch site here.
+loads by width. Exit code 1: a kernel does not compile, asks for more shared memory than a program can have, spills
+registers, or was not reached by any launch site here.
 
 Not here: whether results are right (`tests/kernels`, in Triton's interpreter).
 """
@@ -44,6 +45,7 @@ MODULES = (
     *(kmeans, pages, pq_scores, select_attend, tokens, topk, union, values, weights),
 )
 ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
+SHARED = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes of shared memory that a program can have
 LENGTHS = (4096, 32768, 131072)
 
 
@@ -375,6 +377,7 @@ class Compiler:
             return
         read_ptxas(made, said.getvalue())
         made.shared, made.warps = compiled.metadata.shared, compiled.metadata.num_warps
+        check_shared(made)
         if self.sass:
             made.loads = loads_of(compiled.asm["cubin"])
 
@@ -387,6 +390,13 @@ def read_ptxas(made: Compiled, said: str) -> None:
         return
     made.registers = int(registers[1])
     made.spilled = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", said)))
+
+
+def check_shared(made: Compiled) -> None:
+    """What asks for more than there is compiles, and is refused when it is launched."""
+    most = SHARED.get(made.arch, made.shared)
+    if made.shared > most:
+        made.error = f"{made.shared} bytes of shared memory where a program can have {most}"
 
 
 @cache

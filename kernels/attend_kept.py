@@ -249,7 +249,8 @@ def call_native(
 PROGRAMS = 528  # four for each of the 132 processors of an H100; a room of 4 bytes a listed key or block for each
 LISTED, TILE = 1024, 64  # keys or blocks looked at, and keys attended to, at a time
 TILE_OF_WIDE = 32  # of heads of 128 channels and more, whose 64 keys sm_100 has no registers for
-KEYS, QUERIES = 64, 32  # of a program that adds up what keys get
+HELD = 16384  # numbers of the sums of all queries that a program attends for at once
+KEYS, QUERIES = 64, 32  # of a program that adds up what keys get, in shared memory; of wide heads half as many
 
 
 def takes_triton(q: Tensor) -> bool:
@@ -268,13 +269,15 @@ def attend_kept_triton(
     out = torch.empty(1, h, s, d_v, dtype=q.dtype, device=q.device)
     lse = torch.empty(1, h, s, dtype=torch.float32, device=q.device)
     pairs = torch.empty(h, n_items, dtype=torch.int64, device=q.device)
-    programs, width, rows = min(PROGRAMS, h * n_items), power_of_2(max(d_h, d_v), 16), power_of_2(kept.block, 16)
+    programs, width = min(PROGRAMS, h * n_items), power_of_2(max(d_h, d_v), 16)
+    block = power_of_2(kept.block, 16)
+    rows = min(block, max(16, HELD // width))
     masks, strides = masks_of(kept)
     room = torch.empty(programs, cdiv(s, kept.block_k), dtype=torch.int32, device=q.device)
     attend_listed[(programs,)](
         q, k, v, *masks, room, out, lse, pairs, scale, cap, s, d_h, d_v, h, h // h_kv,
         n_sparse, n_items, kept.block, kept.dense_from, *strides, kept.block_k, kept.n_init, kept.reach, programs,
-        kept.blocks is None, rows, width, LISTED, tile_of(width, rows), INTERPRETED,
+        kept.blocks is None, block // rows, rows, width, LISTED, tile_of(width, rows), INTERPRETED,
         num_warps=8 if max(rows, width // 2) >= 128 else 4, num_stages=2,
     )  # fmt: skip
     return out, lse, pairs.sum(1)
@@ -282,7 +285,9 @@ def attend_kept_triton(
 
 def tile_of(width: int, rows: int) -> int:
     """Keys at a time that registers have room for, beside so many queries and channels."""
-    return TILE if max(width, rows) < 128 else TILE_OF_WIDE // 2 if width * rows > 128 * 128 else TILE_OF_WIDE
+    if max(width, rows) < 128:
+        return TILE
+    return TILE_OF_WIDE // 2 if width * rows > 128 * 128 or width > 512 else TILE_OF_WIDE
 
 
 def kept_sums_triton(
@@ -294,10 +299,12 @@ def kept_sums_triton(
     sums = torch.empty(h, s, dtype=torch.float64, device=q.device)
     masks, strides = masks_of(kept)
     n_sparse, n_dense = kept.n_blocks()
-    sum_kept[(cdiv(s, KEYS), h)](
+    width = power_of_2(d_h, 16)
+    keys, queries = (KEYS, QUERIES) if width <= 256 else (KEYS // 2, QUERIES // 2)
+    sum_kept[(cdiv(s, keys), h)](
         q, k, lse, *masks, sums, scale, cap, s, d_h, h // h_kv, n_sparse, n_sparse + n_dense, kept.block,
         kept.dense_from, *strides, kept.block_k, kept.n_init, kept.reach, s if window is None else window,
-        kept.blocks is None, QUERIES, KEYS, power_of_2(d_h, 16), INTERPRETED, num_warps=4, num_stages=2,
+        kept.blocks is None, queries, keys, width, INTERPRETED, num_warps=4, num_stages=2,
     )  # fmt: skip
     return sums
 
@@ -316,7 +323,8 @@ def masks_of(kept: Kept) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
 def attend_listed(
     q, k, v, mask, met, room, out, lse, pairs, scale, cap, s, d_h, d_v, h, g,
     n_sparse, n_items, block, dense_from, of_head, of_row, unit, n_init, n_local, programs,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LISTED: tl.constexpr, TILE: tl.constexpr,
+    COLUMNS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LISTED: tl.constexpr,
+    TILE: tl.constexpr,
     WIDE: tl.constexpr,  # float32 products, since Triton's interpreter takes bfloat16 for its bits
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -342,53 +350,56 @@ def attend_listed(
             n += tl.sum(keep, 0)
         tl.debug_barrier()  # the list is read by other threads than wrote it
         n *= unit
-        query = first + row
-        real = query < stop
-        mask_q = real[:, None] & (column < d_h)[None]
-        queries = tl.load(q + (head * s + query[:, None]) * d_h + column[None], mask_q, other=0.0)
-        if WIDE:
-            queries = queries.to(tl.float32)
-        highest = tl.full((ROWS,), -1e30, tl.float32)  # finite: nothing minus nothing would be no number
-        total = tl.zeros((ROWS,), tl.float32)
-        acc = tl.zeros((ROWS, WIDTH), tl.float32)
         owner = head // g * s
         n_pairs = tl.zeros((TILE,), tl.int32)
-        for start in range(0, n, TILE):
-            place = start + tl.arange(0, TILE)
-            token = tl.load(listed + place // unit, place < n, other=s) * unit + place % unit
-            there = token < stop
-            token = tl.where(there, token, 0)
-            keys = tl.load(
-                k + (owner + token[:, None]) * d_h + column[None], there[:, None] & (column < d_h)[None], other=0.0
-            )
+        for part in range(PARTS):
+            low = first + part * ROWS
+            query = low + row
+            real = query < stop
+            mask_q = real[:, None] & (column < d_h)[None]
+            queries = tl.load(q + (head * s + query[:, None]) * d_h + column[None], mask_q, other=0.0)
             if WIDE:
-                keys = keys.to(tl.float32)
-            # The last query that sees a key, and the one behind it.
-            until = tl.where((token < n_init) | is_dense, stop, tl.minimum(stop, token + n_local))
-            seen = there[None] & (token[None] <= query[:, None]) & (query[:, None] < until[None])
-            n_pairs += tl.where(there, tl.maximum(until - tl.maximum(token, first), 0), 0)
-            logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
-            if cap > 0:
-                logits = cap * (2 / (1 + tl.exp(-2 * logits / cap)) - 1)
-            logits = tl.where(seen, logits, -1e30)
-            higher = tl.maximum(highest, tl.max(logits, 1))
-            weights = tl.where(seen, tl.exp(logits - higher[:, None]), 0.0)
-            shrink = tl.exp(highest - higher)
-            values = tl.load(
-                v + (owner + token[:, None]) * d_v + column[None], there[:, None] & (column < d_v)[None], other=0.0
+                queries = queries.to(tl.float32)
+            highest = tl.full((ROWS,), -1e30, tl.float32)  # finite: nothing minus nothing would be no number
+            total = tl.zeros((ROWS,), tl.float32)
+            acc = tl.zeros((ROWS, WIDTH), tl.float32)
+            for start in range(0, n, TILE):
+                place = start + tl.arange(0, TILE)
+                token = tl.load(listed + place // unit, place < n, other=s) * unit + place % unit
+                there = token < stop
+                token = tl.where(there, token, 0)
+                keys = tl.load(
+                    k + (owner + token[:, None]) * d_h + column[None], there[:, None] & (column < d_h)[None], other=0.0
+                )
+                if WIDE:
+                    keys = keys.to(tl.float32)
+                # The last query that sees a key, and the one behind it.
+                until = tl.where((token < n_init) | is_dense, stop, tl.minimum(stop, token + n_local))
+                seen = there[None] & (token[None] <= query[:, None]) & (query[:, None] < until[None])
+                seeing = tl.minimum(until, low + ROWS) - tl.maximum(token, low)
+                n_pairs += tl.where(there, tl.maximum(seeing, 0), 0)
+                logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+                if cap > 0:
+                    logits = cap * (2 / (1 + tl.exp(-2 * logits / cap)) - 1)
+                logits = tl.where(seen, logits, -1e30)
+                higher = tl.maximum(highest, tl.max(logits, 1))
+                weights = tl.where(seen, tl.exp(logits - higher[:, None]), 0.0)
+                shrink = tl.exp(highest - higher)
+                values = tl.load(
+                    v + (owner + token[:, None]) * d_v + column[None], there[:, None] & (column < d_v)[None], other=0.0
+                )
+                if WIDE:
+                    values = values.to(tl.float32)
+                acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+                total = total * shrink + tl.sum(weights, 1)
+                highest = higher
+            safe = tl.where(total > 0, total, 1.0)
+            tl.store(
+                out + (head * s + query[:, None]) * d_v + column[None],
+                (acc / safe[:, None]).to(out.dtype.element_ty),
+                real[:, None] & (column < d_v)[None],
             )
-            if WIDE:
-                values = values.to(tl.float32)
-            acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-            total = total * shrink + tl.sum(weights, 1)
-            highest = higher
-        safe = tl.where(total > 0, total, 1.0)
-        tl.store(
-            out + (head * s + query[:, None]) * d_v + column[None],
-            (acc / safe[:, None]).to(out.dtype.element_ty),
-            real[:, None] & (column < d_v)[None],
-        )
-        tl.store(lse + head * s + query, tl.where(total > 0, highest + tl.log(safe), -float("inf")), real)
+            tl.store(lse + head * s + query, tl.where(total > 0, highest + tl.log(safe), -float("inf")), real)
         tl.store(pairs + head * n_items + item, tl.sum(n_pairs, 0))
         tl.debug_barrier()  # the next item lists into the same room
 

@@ -190,6 +190,7 @@ def column_sums_native(q: Tensor, k: Tensor, scale: float, row_weights: Tensor, 
 # Keys of a program, and queries that it meets at a time. Float32 takes three products of the tensor cores, and so more
 # registers and shared memory.
 KEYS, QUERIES = {2: 128, 4: 64}, {2: 64, 4: 16}  # by the bytes of an element
+WIDE = 256  # numbers of a head; of wider ones as many fewer at a time, at least 16, since all lie in shared memory
 
 
 def takes_triton(q: Tensor, k: Tensor) -> bool:
@@ -208,10 +209,10 @@ def column_sums_triton(
     weighed = row_weights is not None
     weights = row_weights.float().contiguous() if row_weights is not None else lse
     width = power_of_2(d_h, least=16)
-    keys, queries = KEYS[q.element_size()], QUERIES[q.element_size()]
+    keys, queries = (max(16, some[q.element_size()] * WIDE // max(WIDE, width)) for some in (KEYS, QUERIES))
     sum_columns[(cdiv(s, keys), h)](
         q, k, lse, weights, sums, s, r, d_h, scale, cap, s if window is None else window, h // h_kv,
-        weighed, cap > 0, keys, queries, width, INTERPRETED, num_warps=8, num_stages=2,
+        weighed, cap > 0, keys, queries, width, INTERPRETED, num_warps=8 if width <= WIDE else 4, num_stages=2,
     )  # fmt: skip
     return sums
 

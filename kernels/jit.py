@@ -104,6 +104,15 @@ def power_of_2(n: int, least: int = 1) -> int:
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
+def fit_rows(width: int, most: int, held: int = 16384) -> tuple[int, int]:
+    """How many rows of so many numbers registers have room for at once, at most so many, and the warps they take.
+
+    `held` are the numbers that four warps hold, beside what the kernel wants otherwise.
+    """
+    n_warps = 8 if width > 256 else 4
+    return max(1, min(most, held * n_warps // 4 // width)), n_warps
+
+
 def distance(x: Tensor, start: Tensor) -> int:
     """From the first element of `start` to that of x, in elements of both."""
     elements, rest = divmod(x.data_ptr() - start.data_ptr(), start.element_size())

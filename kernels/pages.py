@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.build import dtypes, library
-from kernels.jit import cdiv, jit, power_of_2, tl, triton
+from kernels.jit import cdiv, fit_rows, jit, power_of_2, tl, triton
 from kernels.topk import pack_key, pack_keys_ref
 
 
@@ -140,7 +140,8 @@ def page_scores_native(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
 
 # On a GPU.
 
-PAGES = 32  # whose scores are one program's
+PAGES, HELD = 32, 8192  # whose scores are one program's; numbers of either bound that four warps hold
+WIDE = 256  # channels of a page that one program bounds
 
 
 def page_bounds_triton(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
@@ -150,8 +151,9 @@ def page_bounds_triton(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
     kmin = keys.new_empty(1, h_kv, n_pages, d_h)
     kmax = torch.empty_like(kmin)
     if kmin.numel():
-        bound_page[(n_pages, h_kv)](
-            keys, kmin, kmax, s, d_h, page_len, n_pages, keys.stride(1), power_of_2(page_len), power_of_2(d_h)
+        width = min(WIDE, power_of_2(d_h))
+        bound_page[(n_pages, h_kv, cdiv(d_h, width))](
+            keys, kmin, kmax, s, d_h, page_len, n_pages, keys.stride(1), power_of_2(page_len), width
         )
     return kmin, kmax
 
@@ -161,8 +163,10 @@ def page_scores_triton(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
     (_, h, _, d_h), (_, h_kv, n_pages, _) = q.shape, kmin.shape
     scores = torch.empty(1, h, n_pages, dtype=torch.float32, device=q.device)
     if n_pages:
-        score_pages[(cdiv(n_pages, PAGES), h_kv)](
-            q.contiguous(), kmin, kmax, scores, d_h, n_pages, kmin.stride(1), h // h_kv, PAGES, power_of_2(d_h)
+        width = power_of_2(d_h)
+        some, n_warps = fit_rows(width, PAGES, HELD)
+        score_pages[(cdiv(n_pages, some), h_kv)](
+            q.contiguous(), kmin, kmax, scores, d_h, n_pages, kmin.stride(1), h // h_kv, some, width, num_warps=n_warps
         )
     return scores
 
@@ -177,8 +181,10 @@ def page_keys_triton(q: Tensor, kmin: Tensor, kmax: Tensor, agg: str) -> Tensor:
     how, g = AGGREGATES.index(agg), h // h_kv
     keys = torch.empty(n, h if how == 0 else h_kv, n_pages, dtype=torch.int64, device=q.device)
     if keys.numel():
-        key_pages[(n, cdiv(n_pages, PAGES), h_kv)](
-            q.contiguous(), kmin, kmax, keys, d_h, n_pages, kmin.stride(1), g, how, PAGES, power_of_2(d_h)
+        width = power_of_2(d_h)
+        some, n_warps = fit_rows(width, PAGES, HELD)
+        key_pages[(n, cdiv(n_pages, some), h_kv)](
+            q.contiguous(), kmin, kmax, keys, d_h, n_pages, kmin.stride(1), g, how, some, width, num_warps=n_warps
         )
     return keys
 
@@ -235,7 +241,7 @@ def expand_pages(keys, tokens, n, start, length, stop, row_stride, head_stride, 
 @jit
 def bound_page(keys, kmin, kmax, s, d_h, page_len, n_pages, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     page, head = tl.program_id(0), tl.program_id(1)
-    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    row, column = tl.arange(0, ROWS), tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     # Rows behind the page's end are its last row again.
     last = tl.minimum(page * page_len + page_len, s) - 1
     at = tl.minimum(page * page_len + row, last)

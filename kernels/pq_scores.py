@@ -297,8 +297,9 @@ class KeySearch:
         planes, g = rows[0].codes.b % 8, h // h_kv
         self.numbers = [self.told(row) for row in rows]
         self.tables: dict[tuple[int, ...], Tensor] = {}  # by where codes lie
-        width = power_of_2(c) * power_of_2(d_m)
-        self.look_ups = (n, h_kv, m), (c, d_m, g, planes, power_of_2(c), power_of_2(d_m)), 8 if width > TABLE else 4
+        n_warps = 8 if power_of_2(c) * power_of_2(d_m) > TABLE else 4
+        some = min(power_of_2(c), max(1, 2 * TABLE // power_of_2(d_m)))
+        self.look_ups = (n, h_kv, m), (c, d_m, g, planes, some, power_of_2(d_m)), n_warps
         self.sizes = scale, cap, c, g, m, planes, TOKENS, cap > 0
         self.grids = (n, self.n_blocks, h), (n, self.n_blocks, h_kv)
         self.where = tuple(row.codes.data.data_ptr() for row in rows)
@@ -345,20 +346,26 @@ def tables_of_rows(
     """Inner products of a part's centroids with a group's queries, and the code of that part of the newest key."""
     row, head, part, m = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, h_kv = table + row * 11, tl.num_programs(1)
-    centroid, column = tl.arange(0, C), tl.arange(0, WIDTH)
-    inside, real = column < d_m, centroid < c
-    where = ((head * m + part) * c + centroid)[:, None] * d_m + column[None]
-    x = tl.load(start + tl.load(at + 1) + where, real[:, None] & inside[None], other=0.0)
-    for i in range(g):
-        query_head = (row * h_kv + head) * g + i
-        query = tl.load(q + (query_head * m + part) * d_m + column, inside, other=0.0).to(tl.float32)
-        tl.store(entries + (query_head * m + part) * c + centroid, tl.sum(x * query[None], 1), real)
-    home = tl.load(at + 7)
+    column, home = tl.arange(0, WIDTH), tl.load(at + 7)
+    inside = column < d_m
+    least, nearest = head * 0.0 + float("inf"), head * 0
+    for low in range(0, c, C):
+        centroid = low + tl.arange(0, C)
+        real = centroid < c
+        where = ((head * m + part) * c + centroid)[:, None] * d_m + column[None]
+        x = tl.load(start + tl.load(at + 1) + where, real[:, None] & inside[None], other=0.0)
+        for i in range(g):
+            query_head = (row * h_kv + head) * g + i
+            query = tl.load(q + (query_head * m + part) * d_m + column, inside, other=0.0).to(tl.float32)
+            tl.store(entries + (query_head * m + part) * c + centroid, tl.sum(x * query[None], 1), real)
+        if home != 0:
+            key = tl.load(keys + ((row * h_kv + head) * m + part) * d_m + column, inside, other=0.0).to(tl.float32)
+            apart = tl.where(inside[None], x - key[None], 0.0)
+            far = tl.where(real, tl.sum(apart * apart, 1), float("inf"))
+            here = tl.min(far, 0)
+            nearest = tl.where(here < least, tl.min(tl.where(far == here, centroid, low + C), 0), nearest)
+            least = tl.minimum(least, here)
     if home != 0:
-        key = tl.load(keys + ((row * h_kv + head) * m + part) * d_m + column, inside, other=0.0).to(tl.float32)
-        apart = tl.where(inside[None], x - key[None], 0.0)
-        far = tl.where(real, tl.sum(apart * apart, 1), float("inf"))
-        nearest = tl.min(tl.where(far == tl.min(far, 0), centroid, C), 0)
         codes = home.to(tl.pointer_type(tl.uint8)) + head * tl.load(at + 8) + part * tl.load(at + 9)
         token = newest + tl.load(at + 10)
         if PLANES == 0:

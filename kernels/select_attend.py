@@ -452,8 +452,9 @@ def form_of(g: int, d_h: int, d_v: int, size: int, is_even: bool, n_pieces: int)
     width, values = power_of_2(d_h // 2 + 1) if is_wide else power_of_2(d_h, 16), power_of_2(d_v, 16)
     rest = power_of_2(d_h - width, 16) if d_h > width else 0
     n_heads = WIDE_ROWS if is_wide else power_of_2(g, 16)
+    tile = min(WIDE_TILE, WIDE_TILE * 512 // values) if is_wide else TILE
     lanes = 16 // size if is_even and d_v * size % 16 == 0 else 1
-    constants = g, n_heads, width, rest, values, WIDE_TILE if is_wide else TILE, RECORD, lanes
+    constants = g, n_heads, width, rest, values, tile, RECORD, lanes
     return LaunchForm(
         cdiv(g, n_heads), constants, WIDE_WARPS if max(width, values) >= WIDE_HEAD else 4, values, power_of_2(n_pieces)
     )

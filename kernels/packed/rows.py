@@ -24,13 +24,15 @@ import torch
 from torch import Tensor
 
 from kernels.capped import bend
-from kernels.jit import INTERPRETED, distance, jit, power_of_2, tl, triton
+from kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl, triton
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE
 from kernels.select_attend import RECORD, Piece, Table, Tokens, elements, find_item
 
 EXACT = -1  # beside the kinds of codes: not packed
 WIDE = 256  # numbers of a head whose tiles four warps have no registers for
+# Of heads that are wider: query heads of a program, numbers that it reads at once, tokens.
+WIDE_ROWS, PART, WIDE_TILE = 16, 128, 16
 TILE = 64  # tokens that a program attends to at once; of keys by channel no more than a group
 LEAST_GROUP = 16  # of keys by channel, so that a tile is one for the tensor cores
 READABLE = {BY_CHANNEL: (2, 4, 8), BY_TOKEN: (2, 3, 4, 8), BY_UNIT_TABLE: (2, 3, 4)}  # bits by kind
@@ -108,16 +110,18 @@ class CodedRows:
 
     def launch(self, q: Tensor, table: Table, sums: Tensor, lses: Tensor, scale: float, cap: float) -> None:
         h, d_h = q.shape[1], q.shape[3]
-        g, width = h // self.h_kv, power_of_2(d_h, 16)
+        g, whole = h // self.h_kv, power_of_2(d_h, 16)
+        width = whole if whole <= WIDE else PART
+        parts, n_heads = cdiv(d_h, width), power_of_2(g, 16) if whole <= WIDE else WIDE_ROWS
         for kernel, ((k, v), some) in enumerate(self.by_form.items(), 1):
             (packed_k, packed_v), lanes = some[0].packed[:2], 16 if self.even[kernel - 1] else 1
             base = q if packed_k.table is None else packed_k.table
-            attend_codes[(table.n_items[kernel], self.h_kv)](
+            attend_codes[(cdiv(g, n_heads) * parts, table.n_items[kernel], self.h_kv)](
                 q, packed_k.packed.codes, packed_v.packed.codes, packed_k.packed.scales, packed_v.packed.scales,
                 base, table.numbers, sums, lses, scale, cap, table.n_pieces, table.n_rows, elements(q), table.split,
                 kernel, self.h_kv, d_h, row_bytes(k, d_h), row_bytes(v, d_h),
-                g, power_of_2(g, 16), width, tile_of(k, v), RECORD,
-                k.kind, k.bits, wide_group(k, d_h, width), v.kind, v.bits, wide_group(v, d_h, width),
+                g, n_heads, width, parts, tile_of(k, v) if parts == 1 else min(WIDE_TILE, tile_of(k, v)), RECORD,
+                k.kind, k.bits, wide_group(k, d_h, whole), v.kind, v.bits, wide_group(v, d_h, whole),
                 lanes, max(1, lanes // q.element_size()), cap > 0, INTERPRETED,
                 num_warps=8 if width >= WIDE else 4,
             )  # fmt: skip
@@ -182,35 +186,36 @@ def spread(x, BITS: tl.constexpr):
 
 
 @jit
-def codes_of(codes, token, real, d_h, row_bytes, BITS: tl.constexpr, WIDTH: tl.constexpr):
-    """The codes of some tokens packed one by one, (tokens, WIDTH) float32."""
+def codes_of(codes, token, real, left, d_h, row_bytes, BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """The codes from channel `left` on of some tokens packed one by one, (tokens, WIDTH) float32."""
     rows = codes + token.to(tl.int64)[:, None] * row_bytes
     if BITS == 3:  # a code may lie in two bytes
-        first = tl.arange(0, WIDTH) * 3
-        byte, inside = first // 8, tl.arange(0, WIDTH) < d_h
+        channel = left + tl.arange(0, WIDTH)
+        first, inside = channel * 3, channel < d_h
+        byte = first // 8
         low = tl.load(rows + byte[None], real[:, None] & inside[None], other=0).to(tl.int32)
         behind = real[:, None] & (inside & (byte + 1 < row_bytes))[None]
         high = tl.load(rows + byte[None] + 1, behind, other=0).to(tl.int32)
         return (((low | (high << 8)) >> (first % 8)[None]) & 7).to(tl.float32)
     else:
-        byte = tl.arange(0, WIDTH * BITS // 8)
+        byte = left * BITS // 8 + tl.arange(0, WIDTH * BITS // 8)
         x = tl.load(rows + byte[None], real[:, None] & (byte < row_bytes)[None], other=0)
         return spread(x, BITS).to(tl.float32)
 
 
 @jit
 def scaled(
-    x, scales, zeros, token, real, d_h, token_step, group_step,
+    x, scales, zeros, token, real, left, d_h, token_step, group_step,
     TILE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Codes of tokens with groups of channels as numbers."""
-    GROUPS: tl.constexpr = WIDTH // GROUP
-    group = tl.arange(0, GROUPS)
+    """Codes of tokens with groups of channels as numbers; a group may be wider than they are."""
+    GROUPS: tl.constexpr = WIDTH // GROUP if WIDTH > GROUP else 1
+    group = left // GROUP + tl.arange(0, GROUPS)
     at = token.to(tl.int64)[:, None] * token_step + group[None] * group_step
     there = real[:, None] & (group * GROUP < d_h)[None]
     scale = tl.load(scales + at, there, other=0.0).to(tl.float32)
     zero = tl.load(zeros + at, there, other=0.0).to(tl.float32)
-    x = tl.reshape(x, (TILE, GROUPS, GROUP)) * scale[:, :, None] + zero[:, :, None]
+    x = tl.reshape(x, (TILE, GROUPS, WIDTH // GROUPS)) * scale[:, :, None] + zero[:, :, None]
     return tl.reshape(x, (TILE, WIDTH))
 
 
@@ -218,30 +223,32 @@ def scaled(
 def attend_codes(
     q, k_codes, v_codes, k_scales, v_scales, entries, table, sums, lses, scale, cap, n_pieces, n_rows, here, split,
     kernel, h_kv, d_h, k_bytes, v_bytes,
-    G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr,
+    G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
+    RECORD: tl.constexpr,
     K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_GROUP: tl.constexpr,
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_GROUP: tl.constexpr,
     LANES: tl.constexpr, EXACT_LANES: tl.constexpr, CAPPED: tl.constexpr,
     WIDE: tl.constexpr,  # float32 products, for the interpreter takes bfloat16 for its bits
 ):  # fmt: skip
-    """Softmax over the tokens of an item for the query heads of a KV head, padded to ROWS for the tensor cores.
+    """Softmax over the tokens of an item for query heads of a KV head, padded to ROWS for the tensor cores.
 
-    Kinds are those of `kernels/packed/codes.py`: -1 exact, 0 by channel, 1 by token, 3 a token's entries of a table
-    brought to length 1.
+    Those of wide heads are several programs', side by side, and each gives one of PARTS of the values. Kinds are
+    those of `kernels/packed/codes.py`: -1 exact, 0 by channel, 1 by token, 3 a token's entries of a table brought to
+    length 1.
     """
-    piece, item, n, _, begin = find_item(tl.program_id(0), table, n_pieces, split, kernel, 0)
-    head = tl.program_id(1).to(tl.int64)
+    piece, item, n, _, begin = find_item(tl.program_id(1), table, n_pieces, split, kernel, 0)
+    head = tl.program_id(2).to(tl.int64)
     at = table + 8 * n_pieces + n_rows + 1 + piece * RECORD
     skipped, asked = tl.load(table + n_pieces + piece), tl.load(table + 2 * n_pieces + piece)
     own_q = tl.where(asked < 1 << 20, asked * h_kv * G * d_h, asked - here)
-    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    inside, mine = column < d_h, row < G
-    where = tl.multiple_of(own_q, EXACT_LANES) + (head * G + row)[:, None] * d_h + column[None]
-    queries = tl.load(q + where, mine[:, None] & inside[None], other=0.0)
+    turn, own = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS * WIDTH
+    row, value_column = turn * ROWS + tl.arange(0, ROWS), own + tl.arange(0, WIDTH)
+    in_value, mine = value_column < d_h, row < G
+    of_query = q + tl.multiple_of(own_q, EXACT_LANES) + (head * G + row)[:, None] * d_h
+    queries = tl.load(of_query + value_column[None], mine[:, None] & in_value[None], other=0.0)
     product = queries.dtype
     if WIDE:
         queries, product = queries.to(tl.float32), tl.float32
-    wide = queries.to(tl.float32)
     keys_at = k_codes + tl.multiple_of(tl.load(at) + head * tl.load(at + 1), LANES)
     k_scale = k_scales + tl.load(at + 2) + head * tl.load(at + 4)
     k_zero = k_scales + tl.load(at + 3) + head * tl.load(at + 4)
@@ -260,31 +267,45 @@ def attend_codes(
     for start in range(first // TILE * TILE, last, TILE):
         token = start + tl.arange(0, TILE)
         real = (token >= first) & (token < last)
-        there = real[:, None] & inside[None]
-        if K_KIND == 0:
-            group, byte = start // K_GROUP, tl.arange(0, TILE * K_BITS // 8)
-            rows = keys_at + (group * d_h + column).to(tl.int64)[:, None] * (K_GROUP * K_BITS // 8)
-            if K_GROUP > TILE:
-                rows += start % K_GROUP // TILE * (TILE * K_BITS // 8)
-            x = tl.load(rows + byte[None], inside[:, None], other=0)
-            channel = group * d_h + column
-            of_group = wide * tl.load(k_scale + channel, inside, other=0.0).to(tl.float32)[None]
-            base = tl.sum(wide * tl.load(k_zero + channel, inside, other=0.0).to(tl.float32)[None], 1)
-            keys = spread(x, K_BITS).to(tl.float32).to(product)
-            logits = tl.dot(of_group.to(product), keys, input_precision="ieee") + base[:, None]
-        elif K_KIND == -1:
-            keys = tl.load(exact_at + (token - first_exact)[:, None] * d_h + column[None], there, other=0.0).to(product)
-            logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        else:
-            x = codes_of(keys_at, token, real, d_h, k_bytes, K_BITS, WIDTH)
-            if K_KIND == 3:
-                x = tl.where(there, tl.load(entries + x.to(tl.int32)), 0.0)
-                norm = tl.load(k_scale + token.to(tl.int64) * k_step, real, other=0.0).to(tl.float32)
-                length = tl.sqrt(tl.sum(x * x, 1) + 1e-16)
-                logits = tl.dot(queries, tl.trans(x.to(product)), input_precision="ieee") * (norm / length)[None]
+        logits, base = tl.zeros((ROWS, TILE), tl.float32), tl.zeros((ROWS,), tl.float32)
+        squares = tl.zeros((TILE,), tl.float32)
+        for part in range(PARTS):
+            left = part * WIDTH
+            column = left + tl.arange(0, WIDTH)
+            inside = column < d_h
+            there = real[:, None] & inside[None]
+            if PARTS == 1:
+                asking = queries
             else:
-                x = scaled(x, k_scale, k_zero, token, real, d_h, k_step, k_group_step, TILE, K_GROUP, WIDTH)
-                logits = tl.dot(queries, tl.trans(x.to(product)), input_precision="ieee")
+                asking = tl.load(of_query + column[None], mine[:, None] & inside[None], other=0.0).to(product)
+            if K_KIND == 0:
+                group, byte, wide = start // K_GROUP, tl.arange(0, TILE * K_BITS // 8), asking.to(tl.float32)
+                rows = keys_at + (group * d_h + column).to(tl.int64)[:, None] * (K_GROUP * K_BITS // 8)
+                if K_GROUP > TILE:
+                    rows += start % K_GROUP // TILE * (TILE * K_BITS // 8)
+                x = tl.load(rows + byte[None], inside[:, None], other=0)
+                channel = group * d_h + column
+                of_group = wide * tl.load(k_scale + channel, inside, other=0.0).to(tl.float32)[None]
+                base += tl.sum(wide * tl.load(k_zero + channel, inside, other=0.0).to(tl.float32)[None], 1)
+                keys = spread(x, K_BITS).to(tl.float32).to(product)
+                logits = tl.dot(of_group.to(product), keys, logits, input_precision="ieee")
+            elif K_KIND == -1:
+                where = exact_at + (token - first_exact)[:, None] * d_h + column[None]
+                keys = tl.load(where, there, other=0.0).to(product)
+                logits = tl.dot(asking, tl.trans(keys), logits, input_precision="ieee")
+            else:
+                x = codes_of(keys_at, token, real, left, d_h, k_bytes, K_BITS, WIDTH)
+                if K_KIND == 3:
+                    x = tl.where(there, tl.load(entries + x.to(tl.int32)), 0.0)
+                    squares += tl.sum(x * x, 1)
+                else:
+                    x = scaled(x, k_scale, k_zero, token, real, left, d_h, k_step, k_group_step, TILE, K_GROUP, WIDTH)
+                logits = tl.dot(asking, tl.trans(x.to(product)), logits, input_precision="ieee")
+        if K_KIND == 0:
+            logits += base[:, None]
+        if K_KIND == 3:
+            norm = tl.load(k_scale + token.to(tl.int64) * k_step, real, other=0.0).to(tl.float32)
+            logits *= (norm / tl.sqrt(squares + 1e-16))[None]
         seen = mine[:, None] & real[None]
         logits *= scale
         if CAPPED:
@@ -294,14 +315,15 @@ def attend_codes(
         weights = tl.where(seen, tl.exp(logits - higher[:, None]), 0.0)
         shrink = tl.exp(highest - higher)
         if V_KIND == -1:
-            values = tl.load(exact_at + (token - first_exact)[:, None] * d_h + column[None], there, other=0.0)
+            where = exact_at + (token - first_exact)[:, None] * d_h + value_column[None]
+            values = tl.load(where, real[:, None] & in_value[None], other=0.0)
         else:
-            x = codes_of(values_at, token, real, d_h, v_bytes, V_BITS, WIDTH)
-            values = scaled(x, v_scale, v_zero, token, real, d_h, v_step, v_group_step, TILE, V_GROUP, WIDTH)
+            x = codes_of(values_at, token, real, own, d_h, v_bytes, V_BITS, WIDTH)
+            values = scaled(x, v_scale, v_zero, token, real, own, d_h, v_step, v_group_step, TILE, V_GROUP, WIDTH)
         acc = acc * shrink[:, None] + tl.dot(weights.to(product), values.to(product), input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         highest = higher
     some = tl.where(total > 0, total, 1.0)
     to = (item * h_kv + head) * G + row
-    tl.store(lses + to, tl.where(total > 0, highest + tl.log(some), float("-inf")), mine)
-    tl.store(sums + to[:, None] * d_h + column[None], acc / some[:, None], mine[:, None] & inside[None])
+    tl.store(lses + to, tl.where(total > 0, highest + tl.log(some), float("-inf")), mine & (own == 0))
+    tl.store(sums + to[:, None] * d_h + value_column[None], acc / some[:, None], mine[:, None] & in_value[None])

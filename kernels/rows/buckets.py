@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
+from kernels.jit import cdiv, distance, fit_rows, jit, power_of_2, tl, upload
 from kernels.rows.collisions import Tables
 
 TILE, WEIGHED = 128, 32  # entries of a bucket, and tokens, that a program takes at once
@@ -68,7 +68,10 @@ def find_rows(q: Tensor, rows: Sequence[Hidden], least: float) -> tuple[list[tup
     most_bits = power_of_2(max(row.tables.bits for row in rows))
     width, g = power_of_2(d_h), h // h_kv
     meet[(n, h, most_tables)](q, table, met, longest + 1, d_h, g, ROW, width, most_bits, TILE)
-    weigh[(n, cdiv(longest, WEIGHED), h)](q, table, met, longest + 1, least, d_h, g, ROW, width, WEIGHED)
+    tokens, n_warps = fit_rows(width, WEIGHED)
+    weigh[(n, cdiv(longest, tokens), h)](
+        q, table, met, longest + 1, least, d_h, g, ROW, width, tokens, num_warps=n_warps
+    )
     return found, met[..., -1]
 
 

@@ -27,6 +27,7 @@ from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
 from kernels.topk import pack_key
 
 TOKENS = 256  # of one program
+HELD = 8192  # logits of a group that four warps hold
 ROW = 12  # numbers of a row, as the kernels read them
 COMPARED = 64  # numbers that all others are compared with at once: of more registers spill
 
@@ -64,7 +65,7 @@ def find_components(
     weights = torch.empty(n, h, r, dtype=torch.float32, device=q.device)
     rank_components[(n, h_kv)](
         q, v_new, table, components, weights, scale, tiny, d_h, h // h_kv, r, ROW, power_of_2(d_h),
-        min(COMPARED, power_of_2(d_h)), num_warps=8 if d_h > 128 else 4,
+        min(COMPARED, power_of_2(d_h), max(1, 2 * HELD // power_of_2(d_h))), num_warps=8 if d_h > 128 else 4,
     )  # fmt: skip
     return components, weights, table
 
@@ -74,28 +75,16 @@ def component_keys(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys of the candidates, approximate logits of all tokens, and log-sum-exps of blocks of them."""
     (n, h_kv, r), h = components.shape, weights.shape[1]
-    n_blocks = cdiv(s, TOKENS)
+    group = power_of_2(h // h_kv)
+    tokens = min(TOKENS, max(1, HELD // group))
+    n_blocks = cdiv(s, tokens)
     keys = torch.empty(n, h_kv, s, dtype=torch.int64, device=q.device)
     logits = torch.empty(n, h, s, dtype=torch.float32, device=q.device)
     lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
     multiply_components[(n, n_blocks, h_kv)](
-        q,
-        components,
-        weights,
-        table,
-        keys,
-        logits,
-        lses,
-        cap,
-        s,
-        q.shape[3],
-        h // h_kv,
-        r,
-        ROW,
-        TOKENS,
-        power_of_2(h // h_kv),
-        cap > 0,
-    )
+        q, components, weights, table, keys, logits, lses, cap, s, q.shape[3], h // h_kv, r,
+        ROW, tokens, group, cap > 0,
+    )  # fmt: skip
     return keys, logits, lses
 
 

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from kernels.capped import bend, with_sink
-from kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl, upload
+from kernels.jit import INTERPRETED, cdiv, distance, fit_rows, jit, power_of_2, tl, upload
 from kernels.rows.rotation import Rotation
 from kernels.topk import pack_key, top_keys
 
 MEANS, TOKENS, RANK = 32, 16, 32  # of one program: landmarks; tokens, and how much of the rank at a time
+CHANNELS = 256  # of a key at a time
 FIELDS = 11  # numbers of a row
 
 
@@ -54,20 +55,23 @@ def make_rows(
     mine = [x.view(1, h_kv, -1) for x in places.split([h_kv * k for k in lengths])]
     table = upload([x for row, idx in zip(rows, mine, strict=True) for x in fields(row, q, idx)], q.device)
     c, n_outliers = (max(x.shape[1] for x in some) for some in zip(*(row[:2] for row in rows), strict=True))
-    n_blocks = cdiv(c, MEANS)
+    means, n_warps = fit_rows(width, MEANS)
+    n_blocks = cdiv(c, means)
     logits = torch.empty(n, h, c, dtype=torch.float32, device=q.device)
     lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
     scores = torch.empty(n, h_kv, c, dtype=torch.int64, device=q.device)
     grid = n, n_blocks, h_kv
-    score_landmarks[grid](q, table, logits, lses, scale, cap, d_h, c, g, FIELDS, MEANS, width, cap > 0)
+    score_landmarks[grid](
+        q, table, logits, lses, scale, cap, d_h, c, g, FIELDS, means, width, cap > 0, num_warps=n_warps
+    )
     lses = with_sink(lses, sink)
     n_blocks = lses.shape[2]
-    weigh_landmarks[grid](table, logits, lses, scores, c, g, n_blocks, FIELDS, MEANS, power_of_2(n_blocks))
+    weigh_landmarks[grid](table, logits, lses, scores, c, g, n_blocks, FIELDS, means, power_of_2(n_blocks))
     order = top_keys(scores, [row.n_selected for row in rows]).contiguous()
     partners, own, other = (order, q, q) if rotation is None else rotation[:3]
     make_keys[n, cdiv(max(lengths), TOKENS), h_kv](
         q, table, order, places, keys, partners, own, other, d_h, order.shape[2], FIELDS, rotation is not None,
-        TOKENS, RANK, width, power_of_2(n_outliers), INTERPRETED, num_warps=8 if width > 128 else 4,
+        TOKENS, RANK, min(CHANNELS, width), power_of_2(n_outliers), INTERPRETED, num_warps=8 if width > 128 else 4,
     )  # fmt: skip
     made = (x.view(1, h_kv, -1, d_h) for x in keys.split([h_kv * k for k in lengths]))
     return list(zip(mine, made, strict=True))
@@ -146,29 +150,31 @@ def make_keys(
     token = number.to(tl.int64) * chunk + place % chunk
     to = tl.load(at + 9) + head * k + place
     tl.store(places + to, token, real)
-    column, part = tl.arange(0, WIDTH), tl.arange(0, RANK)
-    inside = column < d_h
+    part = tl.arange(0, RANK)
     factors, basis = q + tl.load(at + 4), q + tl.load(at + 5) + head * rank * d_h
-    made = tl.zeros((TOKENS, WIDTH), tl.float32)
-    across = tl.zeros((TOKENS, WIDTH), tl.float32)
-    partner = column
-    if TURNS:
-        partner = tl.load(partners + column, inside, other=0).to(tl.int32)
-    for first in range(0, rank, RANK):
-        j = first + part
-        x = tl.load(factors + token[:, None] * rank + j[None], real[:, None] & (j < rank)[None], other=0.0)
-        there = (j < rank)[:, None] & inside[None]
-        y = tl.load(basis + j[:, None] * d_h + column[None], there, other=0.0)
-        if WIDE:
-            x, y = x.to(tl.float32), y.to(tl.float32)
-        made += tl.dot(x, y, input_precision="ieee")
+    for left in range(0, d_h, WIDTH):
+        column = left + tl.arange(0, WIDTH)
+        inside = column < d_h
+        made = tl.zeros((TOKENS, WIDTH), tl.float32)
+        across = tl.zeros((TOKENS, WIDTH), tl.float32)
+        partner = column
         if TURNS:
-            z = tl.load(basis + j[:, None] * d_h + partner[None], there, other=0.0)
+            partner = tl.load(partners + column, inside, other=0).to(tl.int32)
+        for first in range(0, rank, RANK):
+            j = first + part
+            x = tl.load(factors + token[:, None] * rank + j[None], real[:, None] & (j < rank)[None], other=0.0)
+            there = (j < rank)[:, None] & inside[None]
+            y = tl.load(basis + j[:, None] * d_h + column[None], there, other=0.0)
             if WIDE:
-                z = z.to(tl.float32)
-            across += tl.dot(x, z, input_precision="ieee")
-    both = real[:, None] & inside[None]
-    if TURNS:
-        where = token[:, None] * d_h + column[None]
-        made = made * tl.load(own + where, both, other=0.0) + across * tl.load(other + where, both, other=0.0)
-    tl.store(keys + to[:, None] * d_h + column[None], made.to(keys.dtype.element_ty), both)
+                x, y = x.to(tl.float32), y.to(tl.float32)
+            made += tl.dot(x, y, input_precision="ieee")
+            if TURNS:
+                z = tl.load(basis + j[:, None] * d_h + partner[None], there, other=0.0)
+                if WIDE:
+                    z = z.to(tl.float32)
+                across += tl.dot(x, z, input_precision="ieee")
+        both = real[:, None] & inside[None]
+        if TURNS:
+            where = token[:, None] * d_h + column[None]
+            made = made * tl.load(own + where, both, other=0.0) + across * tl.load(other + where, both, other=0.0)
+        tl.store(keys + to[:, None] * d_h + column[None], made.to(keys.dtype.element_ty), both)

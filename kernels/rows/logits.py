@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from kernels.capped import bend, with_sink
-from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
+from kernels.jit import cdiv, distance, fit_rows, jit, power_of_2, tl, upload
 from kernels.topk import pack_key
 
 AGGREGATES = ("query_head", "group_sum", "group_max", "group_logit_mean", "group_mean")
-TOKENS = 64  # of one program
+TOKENS, WIDE_HEAD = 64, 256  # of one program; numbers of a head that is read in one piece
 
 
 class Searched(NamedTuple):
@@ -54,11 +54,13 @@ def token_logits(
             row.n, row.start, row.stop,
         )
     ]  # fmt: skip
-    table, n_blocks = upload(numbers, q.device), cdiv(s, TOKENS)
+    width = power_of_2(d_h)
+    tokens, n_warps = fit_rows(width, TOKENS)
+    table, n_blocks = upload(numbers, q.device), cdiv(s, tokens)
     logits = torch.empty(n, h, s, dtype=torch.float32, device=q.device)
     lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
     multiply_tokens[(n, n_blocks, h_kv)](
-        q, table, logits, lses, scale, cap, s, d_h, h // h_kv, TOKENS, power_of_2(d_h), cap > 0
+        q, table, logits, lses, scale, cap, s, d_h, h // h_kv, tokens, width, cap > 0, num_warps=n_warps
     )
     return logits, with_sink(lses, sink), table
 
@@ -79,9 +81,13 @@ def channel_keys(q: Tensor, basis: Tensor, keys: Tensor, agg: str) -> Tensor:
     (n, h, _, d_h), (h_kv, s, c) = q.shape, keys.shape
     how, q, basis, keys = AGGREGATES.index(agg), q.contiguous(), basis.contiguous(), keys.contiguous()
     found = torch.empty(n, h if how == 0 else h_kv, s, dtype=torch.int64, device=q.device)
+    # A wide head's numbers are a power of two and a rest, since registers hold no more.
+    width = power_of_2(d_h // 2 + 1) if d_h > WIDE_HEAD else power_of_2(d_h)
+    rest = power_of_2(d_h - width) if d_h > width else 0
     multiply_channels[(n, cdiv(s, TOKENS), h_kv)](
-        q, basis, keys, found, s, c, d_h, h // h_kv, how, TOKENS, power_of_2(c), power_of_2(d_h)
-    )
+        q, basis, keys, found, s, c, d_h, h // h_kv, how, TOKENS, power_of_2(c), width, rest,
+        num_warps=fit_rows(width, TOKENS)[1],
+    )  # fmt: skip
     return found
 
 
@@ -91,8 +97,10 @@ def block_keys(q: Tensor, means: Sequence[Tensor], n_blocks: int, per_head: bool
     heads, q = means[0].shape[1], q.contiguous()
     table = upload([distance(x, means[0]) for x in means], q.device)
     keys = torch.empty(n, h if per_head else 1, n_blocks, dtype=torch.int64, device=q.device)
-    multiply_blocks[(n, cdiv(n_blocks, 32), heads if per_head else 1)](
-        q, means[0], table, keys, n_blocks, heads, h // heads, d_h, per_head, 32, power_of_2(d_h)
+    width = power_of_2(d_h)
+    blocks, n_warps = fit_rows(width, 32)
+    multiply_blocks[(n, cdiv(n_blocks, blocks), heads if per_head else 1)](
+        q, means[0], table, keys, n_blocks, heads, h // heads, d_h, per_head, blocks, width, num_warps=n_warps
     )
     return keys
 
@@ -159,7 +167,7 @@ def weigh_tokens(
 @jit
 def multiply_channels(
     q, basis, keys, found, s, c, d_h, g,
-    HOW: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    HOW: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     row, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     token, channel, column = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, CHANNELS), tl.arange(0, WIDTH)
@@ -167,6 +175,13 @@ def multiply_channels(
     turn = tl.load(
         basis + (head * d_h + column[:, None]) * c + channel[None], inside[:, None] & (channel < c)[None], other=0.0
     )
+    if REST > 0:
+        behind = WIDTH + tl.arange(0, REST)
+        in_rest = behind < d_h
+        more = tl.load(
+            basis + (head * d_h + behind[:, None]) * c + channel[None],
+            in_rest[:, None] & (channel < c)[None], other=0.0,
+        )  # fmt: skip
     partial = tl.load(
         keys + (head * s + token[:, None]) * c + channel[None], real[:, None] & (channel < c)[None], other=0.0
     )
@@ -174,7 +189,11 @@ def multiply_channels(
     for i in range(g):
         query_head = (row * tl.num_programs(2) + head) * g + i
         query = tl.load(q + query_head * d_h + column, inside, other=0.0).to(tl.float32)
-        x = tl.sum(partial * tl.sum(turn * query[:, None], 0)[None], 1)
+        turned = tl.sum(turn * query[:, None], 0)
+        if REST > 0:
+            query = tl.load(q + query_head * d_h + behind, in_rest, other=0.0).to(tl.float32)
+            turned += tl.sum(more * query[:, None], 0)
+        x = tl.sum(partial * turned[None], 1)
         if HOW == 0:
             tl.store(found + query_head * s + token, pack_key(x, token), real)
         elif HOW == 2:

@@ -55,5 +55,11 @@ def test_what_ptxas_says_is_read() -> None:
     )
     assert (made.registers, made.spilled) == (255, 20)
     assert "SPILLS 20 bytes" in aot.line_of(made)
+    made.shared = 232_448
+    aot.check_shared(made)
+    assert not made.error
+    made.shared += 16
+    aot.check_shared(made)
+    assert "FAILED 232464 bytes of shared memory" in aot.line_of(made)
     aot.read_ptxas(made, "")
-    assert "FAILED" in aot.line_of(made)
+    assert "FAILED ptxas did not say" in aot.line_of(made)

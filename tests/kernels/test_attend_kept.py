@@ -13,10 +13,11 @@ from kernels.jit import triton
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 PATHS = ["torch", "native", pytest.param("triton", marks=pytest.mark.skipif(triton is None, reason="no triton"))]
 # h, h_kv, s, d_h, d_v, block, block_k, dense queries: the last block is short, widths and blocks are no powers of two,
-# one block, more keys than are listed at a time.
+# one block, more keys than are listed at a time, wide heads.
 CASES = [
     (4, 2, 150, 16, 16, 64, 32, 0), (3, 1, 75, 20, 12, 24, 8, 17), (2, 2, 9, 16, 16, 64, 64, 0),
     (2, 1, 300, 16, 16, 128, 1, 3), (4, 2, 100, 32, 32, 16, 32, 100),
+    (2, 1, 50, 264, 12, 32, 8, 7),
 ]  # fmt: skip
 FORMS = ["blocks", "columns", "near"]
 
@@ -54,6 +55,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, kept: Kept, cap: float) -> tu
 @pytest.fixture(autouse=True)
 def short_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "LISTED", 128)
+    monkeypatch.setattr(kernel, "HELD", 512)  # so that blocks of more than 32 queries are worked on in parts
 
 
 def on(path: str, name: str) -> Any:
@@ -73,7 +75,8 @@ def test_it_attends_to_what_is_kept_and_counts_it(
     expected, lses, _ = by_definition(q, k, v, kept_of(form, case, torch.Generator().manual_seed(0)), cap)
     out, lse, pairs = on(path, "attend_kept")(*(x.to(device) for x in (q, k, v)), 0.25, kept, cap)
     assert out.dtype == dtype
-    atol, rtol = (2e-6, 2e-5) if dtype == torch.float32 else (2e-2, 2e-2)
+    exact = 2e-6 * max(1, case[3] / 64)  # logits of wide heads are sums of more products
+    atol, rtol = (exact, 2e-5) if dtype == torch.float32 else (2e-2, 2e-2)
     torch.testing.assert_close(out.cpu().double(), expected, atol=atol, rtol=rtol)
     torch.testing.assert_close(lse.cpu().double(), lses, atol=1e-5, rtol=1e-5)
     assert pairs.tolist() == kept.seen().sum((1, 2)).tolist()

@@ -99,7 +99,7 @@ def test_layout_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, (2, 1, 90, 60, 264)])
 @needs_triton
 def test_triton_sums_equal_those_of_the_whole_matrix(case, dtype) -> None:
     q, k, row_weights = make(case, dtype)

@@ -55,8 +55,12 @@ def test_what_mixes_more_than_pairs_has_no_tables() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("turn", "kind"), [(halves, KINDS[0]), *((None, kind) for kind in KINDS)])
 def test_rows_find_their_chunks_and_make_their_keys(
-    dtype: torch.dtype, turn: Callable[..., Tensor] | None, kind: tuple[float, float | None]
+    dtype: torch.dtype,
+    turn: Callable[..., Tensor] | None,
+    kind: tuple[float, float | None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("kernels.rows.landmarks.CHANNELS", 16)  # keys of 20 numbers are made in two parts
     draw = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:

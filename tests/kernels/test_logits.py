@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.softmax import Softmax
+from kernels import pq_scores
 from kernels.clusters import cluster_keys_ref, cluster_keys_triton, cluster_tokens_ref, cluster_tokens_triton
 from kernels.jit import triton
 from kernels.pages import expand_keys_ref, expand_keys_triton, page_bounds_ref, page_keys_ref, page_keys_triton
@@ -79,10 +80,12 @@ def test_blocks(per_head: bool) -> None:
         same_order(ours[i], pack_keys_ref(scores, torch.arange(37, device=GPU)))
 
 
-@pytest.mark.parametrize("agg", ["query_head", "group_mean", "group_max"])
-def test_channels(agg: str) -> None:
-    q, basis, keys = draw(N, H, 1, D, seed=0), draw(H_KV, D, 3, seed=1), draw(H_KV, 90, 3, seed=2)
-    logits = q.view(N, H_KV, -1, D) @ basis @ keys.mT  # (n, h_kv, g, s)
+@pytest.mark.parametrize(
+    ("agg", "d"), [("query_head", D), ("group_mean", D), ("group_max", D), ("group_mean", 264), ("group_max", 512)]
+)
+def test_channels(agg: str, d: int) -> None:
+    q, basis, keys = draw(N, H, 1, d, seed=0), draw(H_KV, d, 3, seed=1), draw(H_KV, 90, 3, seed=2)
+    logits = q.view(N, H_KV, -1, d) @ basis @ keys.mT  # (n, h_kv, g, s)
     scores = {"query_head": logits.flatten(1, 2), "group_mean": logits.mean(2), "group_max": logits.amax(2)}[agg]
     same_order(channel_keys(q, basis, keys, agg), pack_keys_ref(scores, torch.arange(90, device=GPU)))
 
@@ -109,8 +112,10 @@ def test_all_tokens(agg: str, dtype: torch.dtype, cap: float, about: float | Non
         assert (best_keys(ours[i], 136).int() == -1).sum(-1).tolist() == [136 - (row.stop - row.start)] * len(mine)
 
 
-@pytest.mark.parametrize("b", [3, 8])
-def test_codes_of_rows_and_of_their_newest_tokens(b: int) -> None:
+@pytest.mark.parametrize(("b", "n_held"), [(3, 8192), (8, 8192), (8, 64)])
+def test_codes_of_rows_and_of_their_newest_tokens(b: int, n_held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All centroids at once, and 16 of 256."""
+    monkeypatch.setattr(pq_scores, "TABLE", n_held)
     m, c, q, keys = 2, 1 << b, draw(N, H, 1, D, seed=0), draw(N, H_KV, 1, D, seed=1)
     rows, expected = [], []
     for i in range(N):

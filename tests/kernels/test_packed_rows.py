@@ -85,6 +85,7 @@ def check(q: Tensor, rows: list[Packed], turned: Tensor | None = None, cap: floa
     [
         (2, 32, 64, 4, 2),
         (4, 16, 32, 3, 1),
+        (2, 32, 288, 18, 1),  # in three parts, by programs for 16 and for 2 query heads
         pytest.param(4, 32, 128, 8, 2, marks=pytest.mark.slow),
         pytest.param(8, 64, 64, 2, 2, marks=pytest.mark.slow),
         pytest.param(4, 128, 128, 9, 3, marks=pytest.mark.slow),
@@ -107,7 +108,14 @@ def test_keys_by_channel(bits: int, group: int, d: int, h: int, h_kv: int, dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "bits", "d"),
-    [(BY_UNIT_TABLE, 2, 64), (BY_UNIT_TABLE, 3, 24), (BY_UNIT_TABLE, 4, 64), (BY_TOKEN, 4, 24)],
+    [
+        (BY_UNIT_TABLE, 2, 64),
+        (BY_UNIT_TABLE, 3, 24),
+        (BY_UNIT_TABLE, 4, 64),
+        (BY_TOKEN, 4, 24),
+        (BY_UNIT_TABLE, 3, 264),
+        (BY_TOKEN, 4, 264),
+    ],
 )
 def test_keys_by_token(kind: int, bits: int, d: int, dtype: torch.dtype) -> None:
     n = 70

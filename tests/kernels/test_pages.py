@@ -20,7 +20,7 @@ from kernels.pages import (
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
-SHAPES = [(2, 40, 16), (3, 100, 64), (1, 17, 20), (2, 1, 7), (2, 70, 128)]  # h_kv, s, d_h
+SHAPES = [(2, 40, 16), (3, 100, 64), (1, 17, 20), (2, 1, 7), (2, 70, 128), (1, 9, 264)]  # h_kv, s, d_h
 PATHS = [
     "torch",
     pytest.param("native", marks=pytest.mark.skipif(native() is None, reason="no C++ compiler")),
