@@ -153,6 +153,10 @@ class Scores:
         """Whether full attention scores enough that a method has something to lose."""
         return 100 * mean(self.full(scope, memory)) >= LEAST
 
+    @property
+    def is_comparable(self) -> bool:
+        return all(self.has_room(*column) for column in self.columns)
+
     def share(self, place: Place) -> float:
         """Of full attention's bytes."""
         return self.device[place] / self.device[place[0], place[1], FULL]

@@ -327,7 +327,7 @@ def write(out: Path, runs: Path | None) -> list[Path]:
     sets = gathered(load(folder / KEPT))
     paths = []
     with matplotlib.rc_context({**style.RC, **SVG}):
-        for one in sets:
+        for one in filter(lambda one: one.is_comparable, sets):
             save(picture(one), folder / f"{one.asked.key}.svg")
             full_table(folder / f"{one.asked.key}.csv", one)
             paths += [folder / f"{one.asked.key}.{kind}" for kind in ("svg", "csv")]

@@ -206,7 +206,7 @@ def today(lines: Sequence[cited.Line]) -> str:
 def sources(sets: Sequence[Scores]) -> str:
     """The tasks, with model and number of samples."""
     found = []
-    for one in sets:
+    for one in filter(lambda one: one.is_comparable, sets):
         name = one.asked.title[0].lower() + one.asked.title[1:]
         found.append(f"{name} ({one.model}, n = {spread([one.n(*column) for column in one.columns])})")
     return "; ".join(found)
