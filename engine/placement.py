@@ -2,9 +2,9 @@
 that are there behind a step (`Change`).
 
 A value holds positions or slots and numbers, no memory: an engine makes memory of it (`engine/layouts`,
-`serving/pagestore.py`), and knows from `size` how much before it stores anything. Positions and slots are (1, h_kv, n)
-int64 where nothing else is said. A layout of memory that is new is a value here, a class that holds it
-(`engine/layouts`) and a line in that folder's table.
+`engine/paged`), and knows from `size` how much before it stores anything. Positions and slots are (1, h_kv, n) int64
+where nothing else is said. A layout of memory that is new is a value here, a class that holds it (`engine/layouts`) and
+a line in that folder's table.
 
 Not here: which tokens (`methods`), what a step fetches (`engine/selection.py`). No torch: settings read this first.
 """

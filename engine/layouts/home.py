@@ -1,6 +1,6 @@
 """What an engine gives to a layer that it places: the prompt, memory, a host and the books, `Home`.
 
-Another engine has a home of its own, and with it the layouts that are here (`serving/pagestore.py`).
+Another engine has a home of its own, and with it the layouts that are here (`engine/paged`).
 
 Not here: which layout a placement becomes (`engine/store.py`).
 """

@@ -4,7 +4,7 @@ A layer's tokens have *slots*. The first ones hold the *kept* tokens (sinks, or 
 *window* behind them the latest tokens, as a ring where it slides. Order is irrelevant to attention, so nothing is ever
 shifted: where tokens are evicted, the newest ones take their slots. Which token has which slot is arithmetic, and
 stands here; what lies where is a layout's, in memory that one writer has (`engine/layouts/memory.py`). Another engine
-brings memory of its own (`serving/pagestore.py`).
+brings memory of its own (`engine/paged`).
 
 Not here: which tokens (`methods`), what a placement says (`engine/placement.py`), bytes (`engine/books/meter.py`).
 """

@@ -1,6 +1,6 @@
 """The memory of a layer's slots: `Memory`, what a layout asks of one, and `Buffers`, a tensor for K and one for V.
 
-Not here: which token has which slot (`engine/layouts`), pages (`serving/pagestore.py`).
+Not here: which token has which slot (`engine/layouts`), pages (`engine/paged`).
 """
 
 from collections.abc import Sequence

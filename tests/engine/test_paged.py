@@ -8,12 +8,12 @@ import torch
 
 from engine.decode import decode
 from engine.errors import ConfigError, RunError
+from engine.paged.pool import BLOCK, Pages, Pool
+from engine.paged.serve import Serving
 from engine.prefill import prefill
 from methods.base import Variant
 from tests import conformance
 from tests.conformance import model, ours
-from tests.paged.pool import BLOCK, Pages, Pool
-from tests.paged.serve import Serving
 from tests.tiny import prompt
 from tests.vectors import built
 

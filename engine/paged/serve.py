@@ -12,10 +12,10 @@ import torch
 
 from engine.decode import decode
 from engine.model import Model
+from engine.paged.pool import Pool
+from engine.paged.store import PagedStore, PagedTrace
 from engine.passes.trace import Trace
 from engine.prefill import prefill
-from tests.paged.pool import Pool
-from tests.paged.store import PagedStore, PagedTrace
 
 MakeRow = Callable[..., Any]  # a variant's row on a trace, for so many new tokens, with a store of this kind
 

@@ -4,7 +4,7 @@
 A block holds `BLOCK` tokens of a group of KV heads. Groups have tables of their own, so that heads which keep fewer
 tokens give more blocks back. Blocks are taken as slots are written to, not as they are promised.
 
-Not here: whose slots they are (`tests/paged/store.py`).
+Not here: whose slots they are (`engine/paged/store.py`).
 """
 
 import torch

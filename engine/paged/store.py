@@ -3,7 +3,7 @@
 The layouts are those of `engine/layouts`. What they get from their home differs: their slots are the blocks in which
 the prompt was written, of which those go back to the pool that are not needed for what stays; a host is a second pool.
 
-Not here: blocks (`tests/paged/pool.py`), reading and answering (`tests/paged/serve.py`).
+Not here: blocks (`engine/paged/pool.py`), reading and answering (`engine/paged/serve.py`).
 """
 
 from typing import Any, ClassVar
@@ -19,10 +19,10 @@ from engine.layouts.home import Home
 from engine.layouts.layer import Layer
 from engine.layouts.memory import Memory, Pair
 from engine.layouts.slots import Marked, Slots
+from engine.paged.pool import Pages, Pool
 from engine.passes.trace import Trace
 from engine.placement import Kept, Made, Offloaded, Placement, Whole
 from engine.store import Layouts, Store
-from tests.paged.pool import Pages, Pool
 
 
 class PagedTrace(Trace):

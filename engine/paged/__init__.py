@@ -1,5 +1,4 @@
-"""A small engine of pages, by which tests ask the seam: the same method files over blocks that come from a pool and go
-back to it.
+"""A second engine, of pages: the same method files over blocks that come from a pool and go back to it.
 
 It stands for a serving engine, whose memory belongs to somebody else: a method is told from the same values where its
 tokens go, and finds the same `Layer` behind them. What differs is one memory and one home. On a CPU, in plain torch.
