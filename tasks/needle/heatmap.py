@@ -50,7 +50,7 @@ def write_table(path: Path, table: Pivot) -> None:
 def draw_heatmap(path: Path, table: Pivot, title: str) -> None:
     """The pivot table as a picture; fixed colours, so that pictures of two runs can be compared."""
     figure, ax, image = frame(tuple(table.tokens), tuple(table.depths))
-    image.set_data(table.scores)
+    image.set_data([[100 * score for score in scores] for scores in table.scores])
     ax.set_title(one_line(title), parse_math=False)
     figure.savefig(path, dpi=120)
     figure.set_layout_engine("none")  # as it was laid out: that takes most of the time
@@ -68,9 +68,9 @@ def frame(tokens: tuple[int, ...], depths: tuple[float, ...]) -> tuple[Any, Any,
     FigureCanvasAgg(figure)
     ax = figure.add_subplot()
     blank = [[0.0] * len(tokens)] * len(depths)
-    image = ax.imshow(blank, cmap=colours, vmin=0, vmax=1, aspect="auto")
+    image = ax.imshow(blank, cmap=colours, vmin=0, vmax=100, aspect="auto")
     ax.set_xticks(range(len(tokens)), [str(n) for n in tokens], rotation=45)
     ax.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
-    ax.set(xlabel="Tokens of the prompt", ylabel="Depth percent", title=" ")
-    figure.colorbar(image, ax=ax, label="Score")
+    ax.set(xlabel="tokens of the prompt", ylabel="depth in %", title=" ")
+    figure.colorbar(image, ax=ax, label="score, %")
     return figure, ax, image
