@@ -9,6 +9,7 @@ checkpoint is which (`engine/checkpoints/digests.py`), a shape without torch (`e
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,11 @@ def _explained(id: str, where: str | None = None) -> Iterator[None]:
         yield
     except (ConfigError, MemoryError, torch.OutOfMemoryError):
         raise
+    except ImportError as error:  # another version of a package, or none of one that a tokenizer needs
+        raise ConfigError(
+            f"the model {id} cannot be loaded with transformers {version('transformers')} ({first_line(error)}); "
+            "install what is missing, or the version that python run.py --check asks for"
+        ) from error
     except Exception as error:  # a damaged checkpoint makes transformers raise whatever it may
         reason = first_line(error)
         if Path(id).expanduser().exists() or id == "embedded":

@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import sys
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,6 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from rich.table import Table
 
 from engine import terminal
@@ -98,8 +101,20 @@ def machine() -> list[Fact]:
 
 
 def python() -> Fact:
-    parts = [f"{name} {installed(name)}" for name in ("torch", "transformers")]
-    return Fact("Python", ", ".join([platform.python_version(), *parts]))
+    versions = {name: installed(name) or "" for name in ("torch", "transformers")}
+    text = ", ".join([platform.python_version(), *(f"{name} {found}" for name, found in versions.items())])
+    problems = [
+        f"{name} {found} is installed, and KVBench asks for {wanted}"
+        for name, found in versions.items()
+        if not (wanted := asked_for(name)).contains(found, prereleases=True)
+    ]
+    return Fact("Python", text, f"{'; '.join(problems)}; run `make setup`" if problems else None)
+
+
+def asked_for(name: str) -> SpecifierSet:
+    """The versions of a package that pyproject.toml allows."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return next(wanted.specifier for wanted in map(Requirement, project["dependencies"]) if wanted.name == name)
 
 
 def processors() -> Fact:

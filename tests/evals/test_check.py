@@ -72,6 +72,14 @@ def test_this_machine_can_do_the_main_job(capsys: pytest.CaptureFixture[str]) ->
         assert (name in lines) == (vars(kind).get("data") is not None)
 
 
+def test_an_older_transformers_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "version", lambda name: "5.12.0" if name == "transformers" else "2.13.0+cpu")
+    code, text, _ = screen(capsys)
+    assert code == 1
+    assert "\ntransformers 5.12.0 is installed, and KVBench asks for <6,>=5.14; run `make setup`\n" in text
+    assert "main job works" not in text
+
+
 def test_it_is_a_flag_of_the_command_and_takes_seconds() -> None:
     before = os.times().children_user
     done = subprocess.run([sys.executable, "run.py", "--check"], cwd=ROOT, capture_output=True, text=True)

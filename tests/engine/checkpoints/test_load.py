@@ -139,6 +139,19 @@ def test_a_damaged_checkpoint_is_one_sentence(folder: Path, damage: Callable[[Pa
     assert len(str(caught.value)) < 500
 
 
+def test_a_transformers_without_a_name_is_not_the_checkpoints_fault(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers.cache_utils
+
+    monkeypatch.delattr(transformers.cache_utils, "get_layer_types_and_kwargs")
+    with pytest.raises(
+        ConfigError, match=r"cannot be loaded with transformers 5\S* \(cannot import name.*--check"
+    ) as refused:
+        load.read_shape("tiny", str(tiny))
+    assert "again" not in str(refused.value)
+
+
 def test_a_huge_configuration_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (folder / "config.json").open("r+b") as file:
         file.truncate(header.MAX_CONFIG + 1)
