@@ -66,6 +66,9 @@ CONTRASTS = (
     Contrast("keys", (SHOWN, "0.125", "pqcache"), "snapkv", 0),
     Contrast("shared", (HIDDEN, "0.25", "kvzip"), "snapkv", 0),
     Contrast("sums", (SHOWN, "0.25", "pqcache"), "snapkv", 0),
+    # 24 November 2026: of two needles at once full attention's first ten were known, no method's.
+    Contrast("needle-two", (SHOWN, "0.25", "pqcache"), "snapkv", 0),
+    Contrast("needle-two", (HIDDEN, "0.125", "kvzip"), "snapkv", 0),
 )
 LOOKED = (
     Contrast("needle", (SHOWN, "0.125", "keydiff"), "snapkv", 60),

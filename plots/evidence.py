@@ -42,14 +42,15 @@ class Asked:
     about: str
     n: int  # samples that the experiment asks
     task: str
-    style: str = ""  # of needles
+    style: str = ""  # of needles,
+    needles: int = 1  # and how many of them a text hides
     dataset: str = ""  # of several
     is_ordered: bool = False  # by what is varied, such as depth: the first samples are not like the others
     scope: str = ""  # of all its runs, whatever their key says: a context is compressed before it is asked anything
 
     def has(self, config: Mapping[str, Any]) -> bool:
-        task = config["task"]
-        return task["name"] == self.task and self.style in ("", task["params"].get("style"))
+        name, params = config["task"]["name"], config["task"]["params"]
+        return (name, params.get("needles", 1)) == (self.task, self.needles) and self.style in ("", params.get("style"))
 
     def takes(self, row: SampleRow) -> bool:
         return row.score is not None and self.dataset in ("", row.fields.get("dataset"))
@@ -71,6 +72,12 @@ SETS = (
         "needle-name", "A needle that is a name", "evidence_needle",
         "A director's name is hidden at one of 60 depths of 1,000 tokens. An answer is right or wrong.",
         60, "needle", style="own_name", is_ordered=True,
+    ),
+    Asked(
+        "needle-two", "Two needles at once", "evidence_two",
+        "Two phone numbers are hidden, one at one of 60 depths of 1,000 tokens and one halfway from there to the end; "
+        "both are asked for. The score is the share that is named.",
+        60, "needle", style="own", needles=2, is_ordered=True,
     ),
     Asked(
         "variables", "Chains of variables", "evidence_ruler",
