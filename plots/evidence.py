@@ -211,6 +211,12 @@ def title(method: str) -> str:
     return method if found is None else found[1]
 
 
+def fetches(method: str) -> bool:
+    """Whether it keeps all keys and values in host memory, and takes what a step needs from there."""
+    file = own_methods().get(method)
+    return file is not None and file.parent.name == "retrieving"
+
+
 # --- from runs -----------------------------------------------------------------------------------
 
 

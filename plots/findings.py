@@ -20,7 +20,7 @@ import matplotlib
 from engine.foreign import write_csv
 from plots import style
 from plots.contrasts import CONTRASTS, LOOKED, OTHER_SCOPE, Contrast, looked_at, outcomes
-from plots.evidence import FULL, HIDDEN, SETS, SHOWN, Scores, gathered, keep, load, mean, read, title
+from plots.evidence import FULL, HIDDEN, SETS, SHOWN, Scores, fetches, gathered, keep, load, mean, read, title
 from plots.figures.evidence import picture
 from plots.figures.results import SVG, save
 from plots.kept import KEPT, run
@@ -39,25 +39,28 @@ HEAD = """\
 # Results
 
 How well {models} answer with a compressed cache.
-Every method may hold the same share of the bytes that full attention's keys and values take. Two things vary: that
-share, and what the method sees while it compresses. It sees the prompt with its question ("question shown"), or the
-prompt is compressed before anybody asks ("question hidden").
+On the device, every method may hold the same share of the bytes that full attention's keys and values take; methods
+that fetch ({fetching}) keep all of them in host memory besides. Two things vary: that share, and what the
+method sees while it compresses. It sees the prompt with its question ("question shown"), or the prompt is compressed
+before anybody asks ("question hidden").
 
 {findings}
 
 Scores are 0 to 100. Intervals are 95 % over samples ([one rule for every n](intervals.md)). Differences are paired,
 sample by sample; p is that of the sign-flip test after Holm's correction. "Fixed beforehand": the comparison was chosen
-before the samples that test it were asked, and only those count ([what was tested](#what-was-tested)). "Chosen
-afterwards": it was chosen because its scores stood out, and new samples have yet to confirm it. An interval may hold 0
-where p is small: few samples cannot exclude a rare large loss. All methods at a budget are asked the same samples, and
-have their default settings.
+before the samples that test it were asked, and only those count ([what was tested](#what-was-tested)). So a finding's
+scores may differ from those of the tables, which take all samples. "Chosen afterwards": it was chosen because its
+scores stood out, and new samples have yet to confirm it. An interval may hold 0 where p is small: few samples cannot
+exclude a rare large loss. All methods at a budget are asked the same samples, and have their default settings.
 {short}
 Every sample's score is in [scores.csv.gz](results/{kept}), and `python -m plots.findings` makes this page from it. Each
-task names the command of its runs, which goes on where it was stopped. Some runs were stopped early, as their n says,
-by the clock and not by the scores. Needles are asked in the order of their depth, so a budget counts when all were
-asked. [What the harness shows in an hour](hour.md) has all methods at five budgets in tokens, with few samples.
-None of the papers whose tables `make paper-tables` knows ran these two models; it puts published figures beside runs
-of the papers' own.
+task names the command of its runs, which goes on where it was stopped. Each experiment fixes how many samples it asks.
+Where n is lower, the machine's time was over. Budgets with a comparison fixed beforehand were asked first. Scores were
+read while runs were under way, but no run was ended or prolonged because of what a method scored; a task that full
+attention cannot do was given up. Needles are asked in the order of their depth, so a budget counts when all were asked.
+[What the harness shows in an hour](hour.md) has all methods at five budgets in tokens, with few samples.
+No paper whose tables `make paper-tables` knows ran these two models, so no published figure stands here; that command
+puts published figures beside runs of the papers' own models.
 """
 REGISTER = """\
 ## What was tested
@@ -91,15 +94,15 @@ DOCS, NEEDLES, SHARED = CONTRASTS[:6], CONTRASTS[6:8], CONTRASTS[10]
 FINDINGS = (
     Finding(
         DOCS[0],
-        "**Hide the question, and a method of last queries loses its answers**: at {share} of the bytes "
-        "{one} scores {a} with the question hidden and {b} with it shown.",
+        "**Hide the question, and a method that keeps what the prompt's end attends to loses its answers**: at {share} "
+        "of the bytes {one} scores {a} with the question hidden and {b} with it shown.",
         NEEDLES[1],
         "Of needles that are names it finds {a} of 100 with the question hidden and {b} with it shown.",
     ),
     Finding(
         DOCS[1],
-        "**A method that fetches loses far less**: with the question hidden, {one} scores {a} at {share} of the "
-        "bytes, {other} {b}.",
+        "**A method that fetches what each step needs loses far less**: with the question hidden, {one} scores {a} at "
+        "{share} of the bytes, {other} {b}.",
     ),
     Finding(
         DOCS[2],
@@ -314,7 +317,9 @@ def page(sets: Sequence[Scores]) -> str:
     models = " and ".join(f"`{name}`" for name in dict.fromkeys(one.model for one in sets))
     short = GGUF if any(one.model.startswith("qwen") for one in sets) else ""
     every = [*dict.fromkeys(name for one in sets for name in one.methods)]
-    head = HEAD.format(models=models, findings=findings or "No comparison is shown.", kept=KEPT, short=short)
+    fetching = ", ".join(title(name) for name in every if fetches(name))
+    found = findings or "No comparison is shown."
+    head = HEAD.format(models=models, fetching=fetching or "none here", findings=found, kept=KEPT, short=short)
     tested = REGISTER.format(n=len(CONTRASTS), table=register(sets))
     return "\n".join([head, tested, *(section(one, every) for one in sets)])
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from engine.terminal import say
 from plots import cited, findings
-from plots.evidence import FULL, HIDDEN, SHOWN, Scores, gathered, load, mean, title
+from plots.evidence import FULL, HIDDEN, SHOWN, Scores, fetches, gathered, load, mean, title
 from results.names import own_methods
 from results.sheet import ABSENT, Sheet, markdown
 
@@ -98,10 +98,6 @@ def source(method: str) -> tuple[str, str]:
     """A method's file, from the repository's root, and what it says."""
     path = own_methods()[method]
     return f"methods/{path.parent.name}/", path.read_text(encoding="utf-8")
-
-
-def fetches(method: str) -> bool:
-    return source(method)[0] == "methods/retrieving/"
 
 
 def needs(method: str) -> str:
