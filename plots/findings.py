@@ -51,13 +51,16 @@ sample by sample; p is that of the sign-flip test after Holm's correction. "Fixe
 before the samples that test it were asked, and only those count ([what was tested](#what-was-tested)). So a finding's
 scores may differ from those of the tables, which take all samples. "Chosen afterwards": it was chosen because its
 scores stood out, and new samples have yet to confirm it. An interval may hold 0 where p is small: few samples cannot
-exclude a rare large loss. All methods at a budget are asked the same samples, and have their default settings.
+exclude a rare large loss. All methods at a budget are asked the same samples, and have their default settings. With the
+question hidden the prompt becomes tokens in two parts, and the tokens at their seam may differ; so may full attention's
+score.
 {short}
 Every sample's score is in [scores.csv.gz](results/{kept}), and `python -m plots.findings` makes this page from it. Each
 task names the command of its runs, which goes on where it was stopped. Each experiment fixes how many samples it asks.
-Where n is lower, the machine's time was over. Budgets with a comparison fixed beforehand were asked first. Scores were
-read while runs were under way, but no run was ended or prolonged because of what a method scored; a task that full
-attention cannot do was given up. Needles are asked in the order of their depth, so a budget counts when all were asked.
+Where n is lower, the machine's time was over. Budgets with a comparison fixed beforehand were asked first. No run was
+ended or prolonged because of what a method scored, but a task that full attention cannot do was given up. Scores were
+read while runs were under way: this page was made with fewer samples before, and p is not corrected for those looks.
+Needles are asked in the order of their depth, so a budget counts when all were asked.
 [What the harness shows in an hour](hour.md) has all methods at five budgets in tokens, with few samples.
 No paper whose tables `make paper-tables` knows ran these two models, so no published figure stands here; that command
 puts published figures beside runs of the papers' own models.

@@ -35,7 +35,7 @@ NEEDS = {  # what a method's file says of what it takes
 HEAD = """\
 # Which method should I take?
 
-The table says it in short: find what you have, and how much of the cache's bytes may stay on the device.
+The rows say what you have, the columns how much of the cache's bytes may stay on the device.
 
 {take}
 
@@ -53,10 +53,10 @@ your own: `python run.py -m experiment=evidence_docs model=NAME`, then `python -
 
 {every}
 
-"2 of 3, -12": in front on two of three tasks among all methods, 12 points below full attention. What a method takes
-beside its share of the bytes stands in the second column.
+"2 of 3, -12": among all methods in front on two of three tasks, and 12 points below full attention as a mean over the
+three. The second column says what a method takes beside its share of the bytes.
 
-## On the tasks of today, by tokens
+## On the tasks that are cited now, by tokens
 
 A quarter of the prompt's tokens, the question in the prompt. A column of [cited.md](cited.md) counts where full
 attention can be told from guessing; some have few samples, which show large losses only.
@@ -65,16 +65,16 @@ attention can be told from guessing; some have few samples, which show large los
 
 ## What scores do not say
 
-- **Time.** What drops tokens makes steps as short as its budget. What fetches them adds a search, and a link that
-  moves them: [cost.md](cost.md). Reading the prompt is as long as ever with all of them; where that is what takes the
-  time, a [sparse prefill](prefills.md) goes before any method.
-- **Long answers.** A budget of the prompt does not hold what the answer adds. `rkv`, `triattention` and others evict
+- **Time.** A method that drops tokens makes each step as short as its budget. One that fetches them adds a search and
+  the time of the link to the host: [cost.md](cost.md). No method of these tables reads the prompt faster; where that
+  takes the most time, a [sparse prefill](prefills.md) helps more than any of them.
+- **Long answers.** A budget for the prompt does not limit what the answer adds. `rkv`, `triattention` and others evict
   while they answer: [decode-time.md](decode-time.md).
-- **A served engine.** What drops tokens frees vLLM's blocks, what fetches reads fewer of them: [serving.md](serving.md)
-  says which methods run there.
+- **A served engine.** Methods that drop tokens free vLLM's blocks, those that fetch read fewer of them:
+  [serving.md](serving.md) says which methods run there.
 - **Your model.** Latent attention, sliding windows and layers without a cache leave less to compress, and some methods
-  nothing: `python run.py --check model=NAME` says who runs, [models.md](models.md) why.
-- **Several turns.** What dropped a token for the first question lacks it for the next: [turns.md](turns.md).
+  nothing: `python run.py --check model=NAME` says which methods run, [models.md](models.md) why.
+- **Several turns.** A method that dropped a token for the first question lacks it for the next: [turns.md](turns.md).
 - **Fewer bits instead of fewer tokens**, or both (`compose=kivi`): [byte-budget.md](byte-budget.md).
 """
 
