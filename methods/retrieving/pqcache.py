@@ -48,7 +48,7 @@ from fractions import Fraction
 from functools import cache, cached_property
 from math import ceil, floor
 from statistics import fmean
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -74,6 +74,7 @@ from methods.retrieving.pqcache_quantiser import (
     Lane,
     Quantiser,
     first_centroids,
+    groups_of,
     n_threads,
     quantise,
     threads_on,
@@ -419,10 +420,11 @@ class PQCache(SelectiveAttention):
         return quantiser
 
     @cached_property
-    def next_of(self) -> dict[int, int]:
-        """By layer that fetches the next one that does; behind the last comes the first."""
+    def ways(self) -> dict[int, Way]:
+        """By layer that fetches; behind the last one comes the first."""
         layers = [at for at in self.trace.shape.attention_layers if self.store[at].can_fetch]
-        return dict(zip(layers, [*layers[1:], layers[0]], strict=True))
+        groups = groups_of(layers, [self.trace.device_of(at) for at in layers])
+        return {at: Way(own, groups[(i + 1) % len(groups)]) for i, own in enumerate(groups) for at in own}
 
     def behind(self, layer: int, weights: Tensor | None) -> None:
         """Every `rebuild_every` tokens the layer begins to be clustered anew, for the next step."""
@@ -506,21 +508,31 @@ def cost_of(h_kv: int, m: int, b: int, n: int, index_bytes: int, is_late: bool) 
     return Cost(index_bytes, counted_bytes(h_kv, m, b, n), index_bytes, released_bytes=one)
 
 
+class Way(NamedTuple):
+    """Layers whose codes are copied at once: a layer's own, and the next ones."""
+
+    own: Sequence[int]
+    ahead: Sequence[int]
+
+
 def bring(rows: Sequence[PQCache], layer: int, ns: Sequence[int]) -> list[PackedCodes]:
-    """On an accelerator: the layer's codes of rows with `ns` candidates, and on their way the next one's, where it is
-    clustered."""
+    """On an accelerator: the layer's codes of rows with `ns` candidates, and on their way those of the layers behind
+    it, where they are clustered."""
     trace, lane = rows[0].trace, rows[0].lane
     assert lane is not None
     here = lane.take(layer, [row.quantisers[layer].codes for row in rows], trace.device_of(layer))
-    coming: dict[int, list[PackedCodes]] = {}
+    coming: dict[torch.device, dict[int, list[PackedCodes]]] = {}
     for row, n in zip(rows, ns, strict=True):
-        above = row.next_of[layer]
-        if above not in row.pending or row.pending[above].done():
-            # Behind the last layer comes the first one of the next step, which has a candidate more.
-            more = above <= layer and row.store[layer].slides
-            coming.setdefault(above, []).append(row.with_codes(above, n + more).codes)
-    for above, codes in coming.items():
-        lane.request(above, codes, trace.device_of(above))
+        own, ahead = row.ways[layer]
+        for above in (*own[own.index(layer) + 1 :], *ahead):
+            if above not in row.pending or row.pending[above].done():
+                # Behind the last layer comes the first one of the next step, which has a candidate more.
+                more = above <= layer and row.store[layer].slides
+                of_device = coming.setdefault(trace.device_of(above), {})
+                of_device.setdefault(above, []).append(row.with_codes(above, n + more).codes)
+    kept = {at for row in rows for part in row.ways[layer] for at in part}
+    for device, wanted in coming.items():
+        lane.request(wanted, device, kept)
     return here
 
 
@@ -551,6 +563,7 @@ class PQSearch:
         self.homes = [each.home for each in coded if each.home is not None]
         self.n_steps = steps_left(coded)
         self.sources = [row.quantisers[layer].codes for row in rows]
+        self.ahead: dict[int, list[PackedCodes]] | None = None  # what is asked for at the steps to come
         self.keys = KeySearch(q, coded, soft.scale, soft.cap, soft.sink, self.n_steps, scratch)
         ks = [row.plan.k for row in rows]
         self.choice = KeyChoice(len(rows), rows[0].trace.shape.h_kv, ks, q.device, scratch)
@@ -564,8 +577,38 @@ class PQSearch:
 
     def find(self, q: Tensor, k_new: Tensor, age: int) -> list[Cost]:
         rows, layer, search, ns = self.rows, self.layer, self.keys, [n + age * grows for n, grows in self.ns]
-        where = tuple([copy.data.data_ptr() for copy in bring(rows, layer, ns)])
+        where = tuple([copy.data.data_ptr() for copy in self.bring(ns)])
         for home in self.homes:
             home.n += 1
         self.choice.take(search.find(q, k_new, age, where), search.s + age * search.grows)
         return [row.cost(row.quantisers[layer], n) for row, n in zip(rows, ns, strict=True)]
+
+    def bring(self, ns: Sequence[int]) -> list[PackedCodes]:
+        """As the function; only the first layer of a group asks for what is ahead, where all of it is clustered."""
+        rows, layer, lane = self.rows, self.layer, self.rows[0].lane
+        if lane is None or self.ahead is None or not self.are_ready(ns):
+            self.look_ahead()
+            return bring(rows, layer, ns)
+        device = rows[0].trace.device_of
+        here = lane.take(layer, self.sources, device(layer))
+        if self.ahead:
+            way = rows[0].ways[layer]
+            lane.request(self.ahead, device(way.ahead[0]), way.own)
+        return here
+
+    def look_ahead(self) -> None:
+        """Remember the codes of the next layers, where every row has them and asks for the same layers."""
+        rows, layer, way = self.rows, self.layer, self.rows[0].ways[self.layer]
+        if any(row.pending or row.ways[layer] != way for row in rows):
+            return
+        ahead = way.ahead if layer == way.own[0] else ()
+        self.ahead = {at: [row.quantisers[at].codes for row in rows] for at in ahead}
+
+    def are_ready(self, ns: Sequence[int]) -> bool:
+        """Whether the next layers have codes of so many candidates where they had them."""
+        for above, sources in (self.ahead or {}).items():
+            more = above <= self.layer
+            for row, codes, n in zip(self.rows, sources, ns, strict=True):
+                if row.quantisers[above].codes is not codes or codes.n < n + more:
+                    return False
+        return True

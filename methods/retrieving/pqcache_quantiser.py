@@ -9,10 +9,11 @@ Not here: k-means and the layout of codes (`kernels/pq_fit.py`, `pq_codes.py`), 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,60 +88,99 @@ def first_centroids(seed: int, n: int, c: int) -> Tensor:
     return torch.randperm(n, generator=seeded(seed, n, c))[:c]
 
 
+AT_ONCE = 4  # layers whose codes are copied by one request
+
+
+def groups_of(layers: Sequence[int], devices: Sequence[torch.device]) -> list[list[int]]:
+    """Neighbours on one device, so many of them that there are two groups at least where there are two layers."""
+    most, groups = max(1, min(AT_ONCE, len(layers) // 2)), list[list[int]]()
+    for i, layer in enumerate(layers):
+        if not groups or len(groups[-1]) == most or devices[i] != devices[i - 1]:
+            groups.append([])
+        groups[-1].append(layer)
+    return groups
+
+
+@dataclass
+class Batch:
+    """Copies that were asked for at once."""
+
+    came: torch.cuda.Event
+    is_awaited: bool = False  # by the model's stream
+
+
+class Copied(NamedTuple):
+    """Codes on the GPU, or on their way there."""
+
+    codes: PackedCodes
+    batch: Batch
+
+
 class Lane:
     """Codes on their way from the host to their layer's GPU, on a stream of their own; one for all rows of a sample."""
 
     def __init__(self) -> None:
-        self.coming: dict[int, dict[PackedCodes, PackedCodes]] = {}  # by layer: copies by their source
-        self.latest: int | None = None  # layer whose codes were taken last
+        self.coming: dict[int, dict[PackedCodes, Copied]] = {}  # by layer: copies by their source
         self.free: list[Tensor] = []  # memory of copies that were read
+        self.marks: dict[torch.device, torch.cuda.Event] = {}  # what the model's stream was asked for before copies
 
-    def request(self, layer: int, codes: Sequence[PackedCodes], device: torch.device) -> None:
-        """Begin to copy those of which no copy was begun."""
-        if layer not in self.coming:
-            for at in [at for at in self.coming if at != self.latest]:
-                self.free += [copy.data for copy in self.coming.pop(at).values()]
-            self.coming[layer] = {}
-        coming, missing = self.coming[layer], list[PackedCodes]()
-        for each in codes:
-            copy = coming.get(each)
-            if copy is None or copy.n != each.n:
-                missing.append(each)
-        if not missing:
-            return
-        old = [coming.pop(each).data for each in missing if each in coming]
-        coming.update(self.begin(layer, missing, device))
-        self.free += old
+    def request(
+        self, wanted: Mapping[int, Sequence[PackedCodes]], device: torch.device, kept: Collection[int] = ()
+    ) -> None:  # fmt: skip
+        """Begin to copy those codes of layers on a device of which no copy was begun. Copies of layers that are neither
+        wanted nor `kept` make room for them."""
+        missing: dict[int, list[PackedCodes]] = {}
+        for layer, codes in wanted.items():
+            coming = self.coming.get(layer, {})
+            some = [each for each in codes if (copy := coming.get(each)) is None or copy.codes.n != each.n]
+            if some:
+                missing[layer] = some
+        if missing:
+            for layer in [at for at in self.coming if at not in wanted and at not in kept]:
+                self.free += [copy.codes.data for copy in self.coming.pop(layer).values()]
+            self.begin(missing, device)
 
-    def begin(
-        self, layer: int, codes: Sequence[PackedCodes], device: torch.device
-    ) -> dict[PackedCodes, PackedCodes]:  # fmt: skip
+    def begin(self, missing: Mapping[int, Sequence[PackedCodes]], device: torch.device) -> None:
         """Copy behind what the current stream does: codes of generated tokens come from there, and it has read what
         the memory held before."""
         stream, here = stream_for("codes", device), torch.cuda.current_stream(device)
-        stream.wait_stream(here)
-        made: dict[PackedCodes, PackedCodes] = {}
+        if device not in self.marks:
+            self.marks[device] = torch.cuda.Event()
+        self.marks[device].record(here)
+        stream.wait_event(self.marks[device])
+        batch, old = Batch(torch.cuda.Event()), list[Tensor]()
         with torch.cuda.stream(stream):
-            for each in codes:
-                if each not in made:
-                    made[each] = each.copied(self.room(each.data, device, here))
-        return made
-
-    def wait(self, device: torch.device) -> None:
-        """Let the current stream go on behind the copies."""
-        torch.cuda.current_stream(device).wait_stream(stream_for("codes", device))
+            for layer, codes in missing.items():
+                coming = self.coming.setdefault(layer, {})
+                for each in dict.fromkeys(codes):
+                    if each in coming:
+                        old.append(coming[each].codes.data)
+                    coming[each] = Copied(each.copied(self.room(each.data, device, here)), batch)
+        batch.came.record(stream)
+        self.free += old
 
     def take(self, layer: int, codes: Sequence[PackedCodes], device: torch.device) -> list[PackedCodes]:
         """The copies, on which the current stream waits; made anew where the codes are others by now."""
-        self.latest = layer
-        coming = self.coming.get(layer, {})
+        found = self.copies(layer, codes)
+        if found is None:
+            self.request({layer: codes}, device, kept=[*self.coming])
+            found = self.copies(layer, codes)
+            assert found is not None
+        for copy in found:
+            if not copy.batch.is_awaited:
+                torch.cuda.current_stream(device).wait_event(copy.batch.came)
+                copy.batch.is_awaited = True
+        return [copy.codes for copy in found]
+
+    def copies(self, layer: int, codes: Sequence[PackedCodes]) -> list[Copied] | None:
+        """Of these codes as they are; None where one is missing."""
+        coming, found = self.coming.get(layer, {}), list[Copied]()
         for each in codes:
             copy = coming.get(each)
-            if copy is None or copy.n != each.n:
-                self.request(layer, codes, device)
-                coming = self.coming[layer]
-        self.wait(device)
-        return [coming[each] for each in codes]
+            if copy is None or copy.codes.n != each.n:
+                return None
+            found.append(copy)
+        return found
 
     def room(self, like: Tensor, device: torch.device, reader: torch.cuda.Stream) -> Tensor:
         """Memory for a copy."""

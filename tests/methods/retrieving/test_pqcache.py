@@ -1,9 +1,10 @@
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from threading import Event, current_thread, main_thread
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from kernels.pq_scores import pq_logits
 from methods.full import Full
 from methods.retrieving import pqcache
 from methods.retrieving.pqcache import PQCache, code_shape
-from methods.retrieving.pqcache_quantiser import Lane, Quantiser, first_centroids
+from methods.retrieving.pqcache_quantiser import Copied, Lane, Quantiser, first_centroids, groups_of
 from methods.retrieving.pqcache_rounds import (
     Line,
     Parabola,
@@ -464,41 +465,57 @@ class Copies(Lane):
     """As on an accelerator, without its streams."""
 
     def __init__(self) -> None:
-        self.coming, self.asked, self.latest, self.free = {}, [], None, []
+        super().__init__()
+        self.asked: list[list[int]] = []  # layers of each request
 
-    def begin(
-        self, layer: int, codes: Sequence[PackedCodes], device: torch.device
-    ) -> dict[PackedCodes, PackedCodes]:  # fmt: skip
-        self.asked += [layer for _ in codes]
-        return {each: each.copied(torch.empty_like(each.data, device=device)) for each in codes}
-
-    def wait(self, device: torch.device) -> None:
-        pass
+    def begin(self, missing: Mapping[int, Sequence[PackedCodes]], device: torch.device) -> None:
+        self.asked.append([*missing])
+        batch: Any = SimpleNamespace(is_awaited=True)
+        for layer, codes in missing.items():
+            made = {each: Copied(each.copied(torch.empty_like(each.data, device=device)), batch) for each in codes}
+            self.coming.setdefault(layer, {}).update(made)
 
 
-def test_codes_are_on_their_way_a_layer_ahead() -> None:
+@pytest.mark.parametrize(
+    ("n_layers", "first"),
+    [(3, [[0], [1], [2], [0]]), (5, [[0], [1, 2, 3], [4], [0, 1], [2, 3]])],
+)
+def test_codes_are_on_their_way_some_layers_ahead(n_layers: int, first: list[list[int]]) -> None:
     q, k, v = random_tokens(340)
-    layers, sizes = range(3), PQCache.Plan(4, 9, 12, 2, 4)
-    rows = []
-    for lane in (None, Copies()):
+    layers, sizes = range(n_layers), PQCache.Plan(4, 9, 12, 2, 4)
+    rows, lane = [], Copies()
+    for each in (None, lane):
         trace = trace_of(k, v, 6, 300)
-        trace.shape = replace(trace.shape, n_layers=3, attention_layers=(0, 1, 2))
-        for layer in (1, 2):
+        trace.shape = replace(trace.shape, n_layers=n_layers, attention_layers=tuple(layers))
+        for layer in layers[1:]:
             trace.add(layer, k[:, :, layer : 300 + layer], v[:, :, layer : 300 + layer], Softmax(0.25))
         row = variant((q, k, v), 300, sizes, trace=trace, rebuild_every=15)
-        row.lane = lane
+        row.lane = each
         rows.append(row)
     for future in rows[1].pending.values():
         future.result()
+    most = max(len(own) + len(ahead) for own, ahead in rows[1].ways.values())
     for at in range(300, 340):
         for layer in layers:
             plain, ahead = (step(row, *token((q, k, v), at), at - 299, layer) for row in rows)
             assert torch.equal(plain, ahead)
-    asked = rows[1].lane.asked
-    # The first layer's own codes are asked for when it needs them; from then on all come ahead, except where a layer
-    # was still being clustered anew.
-    assert asked[:4] == [0, 1, 2, 0]
-    assert len(asked) <= 1 + 3 * 40 + 3 * 2
+            assert len(lane.coming) <= most
+    # The first layer's own codes are asked for when it needs them; from then on all come ahead, a group at once, except
+    # where a layer was still being clustered anew.
+    assert lane.asked[: len(first)] == first
+    assert sum(map(len, lane.asked)) <= 1 + n_layers * (40 + 2 * most)
+    assert len(lane.asked) <= 1 + len({*map(id, (way.own for way in rows[1].ways.values()))}) * 40 + 4 * n_layers
+
+
+def test_groups_of_layers_end_with_their_gpu_and_are_two_at_least() -> None:
+    def groups(n: int, split: int = 0) -> list[int]:
+        devices = [torch.device("cuda", int(i >= split)) for i in range(n)]
+        found = groups_of([*range(n)], devices)
+        assert [at for own in found for at in own] == [*range(n)]
+        return [len(own) for own in found]
+
+    assert groups(1) == [1] and groups(3) == [1, 1, 1] and groups(5) == [2, 2, 1]
+    assert groups(9) == [4, 4, 1] and groups(9, 3) == [3, 4, 2]
 
 
 def test_a_block_cache_changes_books_and_no_output() -> None:
