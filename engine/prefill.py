@@ -46,8 +46,11 @@ def prefill(
     thinning: Thinning | None = None,
     sparsity: SparsePrefill | None = None,
     chunk: int | None = None,
+    n_home: int = 0,
 ) -> Trace:
     """Read the prompt once. `on_layer` is called as soon as a compressed layer's K and V are in the trace.
+
+    The K and V of `n_home` layers will go to the host tier, where memory is taken for them before.
 
     `sparsity` takes the place of exact attention in layers without a sliding window. What works token by token reads
     `chunk` tokens at a time. `NotFiniteError` where the model's numbers are none.
@@ -60,6 +63,7 @@ def prefill(
         if isinstance(what, ModelFact):
             trace.know(what, what.of(model))
     asked = tuple(what for what in every if not isinstance(what, ModelFact))
+    trace.make_homes(n_home, model.dtype)
     start = perf_counter()  # what is known of a model is no part of reading a prompt
     trace.rest = model.new_cache()
     prompt = torch.tensor([ids], device=model.device)

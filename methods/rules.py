@@ -376,6 +376,12 @@ class Rules:
         return sum(layer < params.full_layers for layer in shape.attention_layers) if cls.skips else 0
 
     @classmethod
+    def n_home(cls, params: Any, shape: ModelShape) -> int:
+        """Layers of which all tokens go to the host while the prompt is read."""
+        is_near = cls.drops or cls.changes or not cls.has_budget
+        return 0 if is_near else len(shape.attention_layers) - cls.n_whole(params, shape)
+
+    @classmethod
     def own_allocator(cls, params: Any) -> Allocator | None:
         """How the method itself divides its budget over layers and heads; None: all alike."""
         return None

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.pretend.counts import WAITS, Counts
+from kernels.jit import power_of_2
 
 MEMORY = 80 << 30  # bytes of a device
 
@@ -177,8 +178,8 @@ class Machine:
     # Pinned memory.
 
     def pin(self, x: Tensor) -> Tensor:
-        """Say that the memory of `x` is pinned."""
-        self.note("pinned allocation", x.nbytes)
+        """Say that the memory of `x` is pinned; torch's allocator takes the next power of two."""
+        self.note("pinned allocation", power_of_2(x.nbytes))
         self.pinned[x.untyped_storage().data_ptr()] = x
         return x
 

@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.passes.homes import Homes
+
+NO_HOMES = Homes({})
+
 
 def stream_for(work: str, device: torch.device) -> "torch.cuda.Stream":
     """The device's stream for this kind of work."""
@@ -33,10 +37,10 @@ def sent_so_far(device: torch.device) -> "torch.cuda.Event | None":
     return event
 
 
-def sent_home(x: Tensor) -> Tensor:
+def sent_home(x: Tensor, homes: Homes = NO_HOMES) -> Tensor:
     """A copy in pinned memory, once the device is done; it is made behind what was asked of the current stream so far,
     and what is asked of it from now on does not wait for the copy."""
-    home, stream = torch.empty(x.shape, dtype=x.dtype, pin_memory=True), stream_for("copies", x.device)
+    home, stream = homes.take(x.shape, x.dtype), stream_for("copies", x.device)
     stream.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(stream):
         home.copy_(x, non_blocking=True)

@@ -6,6 +6,7 @@ over query heads), and what the variants asked to observe.
 Not here: the pass (`engine/prefill.py`), what may be observed (`engine/observe.py`).
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -16,8 +17,9 @@ from torch import Tensor
 from engine.books.clock import synchronize
 from engine.books.spans import span
 from engine.latents import Latent
+from engine.passes.homes import Homes
 from engine.passes.session import Call, Turn
-from engine.passes.streams import sent_home
+from engine.passes.streams import NO_HOMES, sent_home
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from kernels.attend_kept import Kept
@@ -74,6 +76,7 @@ class Trace:
         self.kept: Kept | None = None  # what was computed of the layer at work, where observations are made of it
         self._device: dict[int, tuple[Tensor, Tensor]] = {}
         self._host: dict[int, tuple[Tensor, Tensor]] = {}
+        self._homes = NO_HOMES
         self._held: set[int] = set()
         self._observed: dict[tuple[Hashable, int], Tensor] = {}
         self.probes: dict[Hashable, Probed] = {}  # what each one found
@@ -142,7 +145,16 @@ class Trace:
             self._copy_to_host(layer)
 
     def _copy_to_host(self, layer: int) -> None:
-        self._host[layer] = move_both(sent_home, *self._device[layer])
+        self._host[layer] = move_both(lambda x: sent_home(x, self._homes), *self._device[layer])
+
+    def make_homes(self, n_layers: int, dtype: torch.dtype) -> None:
+        """Pin memory for so many layers that will go to the host tier."""
+        if self.device == self.host_device:
+            return
+        sizes, of_heads = Counter[int](), self.s_prompt * self.shape.h_kv * dtype.itemsize
+        for width in (self.shape.d_h,) if self.shape.is_latent else (self.shape.d_h, self.shape.d_v):
+            sizes[of_heads * width] += n_layers
+        self._homes = Homes(sizes)
 
     def hold(self, layer: int) -> None:
         """Say that a variant goes on reading the layer's device tensors while it decodes."""

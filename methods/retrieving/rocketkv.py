@@ -216,6 +216,10 @@ class RocketKV(SelectiveAttention):
         self.bounds[layer] = chunk_bounds(keys, plan.chunk, most)
         return Searched(chosen, on_device=self.params.tier == "device")
 
+    @classmethod
+    def n_home(cls, params: Params, shape: ModelShape) -> int:
+        return 0  # the chosen tokens alone may go there
+
     def kept(self, layer: int) -> Tensor | None:
         """The first stage's positions, (1, h_kv, n_kept) ascending; None: all."""
         plan, trace = self.plan, self.trace
