@@ -133,14 +133,14 @@ class Steady:
         return all(search.holds() for search, _ in self.searches)
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
-        """Take in the current token of every row."""
+        """Take in the current token of every row: the first ones of k_new and v_new, which may hold more."""
         self.age += 1
-        if self.is_still or len(self.layers) == 1:  # of several rows nobody asks for what is newest
+        if self.is_still or len(k_new) == 1:  # of several rows nobody asks for what is newest
             for at in self.layers:
                 at.advance(k_new, v_new)
         else:
-            for at, k, v in zip(self.layers, k_new.split(1), v_new.split(1), strict=True):
-                at.advance(k, v)
+            for i, at in enumerate(self.layers):
+                at.advance(k_new[i : i + 1], v_new[i : i + 1])
         if self.places is not None:
             self.places.take(k_new, v_new, self.age)
 

@@ -82,6 +82,27 @@ def test_rows_that_fetch_are_told_where_positions_lie(machine: Machine, monkeypa
     assert (ids, books) == steps(machine, "oracle", "snapkv")[:2]
 
 
+@pytest.mark.parametrize("names", [("infinigen",), ("infinigen", "infinigen", "snapkv")], ids=["one", "several"])
+def test_rows_that_look_ahead_bring_more_queries_than_rows(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
+) -> None:
+    n_queries = list[int]()
+    append = Steady.append
+
+    def noting(steady: Steady, k_new: Tensor, v_new: Tensor) -> None:
+        append(steady, k_new, v_new)
+        n_queries.append(len(k_new))
+        if not steady.is_still:
+            assert all(len(layer.newest[0]) == 1 for layer in steady.layers)
+
+    monkeypatch.setattr(Steady, "append", noting)
+    ids, books, _ = steps(machine, *names)
+    assert max(n_queries) > len(names)
+    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    expected_ids, expected, _ = steps(machine, *names)
+    assert ids == expected_ids and books == expected
+
+
 @pytest.mark.parametrize(
     "names",
     [
