@@ -69,6 +69,12 @@ CONTRASTS = (
     # 24 November 2026: of two needles at once full attention's first ten were known, no method's.
     Contrast("needle-two", (SHOWN, "0.25", "pqcache"), "snapkv", 0),
     Contrast("needle-two", (HIDDEN, "0.125", "kvzip"), "snapkv", 0),
+    # Later that day: while generating, full attention's first two samples were known, no method's. Of sums behind
+    # solved ones the first 32 were known of full attention, SnapKV, StreamingLLM and PQCache, and 24 of the others.
+    Contrast("generating", (SHOWN, "96", "rkv"), FULL, 0),
+    Contrast("generating", (SHOWN, "96", "rkv"), "snapkv_decode", 0),
+    Contrast("generating", (SHOWN, "96", "rkv"), "streamingllm_decode", 0),
+    Contrast("sums", (SHOWN, "0.25", "streamingllm"), FULL, 32),
 )
 LOOKED = (
     Contrast("needle", (SHOWN, "0.125", "keydiff"), "snapkv", 60),

@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import combinations
 from math import fsum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from plots import kept
@@ -42,15 +43,15 @@ class Asked:
     about: str
     n: int  # samples that the experiment asks
     task: str
-    style: str = ""  # of needles,
-    needles: int = 1  # and how many of them a text hides
+    where: Mapping[str, Any] = MappingProxyType({})  # what the task's parameters must be
     dataset: str = ""  # of several
     is_ordered: bool = False  # by what is varied, such as depth: the first samples are not like the others
     scope: str = ""  # of all its runs, whatever their key says: a context is compressed before it is asked anything
+    has_tokens: bool = False  # its budget is a number of tokens, of prompt and answer together, and no share of bytes
 
     def has(self, config: Mapping[str, Any]) -> bool:
         name, params = config["task"]["name"], config["task"]["params"]
-        return (name, params.get("needles", 1)) == (self.task, self.needles) and self.style in ("", params.get("style"))
+        return name == self.task and self.where.items() <= params.items()
 
     def takes(self, row: SampleRow) -> bool:
         return row.score is not None and self.dataset in ("", row.fields.get("dataset"))
@@ -66,18 +67,18 @@ SETS = (
     Asked(
         "needle", "A needle of seven digits", "evidence_needle",
         "A phone number is hidden at one of 60 depths of 1,000 tokens. An answer is right or wrong.",
-        60, "needle", style="own", is_ordered=True,
+        60, "needle", {"style": "own", "needles": 1}, is_ordered=True,
     ),
     Asked(
         "needle-name", "A needle that is a name", "evidence_needle",
         "A director's name is hidden at one of 60 depths of 1,000 tokens. An answer is right or wrong.",
-        60, "needle", style="own_name", is_ordered=True,
+        60, "needle", {"style": "own_name", "needles": 1}, is_ordered=True,
     ),
     Asked(
         "needle-two", "Two needles at once", "evidence_two",
         "Two phone numbers are hidden, one at one of 60 depths of 1,000 tokens and one halfway from there to the end; "
         "both are asked for. The score is the share that is named.",
-        60, "needle", style="own", needles=2, is_ordered=True,
+        60, "needle", {"style": "own", "needles": 2}, is_ordered=True,
     ),
     Asked(
         "variables", "Chains of variables", "evidence_ruler",
@@ -99,7 +100,13 @@ SETS = (
         "sums", "Sums behind eight solved ones", "evidence_gsm8k",
         "GSM8K's test questions behind eight worked exemplars, which are what is compressed. An answer is right or "
         "wrong.",
-        100, "gsm8k",
+        100, "gsm8k", {"thinking": False, "exemplars": 8},
+    ),
+    Asked(
+        "generating", "Sums, the cache cut while generating", "evidence_generating",
+        "GSM8K's test questions without exemplars, as a user asks them. Four answers of up to 320 tokens are drawn to "
+        "each (temperature 0.6, nucleus 0.95), and a sample's score is the share of them that is right.",
+        50, "gsm8k", {"thinking": True, "template": "chat", "max_new_tokens": 320}, has_tokens=True,
     ),
 )  # fmt: skip
 
@@ -235,7 +242,7 @@ def read(root: Path) -> list[Line]:
 def lines_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow]) -> Iterator[Line]:
     """One for each sample, of whose turns the mean counts."""
     method = config["method"]["name"]
-    memory = "" if method == FULL else str(config.get("memory") or "")
+    memory = "" if method == FULL else str(config.get("budget" if asked.has_tokens else "memory") or "")
     place = asked.scope or config.get("compression_scope") or SHOWN, memory, method
     by_sample: dict[str, list[SampleRow]] = {}
     for row in rows:
