@@ -11,24 +11,25 @@ Not here: the page (`plots/findings.py`), statistics (`plots/stats.py`).
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from itertools import combinations
-from math import fsum
+from math import floor, fsum, log2
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from plots import kept
 from plots.kept import configured, samples_of, some
 from plots.stats import Corrected, Paired, corrected, paired
 from results import SampleRow
+from results.intervals import LEVEL
 from results.names import own_methods
 
-COLUMNS = ("set", "model", "scope", "memory", "method", "sample", "score", "device_bytes")
+COLUMNS = ("set", "model", "scope", "memory", "method", "sample", "score", "device_bytes", "tokens", "cut_off")
 SHOWN, HIDDEN = "full_prompt", "context_only"
+WORDS = {SHOWN: "question shown", HIDDEN: "question hidden"}
 FULL = "full"
-LEAST = 30  # of 100 that full attention must score; below it methods have nothing to lose
 Place = tuple[str, str, str]  # scope, memory, method; the line of full attention has no memory
 Pair = tuple[str, str]
 
@@ -43,7 +44,7 @@ class Asked:
     about: str
     n: int  # samples that the experiment asks
     task: str
-    where: Mapping[str, Any] = MappingProxyType({})  # what the task's parameters must be
+    where: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what the task's parameters must be
     dataset: str = ""  # of several
     is_ordered: bool = False  # by what is varied, such as depth: the first samples are not like the others
     scope: str = ""  # of all its runs, whatever their key says: a context is compressed before it is asked anything
@@ -52,6 +53,14 @@ class Asked:
     def has(self, config: Mapping[str, Any]) -> bool:
         name, params = config["task"]["name"], config["task"]["params"]
         return name == self.task and self.where.items() <= params.items()
+
+    def share(self, memory: str) -> str:
+        """A budget's words."""
+        return f"{memory} tokens" if self.has_tokens else f"{Fraction(memory)}"
+
+    def column(self, scope: str, memory: str) -> str:
+        """A column's; what a method that cuts while it answers sees of the question goes without saying."""
+        return self.share(memory) if self.has_tokens else f"{WORDS[scope]}, {self.share(memory)}"
 
     def takes(self, row: SampleRow) -> bool:
         return row.score is not None and self.dataset in ("", row.fields.get("dataset"))
@@ -91,6 +100,12 @@ SETS = (
         40, "ruler", dataset="niah_multikey_1",
     ),
     Asked(
+        "words", "The most frequent words", "evidence_ruler task.datasets=[fwe]",
+        "RULER's frequent words, generated with 2,048 tokens: which three of many made-up words come most often. The "
+        "score is the share of them that is named.",
+        40, "ruler", dataset="fwe",
+    ),
+    Asked(
         "shared", "Eight questions on one context", "evidence_shared",
         "A context is compressed once, before any question is known. A sample is a context, and its score the mean F1 "
         "of its questions.",
@@ -112,6 +127,15 @@ SETS = (
 
 
 @dataclass(frozen=True)
+class Costs:
+    """Of an answer; mean over a sample's turns and draws, and over samples."""
+
+    device_bytes: float
+    tokens: float = 0.0
+    cut_off: float = 0.0  # share of answers that reached the longest length
+
+
+@dataclass(frozen=True)
 class Line:
     """A sample's score of one variant."""
 
@@ -120,7 +144,7 @@ class Line:
     place: Place
     sample: str
     score: float
-    device_bytes: float
+    costs: Costs
 
 
 @dataclass(frozen=True)
@@ -130,7 +154,7 @@ class Scores:
     asked: Asked
     model: str
     of: Mapping[Place, Mapping[str, float]]  # by sample, in the task's order; full attention at each budget's samples
-    device: Mapping[Place, float]  # bytes, mean over samples
+    costs: Mapping[Place, Costs]
 
     @property
     def scopes(self) -> list[str]:
@@ -163,17 +187,29 @@ class Scores:
     def n(self, scope: str, memory: str) -> int:
         return len(self.full(scope, memory))
 
+    def answered(self, scope: str, memory: str) -> int:
+        """Samples on which full attention scores, so that a method has something to lose."""
+        return sum(score > 0 for score in self.full(scope, memory).values())
+
+    def least_lost(self, scope: str) -> int:
+        """On how many of them a method must do worse, and on none better, to be shown to be worse.
+
+        Of so many differences that all point one way the sign-flip test finds 2 of 2^j signs as extreme.
+        """
+        family = max(1, sum(place[0] == scope for place in self.variants))
+        return floor(1 + log2(family / LEVEL)) + 1
+
     def has_room(self, scope: str, memory: str) -> bool:
-        """Whether full attention scores enough that a method has something to lose."""
-        return 100 * mean(self.full(scope, memory)) >= LEAST
+        """Whether a method that loses all that full attention answers is shown to be worse."""
+        return self.answered(scope, memory) >= self.least_lost(scope)
 
     @property
     def is_comparable(self) -> bool:
         return all(self.has_room(*column) for column in self.columns)
 
-    def share(self, place: Place) -> float:
-        """Of full attention's bytes."""
-        return self.device[place] / self.device[place[0], place[1], FULL]
+    def held(self, place: Place) -> float:
+        """Share of full attention's bytes."""
+        return self.costs[place].device_bytes / self.costs[place[0], place[1], FULL].device_bytes
 
     @cached_property
     def against_full(self) -> dict[Place, Corrected]:
@@ -249,17 +285,18 @@ def lines_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow])
         if asked.takes(row):
             by_sample.setdefault(row.sample_id, []).append(row)
     for sample, turns in by_sample.items():
-        score, held = ([f(row) for row in turns] for f in (score_of, held_by))
-        yield Line(asked.key, config["model"]["name"], place, sample, fsum(score) / len(turns), fsum(held) / len(turns))
+        score = fsum(float(row.score or 0.0) for row in turns) / len(turns)
+        yield Line(asked.key, config["model"]["name"], place, sample, score, averaged([*map(costs_of, turns)]))
 
 
-def score_of(row: SampleRow) -> float:
-    assert row.score is not None
-    return row.score
+def costs_of(row: SampleRow) -> Costs:
+    return Costs(
+        float(row.ledger.get("bytes_resident_device") or 0.0), row.generated_tokens, bool(row.fields.get("cut_off"))
+    )
 
 
-def held_by(row: SampleRow) -> float:
-    return float(row.ledger.get("bytes_resident_device") or 0.0)
+def averaged(each: Sequence[Costs]) -> Costs:
+    return Costs(*(fsum(column) / len(each) for column in zip(*map(astuple, each), strict=True)))
 
 
 def gathered(lines: Sequence[Line]) -> list[Scores]:
@@ -279,7 +316,7 @@ def of_model(asked: Asked, model: str, lines: Sequence[Line]) -> Scores | None:
         if line.model == model:
             rows.setdefault(line.place, {})[line.sample] = line
     of: dict[Place, dict[str, float]] = {}
-    device: dict[Place, float] = {}
+    costs: dict[Place, Costs] = {}
     for scope, memory in dict.fromkeys(p[:2] for p in rows if p[2] != FULL):
         if (full := rows.get((scope, "", FULL))) is None:
             continue
@@ -290,8 +327,8 @@ def of_model(asked: Asked, model: str, lines: Sequence[Line]) -> Scores | None:
         for method, by in column.items() if both else ():
             place = scope, memory, method
             of[place] = {sample: by[sample].score for sample in both}
-            device[place] = fsum(by[sample].device_bytes for sample in both) / len(both)
-    return Scores(asked, model, of, device) if of else None
+            costs[place] = averaged([by[sample].costs for sample in both])
+    return Scores(asked, model, of, costs) if of else None
 
 
 def common(rows: Sequence[Mapping[str, Line]]) -> list[str]:
@@ -304,14 +341,16 @@ def common(rows: Sequence[Mapping[str, Line]]) -> list[str]:
 
 def keep(path: Path, lines: Sequence[Line]) -> None:
     rows = (
-        (one.asked, one.model, *one.place, one.sample, f"{one.score:.4g}", f"{one.device_bytes:.0f}") for one in lines
-    )
+        (one.asked, one.model, *one.place, one.sample, f"{one.score:.4g}", f"{one.costs.device_bytes:.0f}",
+         f"{one.costs.tokens:.4g}", f"{one.costs.cut_off:.4g}")
+        for one in lines
+    )  # fmt: skip
     kept.keep(path, COLUMNS, rows)
 
 
 def load(path: Path) -> list[Line]:
     return [
         Line(row["set"], row["model"], (row["scope"], row["memory"], row["method"]), row["sample"],
-             float(row["score"]), float(row["device_bytes"]))
+             float(row["score"]), Costs(*(float(row[name]) for name in COLUMNS[-3:])))
         for row in kept.load(path)
     ]  # fmt: skip

@@ -12,7 +12,6 @@ Not here: statistics (`plots/stats.py`), reading (`plots/evidence.py`), the figu
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 
 import matplotlib
@@ -20,7 +19,20 @@ import matplotlib
 from engine.foreign import write_csv
 from plots import style
 from plots.contrasts import CONTRASTS, LOOKED, OTHER_SCOPE, Contrast, looked_at, outcomes
-from plots.evidence import FULL, HIDDEN, SETS, SHOWN, Scores, fetches, gathered, keep, load, mean, read, title
+from plots.evidence import (
+    FULL,
+    SETS,
+    WORDS,
+    Asked,
+    Scores,
+    fetches,
+    gathered,
+    keep,
+    load,
+    mean,
+    read,
+    title,
+)
 from plots.figures.evidence import picture
 from plots.figures.results import SVG, save
 from plots.kept import KEPT, run
@@ -29,10 +41,10 @@ from results import interval
 from results.sheet import ABSENT, Sheet, markdown
 
 NAME = "results"
-WORDS = {SHOWN: "question shown", HIDDEN: "question hidden"}
 HEADS = (
     "scope", "share of bytes", "method", "n", "score", "low", "high", "difference to full", "difference low",
     "difference high", "p", "p after Holm", "compared", "best rank", "worst rank", "bytes held, share of full",
+    "answer in tokens", "cut off",
 )  # fmt: skip
 
 HEAD = """\
@@ -167,7 +179,7 @@ def told(contrast: Contrast, words: str, sets: Sequence[Scores]) -> tuple[str, i
         return None
     ours, theirs = fresh or (scores.of[contrast.place], scores.of[contrast.beside])
     a, b = (f"{100 * mean(values):.0f}" for values in (ours, theirs))
-    share = f"{Fraction(contrast.place[1])}"
+    share = scores.asked.share(contrast.place[1])
     words = words.format(one=title(contrast.place[2]), other=title(contrast.against), a=a, b=b, share=share)
     kind = "the {} comparisons fixed beforehand" if fresh else "all {} of its kind, chosen afterwards"
     where = f"{scores.model}, `experiment={scores.asked.experiment}`"
@@ -191,15 +203,20 @@ def register(sets: Sequence[Scores]) -> str:
 
 def words_of(contrast: Contrast) -> str:
     (scope, memory, method), other = contrast.place, title(contrast.against)
-    pair = "question hidden against shown" if contrast.against == OTHER_SCOPE else f"against {other}, {WORDS[scope]}"
-    task = next(asked.title for asked in SETS if asked.key == contrast.asked)
-    return f"{task}: {title(method)} {pair}, {Fraction(memory)}"
+    seen = "" if asked_of(contrast).has_tokens else f", {WORDS[scope]}"
+    pair = "question hidden against shown" if contrast.against == OTHER_SCOPE else f"against {other}{seen}"
+    task = asked_of(contrast)
+    return f"{task.title}: {title(method)} {pair}, {task.share(memory)}"
+
+
+def asked_of(contrast: Contrast) -> Asked:
+    return next(asked for asked in SETS if asked.key == contrast.asked)
 
 
 def numbers_of(contrast: Contrast, found: Corrected | None, scores: Scores | None) -> list[str]:
     if found is None:
         is_low = scores is not None and not contrast.has_room(scores)
-        return [str(contrast.seen), *[ABSENT] * 4, "full attention too low" if is_low else "not yet"]
+        return [str(contrast.seen), *[ABSENT] * 4, "too few answers" if is_low else "not yet"]
     p = (f"{value:.2g}" for value in (found.paired.p, found.p))
     return [str(contrast.seen), str(found.paired.n), gap(found), *p, "yes" if found.sign else "no"]
 
@@ -210,17 +227,15 @@ def numbers_of(contrast: Contrast, found: Corrected | None, scores: Scores | Non
 def section(scores: Scores, every: Sequence[str] = ()) -> str:
     """A task's part; of `every` method of the page it says which were not asked."""
     asked = scores.asked
-    ns = "; ".join(f"{WORDS[scope]}: {asked_so_far(scores, scope)}" for scope in scores.scopes)
+    ns = "; ".join(asked_so_far(scores, scope) for scope in scores.scopes)
     parts = [
         f"## {asked.title}",
         f"{asked.about} {scores.model}; {ns}.{left_out(scores, every)}",
         f"    python run.py -m experiment={asked.experiment}",
     ]
-    if low := [column for column in scores.columns if not scores.has_room(*column)]:
-        levels = " and ".join(dict.fromkeys(f"{100 * mean(scores.full(*column)):.0f}" for column in low))
-        parts.append(
-            f"Full attention scores {levels}: methods have nothing to lose here, and no comparison is possible."
-        )
+    if tight := [c for c in scores.columns if scores.answered(*c) < 2 * scores.least_lost(c[0])]:
+        parts.append(what_can_be_lost(scores, min(tight, key=lambda column: scores.answered(*column))))
+    if not scores.is_comparable:
         return "\n\n".join(parts) + "\n"
     parts += [f"![{asked.title}: methods by share of the bytes]({NAME}/{asked.key}.svg)", table(scores)]
     parts += ["\n".join(f"- {line}" for line in groups(scores))]
@@ -230,8 +245,21 @@ def section(scores: Scores, every: Sequence[str] = ()) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def what_can_be_lost(scores: Scores, column: tuple[str, str]) -> str:
+    """How large a loss the samples can show, where it is half of what full attention has, or more."""
+    answered, least, level = scores.answered(*column), scores.least_lost(column[0]), 100 * mean(scores.full(*column))
+    told = f"Full attention scores {level:.0f}, and above 0 on {answered} of {scores.n(*column)} samples."
+    if not scores.has_room(*column):
+        return f"{told} To be shown to be worse, a method would have to lose on {least}: no comparison is possible."
+    return (
+        f"{told} A method is shown to be worse only where it does worse on {least} of those and better on none: "
+        "smaller losses cannot be seen here."
+    )
+
+
 def left_out(scores: Scores, every: Sequence[str]) -> str:
-    names = sorted(title(name) for name in {*every} - {*scores.methods})
+    """Of other tasks' methods; those that cut while they answer are no other task's."""
+    names = [] if scores.asked.has_tokens else sorted(title(name) for name in {*every} - {*scores.methods})
     return f" Not asked: {', '.join(names)}." if names else ""
 
 
@@ -240,19 +268,31 @@ def asked_so_far(scores: Scores, scope: str) -> str:
     ns: dict[int, list[str]] = {}
     for each, memory in scores.columns:
         if each == scope:
-            ns.setdefault(scores.n(scope, memory), []).append(f"{Fraction(memory)}")
-    words = ", ".join(f"n = {n}" + (f" at {' and '.join(at)}" if len(ns) > 1 else "") for n, at in ns.items())
+            ns.setdefault(scores.n(scope, memory), []).append(scores.asked.share(memory))
+    found = ", ".join(f"n = {n}" + (f" at {' and '.join(at)}" if len(ns) > 1 else "") for n, at in ns.items())
+    words = found if scores.asked.has_tokens else f"{WORDS[scope]}: {found}"
     return words if min(ns) >= scores.asked.n else f"{words}, of {scores.asked.n} that the experiment asks"
 
 
 def table(scores: Scores) -> str:
     """Methods down; budgets across, within each scope. * marks a shown difference to full attention."""
-    heads = ["method", *(f"{WORDS[scope]}, {Fraction(memory)}" for scope, memory in scores.columns)]
+    has_lengths = scores.asked.has_tokens
+    heads = ["method", *(scores.asked.column(*column) for column in scores.columns)]
     rows = [["Full", *(f"{100 * mean(scores.full(*column)):.0f}" for column in scores.columns)]]
-    for method in scores.methods:
-        rows.append([title(method), *(cell(scores, (*place, method)) for place in scores.columns)])
+    rows += [[title(name), *(cell(scores, (*place, name)) for place in scores.columns)] for name in scores.methods]
+    if has_lengths:
+        heads += ["answer in tokens", "cut off"]
+        for name, row in zip((FULL, *scores.methods), rows, strict=True):
+            row += lengths(scores, (*scores.columns[0], name))
     note = "\\* full attention is shown to be better. In parentheses: the 95 % interval."
     return f"{markdown(Sheet(heads, rows))}\n\n{note}"
+
+
+def lengths(scores: Scores, place: tuple[str, str, str]) -> list[str]:
+    """Of answers: a longer one costs more, and one that was cut off is wrong."""
+    if place not in scores.costs:
+        return [ABSENT, ABSENT]
+    return [f"{scores.costs[place].tokens:.0f}", f"{100 * scores.costs[place].cut_off:.0f} %"]
 
 
 def cell(scores: Scores, place: tuple[str, str, str]) -> str:
@@ -269,7 +309,8 @@ def groups(scores: Scores) -> list[str]:
     found = []
     for scope, memory in scores.columns:
         best, worse = scores.groups(scope, memory)
-        where = f"{WORDS[scope][0].upper()}{WORDS[scope][1:]}, {Fraction(memory)}:"
+        where = scores.asked.column(scope, memory)
+        where = f"{where[0].upper()}{where[1:]}:"
         names = ", ".join(map(title, best))
         if len(best) == 1:
             found.append(f"{where} {names} is ahead of all others.")
@@ -289,11 +330,12 @@ def full_table(path: Path, scores: Scores) -> None:
     for scope, memory in scores.columns:
         head, n = [WORDS[scope], memory], scores.n(scope, memory)
         full = [*head, "Full", n, *numbers(scores, (scope, memory, FULL))]
-        rows.append([*full, *[""] * (len(HEADS) - len(full) - 1), 1])
+        beside = [1, *lengths(scores, (scope, memory, FULL))]
+        rows.append([*full, *[""] * (len(HEADS) - len(full) - len(beside)), *beside])
         places = {name: (scope, memory, name) for name in scores.methods if (scope, memory, name) in scores.of}
         ranks = rank_ranges({name: scores.of[place] for name, place in places.items()})
         for name, place in places.items():
-            beside = [*against(scores, place), *ranks[name], f"{scores.share(place):.3g}"]
+            beside = [*against(scores, place), *ranks[name], f"{scores.held(place):.3g}", *lengths(scores, place)]
             rows.append([*head, title(name), n, *numbers(scores, place), *beside])
     write_csv(path, [*HEADS], rows)
 
@@ -319,7 +361,7 @@ def page(sets: Sequence[Scores]) -> str:
     findings = "\n".join(f"{i}. {words}" for i, words in enumerate(shown_ones, start=1))
     models = " and ".join(f"`{name}`" for name in dict.fromkeys(one.model for one in sets))
     short = GGUF if any(one.model.startswith("qwen") for one in sets) else ""
-    every = [*dict.fromkeys(name for one in sets for name in one.methods)]
+    every = [*dict.fromkeys(name for one in sets if not one.asked.has_tokens for name in one.methods)]
     fetching = ", ".join(title(name) for name in every if fetches(name))
     found = findings or "No comparison is shown."
     head = HEAD.format(models=models, fetching=fetching or "none here", findings=found, kept=KEPT, short=short)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from engine.terminal import say
 from plots import cited, findings
-from plots.evidence import FULL, HIDDEN, SHOWN, Scores, fetches, gathered, load, mean, title
+from plots.evidence import FULL, HIDDEN, SHOWN, WORDS, Scores, fetches, gathered, load, mean, title
 from results.names import own_methods
 from results.sheet import ABSENT, Sheet, markdown
 
@@ -104,10 +104,15 @@ def needs(method: str) -> str:
     return ", ".join(words for sign, words in NEEDS.items() if any(sign in text for text in source(method))) or ABSENT
 
 
+def shared(sets: Sequence[Scores]) -> list[Scores]:
+    """Those whose budgets are shares of the bytes; what a method does while it answers is a question of its own."""
+    return [one for one in sets if not one.asked.has_tokens]
+
+
 def standings(sets: Sequence[Scores], scope: str, memory: str, has_host: bool) -> dict[str, Standing]:
     """Of the methods that such a machine can run, the best first; tasks that full attention cannot do are left out."""
     found: dict[str, list[tuple[bool, float]]] = {}
-    asked = [one for one in sets if (scope, memory, FULL) in one.of and one.has_room(scope, memory)]
+    asked = [one for one in shared(sets) if (scope, memory, FULL) in one.of and one.has_room(scope, memory)]
     for one in asked:
         mine = {p: each for p, each in one.of.items() if p[2] == FULL or has_host or not fetches(p[2])}
         best, worse = replace(one, of=mine).groups(scope, memory)
@@ -122,7 +127,9 @@ def standings(sets: Sequence[Scores], scope: str, memory: str, has_host: bool) -
 
 
 def budgets(sets: Sequence[Scores], scope: str) -> list[str]:
-    return sorted({memory for one in sets for each, memory in one.columns if each == scope}, key=float, reverse=True)
+    return sorted(
+        {memory for one in shared(sets) for each, memory in one.columns if each == scope}, key=float, reverse=True
+    )
 
 
 def take(sets: Sequence[Scores]) -> str:
@@ -159,7 +166,7 @@ def every(sets: Sequence[Scores]) -> str:
     columns = [(scope, memory) for scope in SCOPES for memory in budgets(sets, scope)]
     found = [standings(sets, *column, has_host=True) for column in columns]
     names = sorted({name for each in found for name in each}, key=lambda name: overall(name, found))
-    heads = ["method", "it takes", *(f"{findings.WORDS[scope]}, {Fraction(memory)}" for scope, memory in columns)]
+    heads = ["method", "it takes", *(f"{WORDS[scope]}, {Fraction(memory)}" for scope, memory in columns)]
     rows = [[title(name), needs(name), *(words(each.get(name)) for each in found)] for name in names]
     return markdown(Sheet(heads, rows, n_keys=2))
 
@@ -202,7 +209,7 @@ def today(lines: Sequence[cited.Line]) -> str:
 def sources(sets: Sequence[Scores]) -> str:
     """The tasks, with model and number of samples."""
     found = []
-    for one in filter(lambda one: one.is_comparable, sets):
+    for one in filter(lambda one: one.is_comparable, shared(sets)):
         name = one.asked.title[0].lower() + one.asked.title[1:]
         found.append(f"{name} ({one.model}, n = {spread([one.n(*column) for column in one.columns])})")
     return "; ".join(found)

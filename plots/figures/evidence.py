@@ -4,7 +4,6 @@ A filled mark is with the question hidden from the method, a hollow one with the
 was asked its marks are filled. Not here: the scores (`plots/evidence.py`), the page (`plots/findings.py`).
 """
 
-from fractions import Fraction
 from math import fsum
 from typing import Any
 
@@ -89,4 +88,5 @@ def panel(ax: Axes, scores: Scores, memory: str) -> None:
     ax.set_ylim(-0.6, len(names) - 0.1)
     ax.set_xlim(-2, 102)
     ax.grid(axis="y", visible=False)
-    ax.set_title(f"{Fraction(memory)} of the bytes")
+    share = scores.asked.share(memory)
+    ax.set_title(share if scores.asked.has_tokens else f"{share} of the bytes")

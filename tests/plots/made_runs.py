@@ -99,6 +99,7 @@ def sample(
     prediction: str = "",
     references: list[str] | None = None,
     prompt: int | None = None,
+    generated_tokens: int = 8,
 ) -> SampleRow:
     """Line `i`; of the prompt with this number, where several lines are of one."""
     whole: dict[str, Any] = dict.fromkeys(LEDGER_MEANS.values(), 200.0) | {"within_budget": True}
@@ -106,9 +107,9 @@ def sample(
     ok = score is not None
     return SampleRow(
         id=f"sample-{i}", prompt_sha256=prompt_hash([i if prompt is None else prompt]), prompt_tokens=prompt_tokens,
-        original_prompt_tokens=prompt_tokens, generated_tokens=8, prediction=prediction, references=references or [],
-        score=score, status="ok" if ok else "oom", error=None if ok else "out of memory", prefill_s=0.5,
-        decode_s=0.4, tpot_s=0.05, batch_rows=1, ledger=whole | (ledger or {}) if ok else {}, fields=fields or {},
+        original_prompt_tokens=prompt_tokens, generated_tokens=generated_tokens, prediction=prediction,
+        references=references or [], score=score, status="ok" if ok else "oom",
+        error=None if ok else "out of memory", prefill_s=0.5, decode_s=0.4, tpot_s=0.05, batch_rows=1, ledger=whole | (ledger or {}) if ok else {}, fields=fields or {},
     )  # fmt: skip
 
 

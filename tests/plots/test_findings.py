@@ -9,9 +9,24 @@ from typing import Any
 import pytest
 
 from plots.contrasts import CONTRASTS, LOOKED, OTHER_SCOPE, Contrast, looked_at, outcomes
-from plots.evidence import FULL, HIDDEN, LEAST, SHOWN, Line, gathered, keep, lines_of, load, mean, read, title
+from plots.evidence import (
+    FULL,
+    HIDDEN,
+    SETS,
+    SHOWN,
+    WORDS,
+    Costs,
+    Line,
+    gathered,
+    keep,
+    lines_of,
+    load,
+    mean,
+    read,
+    title,
+)
 from plots.figures.evidence import main_scope, named, picture
-from plots.findings import FINDINGS, WORDS, main, page, section, shown, write
+from plots.findings import FINDINGS, main, page, section, shown, write
 from plots.stats import paired
 from results import read_config
 from tests.plots import made_runs
@@ -31,7 +46,7 @@ def lines(levels: dict[str, tuple[float, float]] = LEVELS, n: int = N) -> list[L
             for memory in ("",) if method == FULL else ("0.25", "0.125"):
                 held = 1000.0 if method == FULL else 1000 * float(memory)
                 place = scope, memory, method
-                found += [Line("docs", "m", place, f"{i}", float(i / n < level), held) for i in range(n)]
+                found += [Line("docs", "m", place, f"{i}", float(i / n < level), Costs(held)) for i in range(n)]
     return found
 
 
@@ -97,20 +112,21 @@ def test_what_cannot_be_told_apart_is_said_as_a_group(tmp_path: Path) -> None:
 
 
 def test_where_full_attention_is_at_chance_nothing_is_compared(tmp_path: Path) -> None:
-    low = dict.fromkeys(LEVELS, (LEAST / 100 - 0.1, LEAST / 100 - 0.1))
+    low = dict.fromkeys(LEVELS, (0.2, 0.2))
     text = written(tmp_path, lines(low))
     assert "no comparison is possible" in text and "|" not in text.split("\n## ")[2]
     fixed = [Contrast("docs", (SHOWN, "0.125", "pqcache"), "snapkv", 0)]
     assert outcomes(gathered(lines()), fixed) and not outcomes(gathered(lines(low)), fixed)
-    assert "| full attention too low |" in text
+    assert "| too few answers |" in text
 
 
 def test_scores_of_runs_are_kept_by_sample_whether_they_ended_or_not(tmp_path: Path) -> None:
     rows = [{"score": i / 4, "ledger": {"bytes_resident_device": 50.0}} for i in range(4)]
     for method, memory in (("full", None), ("snapkv", "1/4")):
         folder, _ = made_runs.write(
-            tmp_path / "runs", method, "needle", rows, memory=memory, ratio=None, task_params={"style": "own"}
-        )
+            tmp_path / "runs", method, "needle", rows, memory=memory, ratio=None,
+            task_params={"style": "own", "needles": 1},
+        )  # fmt: skip
     (folder / "result.json").unlink()
     found = read(tmp_path / "runs")
     assert {line.place for line in found} == {(SHOWN, "", "full"), (SHOWN, "1/4", "snapkv")}
@@ -121,6 +137,35 @@ def test_scores_of_runs_are_kept_by_sample_whether_they_ended_or_not(tmp_path: P
     before = (tmp_path / "kept.csv.gz").read_bytes()
     keep(tmp_path / "kept.csv.gz", found)
     assert (tmp_path / "kept.csv.gz").read_bytes() == before
+
+
+def test_so_many_losses_are_shown_and_one_fewer_is_not() -> None:
+    levels = {FULL: (0.5, 0.5), **dict.fromkeys(("pqcache", "snapkv", "kvzip", "kivi"), (0.5, 0.5))}
+    (scores,) = gathered(lines(levels, 40))
+    least, place = scores.least_lost(SHOWN), (SHOWN, "0.25", "snapkv")
+    assert scores.answered(SHOWN, "0.25") == 20 and scores.has_room(SHOWN, "0.25")
+    for n, sign in ((least, -1), (least - 1, 0)):
+        lost = {**scores.of[place], **dict.fromkeys([*scores.of[place]][:n], 0.0)}
+        assert replace(scores, of={**scores.of, place: lost}).against_full[place].sign == sign
+    assert "does worse on 9 of those and better on none" in section(gathered(lines(levels, 30))[0])
+
+
+def test_a_budget_in_tokens_is_of_draws_whose_mean_counts_with_their_lengths(tmp_path: Path) -> None:
+    asked = next(one for one in SETS if one.key == "generating")
+    rows = [
+        {"score": float(i < 5 or draw), "generated_tokens": 100 + 100 * draw,
+         "fields": {"sample": f"q{i}", "draw": draw, "cut_off": bool(draw)}}
+        for i in range(40) for draw in (0, 1)
+    ]  # fmt: skip
+    for method, budget in (("full", None), ("rkv", 96)):
+        made_runs.write(tmp_path, method, asked.task, rows, budget=budget, ratio=None, task_params=dict(asked.where))
+        made_runs.write(tmp_path, method, asked.task, rows, budget=budget, ratio=None, task_params={"thinking": False})
+    (scores,) = gathered(read(tmp_path))
+    assert (scores.asked, scores.n(SHOWN, "96")) == (asked, 40) and scores.columns == [(SHOWN, "96")]
+    assert mean(scores.of[SHOWN, "96", "rkv"]) == pytest.approx((5 + 0.5 * 35) / 40)
+    text = section(scores, ["snapkv"])
+    assert "| R-KV | 56 (50 to 63) | 150 | 50 % |" in text and "n = 40, of 50" in text and "Not asked" not in text
+    assert "| method | 96 tokens | answer in tokens | cut off |" in text and "question" not in text.split("|")[1]
 
 
 def test_titles_are_the_methods_own_and_a_missing_file_is_a_sentence(tmp_path: Path, capsys: Any) -> None:
@@ -139,7 +184,7 @@ def test_a_finding_of_two_kinds_needs_both_and_the_opposite_of_the_second() -> N
     def asked(key: str, ours: float, theirs: float) -> list[Line]:
         levels = {("", FULL): 1.0, (memory, method): ours, (memory, first_of.against): theirs}
         return [
-            Line(key, "m", (scope, share, name), f"{i}", float(i / 60 < level), 1.0)
+            Line(key, "m", (scope, share, name), f"{i}", float(i / 60 < level), Costs(1.0))
             for (share, name), level in levels.items()
             for i in range(60)
         ]
