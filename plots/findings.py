@@ -51,10 +51,11 @@ HEAD = """\
 # Results
 
 How well {models} answer with a compressed cache.
-On the device, every method may hold the same share of the bytes that full attention's keys and values take; methods
-that fetch ({fetching}) keep all of them in host memory besides. Two things vary: that share, and what the
-method sees while it compresses. It sees the prompt with its question ("question shown"), or the prompt is compressed
-before anybody asks ("question hidden").
+The prompt's cache is compressed: on the device, every method may hold the same share of the bytes that full attention's
+keys and values take, and methods that fetch ({fetching}) keep all of them in host memory besides. Two things vary: that
+share, and what the method sees while it compresses. It sees the prompt with its question ("question shown"), or the
+prompt is compressed before anybody asks ("question hidden"). In the last task the prompt is short and the answer long:
+methods cut the cache while the answer grows, and all may keep the same number of tokens.
 
 {findings}
 
@@ -69,10 +70,12 @@ score.
 {short}
 Every sample's score is in [scores.csv.gz](results/{kept}), and `python -m plots.findings` makes this page from it. Each
 task names the command of its runs, which goes on where it was stopped. Each experiment fixes how many samples it asks.
-Where n is lower, the machine's time was over. Budgets with a comparison fixed beforehand were asked first. No run was
-ended or prolonged because of what a method scored, but a task that full attention cannot do was given up. Scores were
-read while runs were under way: this page was made with fewer samples before, and p is not corrected for those looks.
-Needles are asked in the order of their depth, so a budget counts when all were asked.
+Where n is lower, the machine's time was over: it is two cores, and for their sake RULER's prompts have 2,048 tokens and
+not 4,096. Budgets with a comparison fixed beforehand were asked first. No run was ended or prolonged because of what a
+method scored. RULER's common words were given up, of which full attention named none in five samples. Scores were read
+while runs were under way: this page was made with fewer samples before, and p is not corrected for those looks. Needles
+are asked in the order of their depth, so a budget counts when all were asked. Where a table has a dash, the method
+needs more bytes: KIVI a fifth of them, Quest a seventh where a prompt has 1,000 tokens.
 [What the harness shows in an hour](hour.md) has all methods at five budgets in tokens, with few samples.
 No paper whose tables `make paper-tables` knows ran these two models, so no published figure stands here; that command
 puts published figures beside runs of the papers' own models.

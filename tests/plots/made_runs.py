@@ -109,7 +109,8 @@ def sample(
         id=f"sample-{i}", prompt_sha256=prompt_hash([i if prompt is None else prompt]), prompt_tokens=prompt_tokens,
         original_prompt_tokens=prompt_tokens, generated_tokens=generated_tokens, prediction=prediction,
         references=references or [], score=score, status="ok" if ok else "oom",
-        error=None if ok else "out of memory", prefill_s=0.5, decode_s=0.4, tpot_s=0.05, batch_rows=1, ledger=whole | (ledger or {}) if ok else {}, fields=fields or {},
+        error=None if ok else "out of memory", prefill_s=0.5, decode_s=0.4, tpot_s=0.05, batch_rows=1,
+        ledger=whole | (ledger or {}) if ok else {}, fields=fields or {},
     )  # fmt: skip
 
 
