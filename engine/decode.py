@@ -18,6 +18,7 @@ from engine.attend import Part, attend_own, attend_rows
 from engine.books.audit import count_parts
 from engine.books.clock import Clock
 from engine.books.spans import span
+from engine.books.unwritten import Unwritten
 from engine.caches.forks import fork, select_rows
 from engine.causal import Chunk
 from engine.errors import LengthError
@@ -148,6 +149,7 @@ def decode(
             watch.predicted(batch.order, logits)
         if on_step is not None:
             on_step(n_steps, len(batch.rows))
+    batch.unwritten.settle()
     for row, mark in zip(batch.order, [] if doubt is None else doubt.tolist(), strict=False):
         answers[row].is_finite = said(mark) is not None
     if model.device.type != "cuda":
@@ -196,7 +198,7 @@ class _Batch(HearsChoices):
         self.hears = any(row.wants_input for row in self.rows)
         self.compressing = [row for row in self.rows if row.of_answers]
         self.steady: dict[int, Steady] = {}  # by layer, of these rows
-        self.scratch = Scratch()  # of their steps that are alike
+        self.scratch, self.unwritten = Scratch(), Unwritten([row.store for row in self.rows])  # of steps that are alike
         self.groups: list[tuple[type[Row], slice]] = []
         start = 0
         for i in range(1, len(self.rows) + 1):
@@ -206,6 +208,7 @@ class _Batch(HearsChoices):
 
     def only(self, keep: list[int], ids: Tensor) -> Tensor:
         """Let all rows go but those at `keep`: their tokens, of the rows' tokens `ids`."""
+        self.unwritten.settle()
         self.order, self.rows = [self.order[i] for i in keep], [self.rows[i] for i in keep]
         select_rows(self.cache, keep)
         self.group()
@@ -258,7 +261,9 @@ class _Batch(HearsChoices):
     def steady_of(self, layer: int) -> Steady | None:
         """What the layer's kernels were told; None where each step tells them anew."""
         if layer not in self.steady:
-            self.steady[layer] = Steady(self.groups, self.rows, layer, self.scratch, layer in self.readers.last)
+            self.steady[layer] = Steady(
+                self.groups, self.rows, layer, self.scratch, self.unwritten, layer in self.readers.last
+            )
         return self.steady[layer] if self.steady[layer].is_of_use else None
 
     def foresees(self, layer: int) -> bool:

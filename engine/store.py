@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.books.audit import check_kept, correct_entry
 from engine.books.ledger import Ledger
 from engine.books.meter import Access, Meter, owe
+from engine.books.unwritten import Unwritten
 from engine.caches.blocks import BlockCache, BlockCacheSpec
 from engine.caches.copies import Shelf
 from engine.caches.queries import QueryRing
@@ -73,9 +74,10 @@ class Store:
         self.shape = trace.shape
         self.n_new = n_new  # tokens that may be appended
         self.cache_spec = cache
-        self.ledger = Ledger()
+        self.books = Ledger()
+        self.unwritten: Unwritten | None = None  # steps that neither `books` nor `placed` have yet
         self.checked_for = checked_for  # whom errors name; empty: the row is believed
-        self.layers: dict[int, Layer] = {}
+        self.placed: dict[int, Layer] = {}
         self.keeping: Keeping = AS_THEY_ARE  # what becomes of kept keys and values
         self.coder: Coder | None = None  # of a composition: what a method keeps becomes codes
         self.host_code: TokenCode | None = None  # or what it sends to the host
@@ -83,7 +85,21 @@ class Store:
         self.accesses: list[Access] | None = None  # a list: layers that are placed from then on note fetches in it
 
     def __getitem__(self, layer: int) -> Any:
-        return self.layers[layer]
+        if self.unwritten is not None:
+            self.unwritten.settle()
+        return self.placed[layer]
+
+    @property
+    def layers(self) -> dict[int, Layer]:
+        if self.unwritten is not None:
+            self.unwritten.settle()
+        return self.placed
+
+    @property
+    def ledger(self) -> Ledger:
+        if self.unwritten is not None:
+            self.unwritten.settle()
+        return self.books
 
     # What methods say.
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.books.spans import stretches
+from engine.books.unwritten import Unwritten
 from engine.row import Row
-from engine.selection import Search
+from engine.selection import Cost, Search
 from engine.softmax import Softmax
 from kernels.rows.append import Places
 from kernels.scratch import Scratch
@@ -40,10 +41,11 @@ class Steady:
 
     def __init__(
         self, groups: Sequence[tuple[type[Row], slice]], rows: Sequence[Row], layer: int, scratch: Scratch,
-        is_read: bool = False,
+        unwritten: Unwritten, is_read: bool = False,
     ) -> None:  # fmt: skip
-        """`is_read`: other layers ask for the parts of the step."""
+        """`unwritten` and `scratch` are those of all layers; `is_read`: other layers ask for the parts of the step."""
         self.groups, self.rows, self.index, self.scratch = groups, rows, layer, scratch
+        self.unwritten, self.n_settled = unwritten, -1
         are_stored = all(row.is_stored and not row.store.checked_for for row in rows)
         self.n_misses = 0 if are_stored and not is_read else MOST_MISSES
         self.age, self.n_steps = 0, 0  # steps since it was told, and for how many it holds
@@ -124,46 +126,60 @@ class Steady:
         """Whether the step at hand may be like the one that was told."""
         if self.age >= self.n_steps or not q.is_contiguous() or (self.table.is_even and q.data_ptr() % 16):
             return False
+        if self.unwritten.n_settled != self.n_settled and not self.is_as_it_was():
+            return False
+        return all(search.holds() for search, _ in self.searches)
+
+    def is_as_it_was(self) -> bool:
+        """Whether layers have done nothing else since; the books have all of their steps."""
         index, age = self.index, self.age
         for row, at, (start, n_seen) in zip(self.rows, self.layers, self.marks, strict=True):
-            if row.store.layers[index] is not at or at.start != start or at.n_seen != n_seen + age:
+            if row.store.placed[index] is not at or at.start != start or at.n_seen != n_seen + age:
                 return False
             if row.wants_weights:
                 return False
-        return all(search.holds() for search, _ in self.searches)
+        return True
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         """Take in the current token of every row: the first ones of k_new and v_new, which may hold more."""
+        for i, at in enumerate(self.layers):
+            at.advance(k_new[i : i + 1], v_new[i : i + 1])
+        self.keep(k_new, v_new)
+
+    def keep(self, k_new: Tensor, v_new: Tensor) -> None:
+        """Write the current token of every row to where it stays."""
         self.age += 1
-        if self.is_still or len(k_new) == 1:  # of several rows nobody asks for what is newest
-            for at in self.layers:
-                at.advance(k_new, v_new)
-        else:
-            for i, at in enumerate(self.layers):
-                at.advance(k_new[i : i + 1], v_new[i : i + 1])
         if self.places is not None:
             self.places.take(k_new, v_new, self.age)
 
     def take_step(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, step: int | None) -> Tensor:
         """The whole step, where it holds and rows do nothing but take in their tokens and search as they did."""
-        index, rows = self.index, self.rows
-        with stretches(index) as begin:
+        costs: list[Sequence[Cost]] = []
+        with stretches(self.index) as begin:
             begin("append")
-            self.append(k, v)
+            self.keep(k, v)
             for search, at in self.searches:
                 begin("search")
                 is_all = at.stop - at.start == len(q)
-                costs = search.find(q if is_all else q[at], k if is_all else k[at], self.age)
-                begin("fetch")
-                for row, layer, cost, idx in zip(rows[at], self.layers[at], costs, search.idx, strict=True):
-                    row.store.spend(index, cost)
-                    layer.refetch(idx)
+                costs.append(search.find(q if is_all else q[at], k if is_all else k[at], self.age))
             begin("attention")
             out = self.attend_told(q, soft)
-            begin("after")
-            for row in rows:
-                row.store.close(index, step)
+        self.newest = k, v
+        self.unwritten.add(self.write, step, costs)
+        self.n_settled = self.unwritten.n_settled
         return out
+
+    def write(self, step: int | None, costs: Sequence[Sequence[Cost]]) -> None:
+        """Bring such a step into the books."""
+        index, rows = self.index, self.rows
+        for at in self.layers:
+            at.advance(*self.newest)  # nobody asks for what is newest
+        for (search, at), found in zip(self.searches, costs, strict=True):
+            for row, layer, cost, idx in zip(rows[at], self.layers[at], found, search.idx, strict=True):
+                row.store.spend(index, cost)
+                layer.refetch(idx)
+        for row in rows:
+            row.store.close(index, step)
 
     def attend(self, q: Tensor, fetched: Sequence[Sequence[Part]], soft: Softmax) -> Tensor | None:
         """Attention of all rows; None where more is new than positions, and the step is one of its own kind."""

@@ -106,7 +106,7 @@ class Conversation:
                 for at, (i, v) in enumerate(turns):
                     row, answer, turn = speaking.rows[at], answers[at], TurnReply(i, feeds[at], feed_s, n_before[at])
                     if read:
-                        row.store.ledger = row.store.ledger.behind(read[at])
+                        row.store.books = row.store.ledger.behind(read[at])
                     if answer.is_finite:
                         decoded = Decoded([answer] * len(turns), step_s[: len(answer.ids) - 1])
                         own = cast(SelectiveAttention, row)  # of the wave, or a copy of one
