@@ -57,8 +57,12 @@ class Search(Protocol):
         """Whether what is searched is what it was."""
         ...
 
-    def find(self, q: "Tensor", k_new: "Tensor", age: int) -> Sequence[Cost]:
+    def find(self, q: "Tensor", k_new: "Tensor", age: int) -> None:
         """For the rows' queries and newest keys (n, heads, 1, d_h), so many steps behind the one that it was told."""
+        ...
+
+    def costs(self, age: int) -> Sequence[Cost]:
+        """What each row's search took at that step."""
         ...
 
 

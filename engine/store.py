@@ -168,7 +168,7 @@ class Store:
 
     def close(self, layer: int, step: int | None = None) -> None:
         """End the layer's step, by default that of its newest token: its entry goes into the ledger."""
-        at, ledger = self.layers[layer], self.ledger
+        at, ledger = self.layers[layer], self.books  # which the layers complete
         ledger.append(at.close(at.n_seen - at.s_prompt if step is None else step))
         if at.meter.owed is not None:
             owe(ledger, at.meter)

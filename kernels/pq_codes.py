@@ -132,6 +132,8 @@ class PackedCodes:
         self.b, self.n, self.capacity = b, 0, capacity
         n_bytes = -(-capacity // GROUP) * 8 * b
         self.data = torch.zeros(h_kv, m, n_bytes, dtype=torch.uint8, device=device)
+        self.form = h_kv, m, b, capacity  # alike where codes fit in each other's memory
+        self.address = 0  # of a copy's memory, asked for once
 
     def extend(self, codes: Tensor) -> None:
         """Append the codes of the next tokens, (h_kv, m, n_new)."""
@@ -151,11 +153,18 @@ class PackedCodes:
         first = whole // 8 * self.b
         self.data[..., first : first + packed.shape[-1]] = packed
 
-    def copied(self, to: Tensor) -> PackedCodes:
-        """The same codes in memory elsewhere, without waiting for them."""
+    def like(self, device: torch.device) -> PackedCodes:
+        """Room for a copy of them elsewhere."""
         there = PackedCodes.__new__(PackedCodes)
-        there.b, there.n, there.capacity, there.data = self.b, self.n, self.capacity, to
-        to.copy_(self.data, non_blocking=True)
+        there.b, there.n, there.capacity, there.form = self.b, 0, self.capacity, self.form
+        there.data = torch.empty_like(self.data, device=device)
+        there.address = there.data.data_ptr()
+        return there
+
+    def copy_to(self, there: PackedCodes) -> PackedCodes:
+        """The same codes there, without waiting for them."""
+        there.n = self.n
+        there.data.copy_(self.data, non_blocking=True)
         return there
 
     def codes(self, start: int = 0, stop: int | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from engine.attend import Part
 from engine.books.spans import stretches
 from engine.books.unwritten import Unwritten
 from engine.row import Row
-from engine.selection import Cost, Search
+from engine.selection import Search
 from engine.softmax import Softmax
 from kernels.rows.append import Places
 from kernels.scratch import Scratch
@@ -154,28 +154,27 @@ class Steady:
 
     def take_step(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, step: int | None) -> Tensor:
         """The whole step, where it holds and rows do nothing but take in their tokens and search as they did."""
-        costs: list[Sequence[Cost]] = []
         with stretches(self.index) as begin:
             begin("append")
             self.keep(k, v)
             for search, at in self.searches:
                 begin("search")
                 is_all = at.stop - at.start == len(q)
-                costs.append(search.find(q if is_all else q[at], k if is_all else k[at], self.age))
+                search.find(q if is_all else q[at], k if is_all else k[at], self.age)
             begin("attention")
             out = self.attend_told(q, soft)
         self.newest = k, v
-        self.unwritten.add(self.write, step, costs)
+        self.unwritten.add(self.write, step, self.age)
         self.n_settled = self.unwritten.n_settled
         return out
 
-    def write(self, step: int | None, costs: Sequence[Sequence[Cost]]) -> None:
+    def write(self, step: int | None, age: int) -> None:
         """Bring such a step into the books."""
         index, rows = self.index, self.rows
         for at in self.layers:
             at.advance(*self.newest)  # nobody asks for what is newest
-        for (search, at), found in zip(self.searches, costs, strict=True):
-            for row, layer, cost, idx in zip(rows[at], self.layers[at], found, search.idx, strict=True):
+        for search, at in self.searches:
+            for row, layer, cost, idx in zip(rows[at], self.layers[at], search.costs(age), search.idx, strict=True):
                 row.store.spend(index, cost)
                 layer.refetch(idx)
         for row in rows:

@@ -575,13 +575,18 @@ class PQSearch:
                 return False
         return True
 
-    def find(self, q: Tensor, k_new: Tensor, age: int) -> list[Cost]:
-        rows, layer, search, ns = self.rows, self.layer, self.keys, [n + age * grows for n, grows in self.ns]
-        where = tuple([copy.data.data_ptr() for copy in self.bring(ns)])
+    def find(self, q: Tensor, k_new: Tensor, age: int) -> None:
+        search, where = self.keys, tuple([copy.address for copy in self.bring(self.candidates(age))])
         for home in self.homes:
             home.n += 1
         self.choice.take(search.find(q, k_new, age, where), search.s + age * search.grows)
-        return [row.cost(row.quantisers[layer], n) for row, n in zip(rows, ns, strict=True)]
+
+    def candidates(self, age: int) -> list[int]:
+        return [n + age * grows for n, grows in self.ns]
+
+    def costs(self, age: int) -> list[Cost]:
+        layer, ns = self.layer, self.candidates(age)
+        return [row.cost(row.quantisers[layer], n) for row, n in zip(self.rows, ns, strict=True)]
 
     def bring(self, ns: Sequence[int]) -> list[PackedCodes]:
         """As the function; only the first layer of a group asks for what is ahead, where all of it is clustered."""

@@ -9,7 +9,7 @@ Not here: k-means and the layout of codes (`kernels/pq_fit.py`, `pq_codes.py`), 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter
@@ -121,7 +121,7 @@ class Lane:
 
     def __init__(self) -> None:
         self.coming: dict[int, dict[PackedCodes, Copied]] = {}  # by layer: copies by their source
-        self.free: list[Tensor] = []  # memory of copies that were read
+        self.free: dict[tuple[object, ...], list[PackedCodes]] = {}  # copies that were read, by device and form
         self.marks: dict[torch.device, torch.cuda.Event] = {}  # what the model's stream was asked for before copies
 
     def request(
@@ -137,7 +137,7 @@ class Lane:
                 missing[layer] = some
         if missing:
             for layer in [at for at in self.coming if at not in wanted and at not in kept]:
-                self.free += [copy.codes.data for copy in self.coming.pop(layer).values()]
+                self.give_back(copy.codes for copy in self.coming.pop(layer).values())
             self.begin(missing, device)
 
     def begin(self, missing: Mapping[int, Sequence[PackedCodes]], device: torch.device) -> None:
@@ -148,16 +148,16 @@ class Lane:
             self.marks[device] = torch.cuda.Event()
         self.marks[device].record(here)
         stream.wait_event(self.marks[device])
-        batch, old = Batch(torch.cuda.Event()), list[Tensor]()
+        batch, old = Batch(torch.cuda.Event()), list[PackedCodes]()
         with torch.cuda.stream(stream):
             for layer, codes in missing.items():
                 coming = self.coming.setdefault(layer, {})
                 for each in dict.fromkeys(codes):
                     if each in coming:
-                        old.append(coming[each].codes.data)
-                    coming[each] = Copied(each.copied(self.room(each.data, device, here)), batch)
+                        old.append(coming[each].codes)
+                    coming[each] = Copied(each.copy_to(self.room(each, device, here)), batch)
         batch.came.record(stream)
-        self.free += old
+        self.give_back(old)
 
     def take(self, layer: int, codes: Sequence[PackedCodes], device: torch.device) -> list[PackedCodes]:
         """The copies, on which the current stream waits; made anew where the codes are others by now."""
@@ -182,14 +182,17 @@ class Lane:
             found.append(copy)
         return found
 
-    def room(self, like: Tensor, device: torch.device, reader: torch.cuda.Stream) -> Tensor:
+    def room(self, like: PackedCodes, device: torch.device, reader: torch.cuda.Stream) -> PackedCodes:
         """Memory for a copy."""
-        for i, there in enumerate(self.free):
-            if there.shape == like.shape and there.device == device:
-                return self.free.pop(i)
-        there = torch.empty_like(like, device=device)
-        there.record_stream(reader)
+        if free := self.free.get((device, *like.form)):
+            return free.pop(0)
+        there = like.like(device)
+        there.data.record_stream(reader)
         return there
+
+    def give_back(self, copies: Iterable[PackedCodes]) -> None:
+        for copy in copies:
+            self.free.setdefault((copy.data.device, *copy.form), []).append(copy)
 
 
 def n_threads(trace: Trace) -> int:

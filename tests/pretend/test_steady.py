@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ from benchmarks.pretend.cuda import Machine
 from engine.books.ledger import Entry
 from engine.decode import decode
 from engine.layouts.steady import Steady
-from engine.selection import Cost
+from engine.row import Row
 from methods.retrieving.pqcache import PQSearch
 from tests import conformance
 from tests.pretend.test_methods import moved
@@ -23,8 +23,10 @@ N_NEW = 6
 SENT = ("pinned allocation", "copy from pinned memory")
 
 
-def steps(machine: Machine, *names: str) -> tuple[list[list[int]], list[list[Entry]], list[int]]:
-    """Tokens and ledgers of rows in one batch, and how much each step sends."""
+def steps(
+    machine: Machine, *names: str, asks: Callable[[int, Sequence[Row]], object] | None = None
+) -> tuple[list[list[int]], list[list[Entry]], list[int]]:
+    """Tokens and ledgers of rows in one batch, and how much each step sends; `asks` is called behind each step."""
     model, kinds = replace(moved(conformance.model(), "cuda:0"), allows_graphs=False), [name.split() for name in names]
     variants = [conformance.variant(conformance.ours(name, *settings), "0.3") for name, *settings in kinds]
     sent = list[int]()
@@ -39,8 +41,10 @@ def steps(machine: Machine, *names: str) -> tuple[list[list[int]], list[list[Ent
         trace.settle()
         with machine.counting() as counts:
 
-            def note(*_: int) -> None:
+            def note(n_steps: int, _: int) -> None:
                 sent.append(sum(counts.by_kind[kind] for kind in SENT))
+                if asks is not None:
+                    asks(n_steps, rows)
 
             done = decode(model, trace, rows, max_new_tokens=N_NEW, on_step=note)
     apart = [after - before for before, after in pairwise(sent)]
@@ -64,6 +68,24 @@ def test_a_step_like_the_one_before_sends_nothing_and_says_the_same(
     expected_ids, expected, told = steps(machine, *names)
     assert ids == expected_ids and books == expected
     assert min(told) > 0
+
+
+@pytest.mark.parametrize("names", [("full", "snapkv"), ("pqcache",)], ids=["rows that keep", "a row that searches"])
+def test_who_asks_for_books_finds_all_of_them(machine: Machine, names: Sequence[str]) -> None:
+    found, waiting = list[tuple[int, int]](), list[bool]()
+
+    def ask(n_steps: int, rows: Sequence[Row]) -> None:
+        row = rows[0]
+        waiting.append(row.store.unwritten is not None)
+        if n_steps % 2:
+            n_layers = len(row.trace.shape.attention_layers)
+            n_seen = {row.store[layer].n_seen for layer in row.trace.shape.attention_layers}
+            assert n_seen == {row.trace.s_prompt + n_steps} and row.store.unwritten is None
+            found.append((len(row.store.ledger.entries), n_steps * n_layers))
+
+    ids, books, _ = steps(machine, *names, asks=ask)
+    assert any(waiting) and found and all(n == expected for n, expected in found)
+    assert (ids, books) == steps(machine, *names)[:2]
 
 
 def test_rows_that_fetch_are_told_where_positions_lie(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +139,9 @@ def test_rows_search_by_codes_as_they_were_told(
     ages = list[int]()
     find = PQSearch.find
 
-    def noting(search: PQSearch, q: Tensor, k_new: Tensor, age: int) -> list[Cost]:
+    def noting(search: PQSearch, q: Tensor, k_new: Tensor, age: int) -> None:
         ages.append(age)
-        return find(search, q, k_new, age)
+        find(search, q, k_new, age)
 
     monkeypatch.setattr(PQSearch, "find", noting)
     ids, books, _ = steps(machine, *names)
@@ -137,4 +159,4 @@ def test_the_host_is_timed_with_launches_stubbed() -> None:
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stderr
     header, row = done.stdout.splitlines()
-    assert header == "method,rows,us_layer,goal" and float(row.split(",")[2]) > 1
+    assert header == "method,rows,us_layer,us_books,goal" and float(row.split(",")[2]) > 1

@@ -472,7 +472,7 @@ class Copies(Lane):
         self.asked.append([*missing])
         batch: Any = SimpleNamespace(is_awaited=True)
         for layer, codes in missing.items():
-            made = {each: Copied(each.copied(torch.empty_like(each.data, device=device)), batch) for each in codes}
+            made = {each: Copied(each.copy_to(each.like(device)), batch) for each in codes}
             self.coming.setdefault(layer, {}).update(made)
 
 
