@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from kernels import attend_kept, clusters, column_sums, kmeans, pages, pq_scores, select_attend, topk
-from kernels.jit import INTERPRETED, triton
+from kernels.jit import INTERPRETED, SHARED, triton
 from kernels.packed import rows as packed_rows
 from kernels.packed import tokens
 from kernels.packed.attend import Packed, Side
@@ -45,7 +45,6 @@ MODULES = (
     *(kmeans, pages, pq_scores, select_attend, tokens, topk, union, values, weights),
 )
 ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
-SHARED = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes of shared memory that a program can have
 LENGTHS = (4096, 32768, 131072)
 
 

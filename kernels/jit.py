@@ -113,6 +113,20 @@ def fit_rows(width: int, most: int, held: int = 16384) -> tuple[int, int]:
     return max(1, min(most, held * n_warps // 4 // width)), n_warps
 
 
+# Bytes of shared memory that a program can have, by the GPU's architecture: 80 is A100, 90 H100 and H200, 100 B200.
+SHARED = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
+
+
+def shared_memory(device: torch.device) -> int:
+    """What a program of this device can have; tensors without memory stand for those of Triton's target."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = 10 * major + minor
+    else:
+        arch = triton.runtime.driver.active.get_current_target().arch if device.type == "meta" else max(SHARED)
+    return SHARED.get(arch, min(SHARED.values()))
+
+
 def distance(x: Tensor, start: Tensor) -> int:
     """From the first element of `start` to that of x, in elements of both."""
     elements, rest = divmod(x.data_ptr() - start.data_ptr(), start.element_size())

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kernels.build import library
-from kernels.jit import cdiv, jit, power_of_2, tl, triton
+from kernels.jit import cdiv, jit, power_of_2, shared_memory, tl, triton
 
 EPS = 1e-8
 
@@ -254,7 +254,7 @@ def kmeans_native(
 
 # On a GPU.
 
-POINTS = 64  # that meet centroids at once
+POINTS = 64  # that meet centroids at once, where shared memory holds them
 WIDE = 64  # channels at once: of 128 registers spill
 ADDED = 32  # points of a cluster that are added up at once
 HELD = 8192  # numbers of theirs in registers: of twice as many some spill
@@ -263,14 +263,24 @@ HELD = 8192  # numbers of theirs in registers: of twice as many some spill
 def nearest_triton(points: Tensor, weights: Tensor, is_l2: bool) -> Tensor:
     """A program for some points and all centroids: labels (p, n) int64."""
     (p, n, d), c = points.shape, weights.shape[1]
-    labels, width = torch.empty(p, n, dtype=torch.int64, device=points.device), min(WIDE, power_of_2(d, 16))
+    labels = torch.empty(p, n, dtype=torch.int64, device=points.device)
     if n:
-        assign_points[(cdiv(n, POINTS), p)](
-            points.contiguous(), weights.contiguous(), labels, n, d, c, is_l2, POINTS,
-            min(16 if d > 8 * width else 32 if d > 2 * width else 64, power_of_2(c, 16)), width, cdiv(d, width),
-            num_warps=8 if d > width else 4, num_stages=2,
+        some, columns, width, parts = meeting(d, c, shared_memory(points.device))
+        assign_points[(cdiv(n, some), p)](
+            points.contiguous(), weights.contiguous(), labels, n, d, c, is_l2, some, columns, width, parts,
+            num_warps=8 if parts > 1 else 4, num_stages=2,
         )  # fmt: skip
     return labels
+
+
+def meeting(d: int, c: int, shared: int) -> tuple[int, int, int, int]:
+    """Points, centroids and channels of a tile, and tiles of a head: all of them lie in shared memory at once."""
+    width = min(WIDE, power_of_2(d, 16))
+    parts, points = cdiv(d, width), POINTS
+    columns = min(16 if parts > 8 else 32 if parts > 2 else 64, power_of_2(c, 16))
+    while points > 16 and 4 * parts * width * (points + columns) > shared:
+        points //= 2
+    return points, columns, width, parts
 
 
 def cluster_means_triton(points: Tensor, labels: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:

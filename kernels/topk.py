@@ -168,7 +168,7 @@ class KeyChoice:
         n_chunks, (sizes, is_same) = 1 if n <= ALONE else CHUNKS, self.sizes
         select_keys[(self.rows * n_chunks * (1 if n_chunks == 1 else DIGITS + 1),)](
             keys, self.table, self.out, self.counters, self.counts, self.state, n, *sizes, cdiv(n, n_chunks), is_same,
-            n_chunks, KEYS, DIGITS, BINS, num_warps=8,
+            n_chunks, KEYS, DIGITS, BINS, num_warps=16 if n_chunks == 1 else 8,
         )  # fmt: skip
         return self.out
 

@@ -98,7 +98,7 @@ def block_keys(q: Tensor, means: Sequence[Tensor], n_blocks: int, per_head: bool
     table = upload([distance(x, means[0]) for x in means], q.device)
     keys = torch.empty(n, h if per_head else 1, n_blocks, dtype=torch.int64, device=q.device)
     width = power_of_2(d_h)
-    blocks, n_warps = fit_rows(width, 32)
+    blocks, n_warps = fit_rows(width, 32, 16384 if per_head else 8192)  # a total beside them
     multiply_blocks[(n, cdiv(n_blocks, blocks), heads if per_head else 1)](
         q, means[0], table, keys, n_blocks, heads, h // heads, d_h, per_head, blocks, width, num_warps=n_warps
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels import kmeans as module
 from kernels.choices import METRICS
-from kernels.jit import triton
+from kernels.jit import SHARED, triton
 from kernels.kmeans import (
     as_product,
     cluster_means,
@@ -20,6 +20,7 @@ from kernels.kmeans import (
     kmeans_native,
     kmeans_ref,
     kmeans_torch,
+    meeting,
     native,
     nearest,
     nearest_ref,
@@ -68,6 +69,26 @@ def test_a_gpu_finds_the_nearest_centroids(metric: str) -> None:
     weights, _ = as_product(centroids, metric)
     labels = nearest_triton(points.to(GPU), weights.to(GPU), metric == "l2").cpu()
     assert torch.equal(labels, nearest_ref(points, centroids, metric)) and int(labels.max()) < 20
+
+
+@with_triton
+def test_a_gpu_with_less_shared_memory_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = problems(1, 70, 576)  # the latents of DeepSeek-V3
+    centroids = initial(points, 20)
+    found = []
+    for arch in (90, 80, 86):
+        monkeypatch.setattr(module, "shared_memory", lambda device, arch=arch: SHARED[arch])
+        found.append(nearest_triton(points.to(GPU), centroids.to(GPU), False).cpu())
+    assert all(torch.equal(labels, nearest_ref(points, centroids, "dot")) for labels in found)
+
+
+@pytest.mark.parametrize("shared", sorted({*SHARED.values()}))
+def test_tiles_fit_into_shared_memory(shared: int) -> None:
+    for d in (1, 64, 128, 160, 256, 288, 512, 576):
+        points, columns, width, parts = meeting(d, 100, shared)
+        assert width * parts >= d and 4 * parts * width * (points + columns) <= shared
+        assert points >= 16, "a product has 16 rows at least"
+    assert meeting(576, 100, SHARED[80])[0] < meeting(576, 100, SHARED[90])[0] == 64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

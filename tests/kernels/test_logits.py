@@ -70,12 +70,13 @@ def test_clusters(agg: str) -> None:
     assert torch.equal(found.cpu(), expected + 7)
 
 
+@pytest.mark.parametrize("d", [D, 576])
 @pytest.mark.parametrize("per_head", [False, True])
-def test_blocks(per_head: bool) -> None:
-    q, means = draw(N, H, 1, D, seed=0), [draw(40, H_KV, D, seed=i) for i in range(N)]
+def test_blocks(per_head: bool, d: int) -> None:
+    q, means = draw(N, H, 1, d, seed=0), [draw(40, H_KV, d, seed=i) for i in range(N)]
     ours = block_keys(q, means, 37, per_head)
     for i, mean in enumerate(means):
-        scores = q[i].view(H_KV, -1, D) @ mean[:37].permute(1, 2, 0)  # (h_kv, g, blocks)
+        scores = q[i].view(H_KV, -1, d) @ mean[:37].permute(1, 2, 0)  # (h_kv, g, blocks)
         scores = scores.flatten(0, 1) if per_head else scores.sum((0, 1)).unsqueeze(0)
         same_order(ours[i], pack_keys_ref(scores, torch.arange(37, device=GPU)))
 
