@@ -15,6 +15,8 @@ from engine.books.ledger import Entry
 from engine.decode import decode
 from engine.layouts.steady import Steady
 from engine.row import Row
+from kernels import select_attend
+from kernels.select_attend import Piece, Table, Work
 from methods.retrieving.pqcache import PQSearch
 from tests import conformance
 from tests.pretend.test_methods import moved
@@ -85,6 +87,43 @@ def test_who_asks_for_books_finds_all_of_them(machine: Machine, names: Sequence[
 
     ids, books, _ = steps(machine, *names, asks=ask)
     assert any(waiting) and found and all(n == expected for n, expected in found)
+    assert (ids, books) == steps(machine, *names)[:2]
+
+
+@pytest.mark.parametrize("names", [("snapkv",), ("full", "snapkv")], ids=["one row", "two rows"])
+def test_a_part_that_needs_one_split_more_is_told_anew(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
+) -> None:
+    """A split ends amid the answer, not only after 256 tokens: items of the steps behind it are others."""
+    fit, ends = select_attend.table_of, list[int]()
+
+    def short(work: Work, rows: Sequence[Sequence[Piece]], q: Tensor, h_kv: int, d_v: int) -> Table:
+        growing = [n for own in rows for n, *_, more, _ in own if more]
+        if growing and not ends:
+            ends.append(max(growing) + 2)
+            monkeypatch.setattr(select_attend, "SPLIT", ends[0])
+        return fit(work, rows, q, h_kv, d_v)
+
+    told, n_items = list[tuple[int, int]](), list[int]()
+    tell, attend = Steady.tell, Steady.attend_told
+
+    def telling(steady: Steady, *more: object) -> None:
+        tell(steady, *more)  # type: ignore[arg-type]
+        told.append((steady.index, steady.n_steps))
+
+    def attending(steady: Steady, *more: object) -> Tensor:
+        n_items.append(steady.table.n_items[0])
+        assert steady.age <= steady.n_steps
+        return attend(steady, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(select_attend, "table_of", short)
+    monkeypatch.setattr(Steady, "tell", telling)
+    monkeypatch.setattr(Steady, "attend_told", attending)
+    ids, books, _ = steps(machine, *names)
+    first = [n_steps for index, n_steps in told if index == told[0][0]]
+    assert first[0] == 2 and len(first) > 1, first
+    assert min(n_items) + 1 == max(n_items), n_items
+    monkeypatch.setattr(Steady, "holds", lambda *_: False)
     assert (ids, books) == steps(machine, *names)[:2]
 
 
