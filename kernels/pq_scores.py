@@ -177,7 +177,8 @@ def pq_top_native(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: 
 
 # On a GPU. Weights are float32 there: scores that differ by less than its rounding may change places.
 
-TABLE = 8192  # numbers of centroids that registers of four warps hold
+TABLE = 8192  # numbers of centroids that a program works on at once, with a warp for so many:
+OF_WARP = 512  # of more registers spill (`kernels/aot.py`)
 TOKENS = 256  # of one program
 NEVER = 1 << 62  # more steps than any answer has
 
@@ -297,9 +298,9 @@ class KeySearch:
         planes, g = rows[0].codes.b % 8, h // h_kv
         self.numbers = [self.told(row) for row in rows]
         self.tables: dict[tuple[int, ...], Tensor] = {}  # by where codes lie
-        n_warps = 8 if power_of_2(c) * power_of_2(d_m) > TABLE else 4
-        some = min(power_of_2(c), max(1, 2 * TABLE // power_of_2(d_m)))
-        self.look_ups = (n, h_kv, m), (c, d_m, g, planes, some, power_of_2(d_m)), n_warps
+        width = power_of_2(d_m)
+        some = min(power_of_2(c), max(1, TABLE // width))
+        self.look_ups = (n, h_kv, m), (c, d_m, g, planes, some, width), max(4, some * width // OF_WARP)
         self.sizes = scale, cap, c, g, m, planes, TOKENS, cap > 0
         self.grids = (n, self.n_blocks, h), (n, self.n_blocks, h_kv)
         self.where = tuple(row.codes.data.data_ptr() for row in rows)
