@@ -4,6 +4,7 @@ Their example of a method is tested in tests/evals/test_outside.py.
 """
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -76,9 +77,23 @@ def test_a_file_in_a_folder_is_started_as_a_module(page: Path) -> None:
     assert not re.findall(r"python [a-z_]+/[\w/]+\.py", page.read_text())
 
 
+def targets_of(text: str) -> set[str]:
+    return {name for words in re.findall(r"\bmake((?: [a-z-]+)+)", text) for name in words.split()}
+
+
 def test_make_targets_of_the_readme_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z-]+)", (ROOT / "README.md").read_text())) <= targets
+
+
+def test_a_container_and_a_slurm_job_call_targets_that_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    script = ROOT / "benchmarks" / "gpu" / "sweep.sbatch"
+    run = re.findall(r"^RUN (.*make.*)$|^CMD (.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    asked = [targets_of(" ".join(re.findall(r"[\w-]+", "".join(line)))) for line in run]
+    assert asked == [{"setup", "setup-gpu"}, {"check"}] and set.union(*asked) <= targets
+    assert targets_of(script.read_text()) == {"check"}
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
 
 
 def test_the_spine_is_read_in_an_hour() -> None:
