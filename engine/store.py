@@ -101,6 +101,11 @@ class Store:
             self.unwritten.settle()
         return self.books
 
+    def take_ledger(self) -> Ledger:
+        """The ledger of all steps so far, in whose place a new one begins."""
+        ledger, self.books = self.ledger, Ledger()
+        return ledger
+
     # What methods say.
 
     def place(self, layer: int, placement: Placement) -> None:

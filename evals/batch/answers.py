@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import cast
 
-from engine.books.ledger import Ledger
 from engine.decode import Answer, Decoded, decode
 from engine.model import Model
 from engine.row import Row
@@ -95,7 +94,7 @@ class Conversation:
                 if any(feeds):
                     logits = talk.read(feeds, self.asking.feed, self.grown(turns, talk.positions, feeds))
                 feed_s = sum(talk.seconds()[n_passes:])
-                read = [take_ledger(row) for row in talk.rows] if mode == "golden" else []
+                read = [row.store.take_ledger() for row in talk.rows] if mode == "golden" else []
                 speaking = talk.fork() if mode == "golden" else talk
                 n_passes = len(speaking.clock.stretches)
                 n_new = [self.turns[i].max_new_tokens for i, _ in turns]
@@ -113,7 +112,7 @@ class Conversation:
                         yield Reply(wave.cells[v], own, answer, decoded, wave.prefill_s, turn=turn)
                     else:
                         yield Reply(wave.cells[v], turn=turn, lost=("failed", why_lost(len(answer.ids))))
-                    take_ledger(row)
+                    row.store.take_ledger()
                 earlier = answers if mode == "dialogue" else []
 
     def batches(self) -> Iterator[tuple[Sequence[Row], Sequence[Round]]]:
@@ -162,9 +161,3 @@ class Conversation:
             return []
         lengths = [n + len(feed) for n, feed in zip(positions, feeds, strict=True)]
         return [self.wave.cells[v].variant(n, self.prompt.frame) for (_, v), n in zip(turns, lengths, strict=True)]
-
-
-def take_ledger(row: Row) -> Ledger:
-    """The row's ledger, in whose place a new one begins."""
-    row.store.ledger, ledger = Ledger(), row.store.ledger
-    return ledger
