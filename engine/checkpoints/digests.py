@@ -139,8 +139,15 @@ def whole_hashes(files: Sequence[Path]) -> list[str]:
             f"Hashing {files[0].parent}, {n_bytes / 1e9:.1f} GB, once: the whole checkpoint names a run",
             file=sys.stderr,
         )
+        settle([file for file, hash in zip(files, known, strict=True) if hash is None])
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         return list(pool.map(lambda file, hash: hash or hash_and_note(file, note_of(file, notes)), files, known))
+
+
+def settle(files: Sequence[Path]) -> None:
+    """Wait until these files are old enough for a note, so that a checkpoint that was just written is read once."""
+    youngest = max(max(facts.st_mtime, facts.st_ctime) for facts in (file.stat() for file in files))
+    time.sleep(max(0.0, min(SETTLED_S, youngest + SETTLED_S - time.time())) + 0.01)
 
 
 def hash_and_note(file: Path, note: Path) -> str:

@@ -152,6 +152,17 @@ def test_hashing_that_takes_long_is_said_once(
     assert capsys.readouterr().err == ""
 
 
+def test_what_takes_long_to_hash_is_read_once_though_it_was_just_written(
+    checkpoint: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "LONG", 50)
+    monkeypatch.setattr(digests, "SETTLED_S", 0.3)
+    (checkpoint / "config.json").write_text("[]")
+    digest(checkpoint)
+    digest(checkpoint)
+    assert len(reads) == 2
+
+
 def test_the_embedded_model_keeps_the_digest_that_runs_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
