@@ -2,6 +2,7 @@
 
     read     of a folder of runs; runs that were stopped count with their samples so far
     load     of a compact file, a line per sample and variant, which `keep` writes
+    renewed  of such a file and of runs that came later
 
 Only samples that every variant of a scope and budget answered count, so all comparisons at a budget are of the same
 samples. Budgets may have more or fewer; one whose samples come in an order counts when all were answered.
@@ -30,6 +31,9 @@ COLUMNS = ("set", "model", "scope", "memory", "method", "sample", "score", "devi
 SHOWN, HIDDEN = "full_prompt", "context_only"
 WORDS = {SHOWN: "question shown", HIDDEN: "question hidden"}
 FULL = "full"
+FIRST = frozenset(  # what papers compare first
+    "snapkv pyramidkv adakv h2o tova streamingllm expected_attention keydiff kvzip quest pqcache kivi".split()
+)
 Place = tuple[str, str, str]  # scope, memory, method; the line of full attention has no memory
 Pair = tuple[str, str]
 
@@ -49,10 +53,13 @@ class Asked:
     is_ordered: bool = False  # by what is varied, such as depth: the first samples are not like the others
     scope: str = ""  # of all its runs, whatever their key says: a context is compressed before it is asked anything
     has_tokens: bool = False  # its budget is a number of tokens, of prompt and answer together, and no share of bytes
+    others_of: str = ""  # a set that was asked of `FIRST` alone: this one has the other methods, at one of its budgets
 
     def has(self, config: Mapping[str, Any]) -> bool:
-        name, params = config["task"]["name"], config["task"]["params"]
-        return name == self.task and self.where.items() <= params.items()
+        name, params, method = config["task"]["name"], config["task"]["params"], config["method"]["name"]
+        is_split = self.others_of or self.key in SPLIT
+        is_mine = not is_split or (method == FULL or method in FIRST) is not bool(self.others_of)
+        return is_mine and name == self.task and self.where.items() <= params.items()
 
     def share(self, memory: str) -> str:
         """A budget's words."""
@@ -123,7 +130,19 @@ SETS = (
         "each (temperature 0.6, nucleus 0.95), and a sample's score is the share of them that is right.",
         50, "gsm8k", {"thinking": True, "template": "chat", "max_new_tokens": 320}, has_tokens=True,
     ),
+    Asked(
+        "docs-others", "Questions on documents", "evidence_others_docs", "", 40, "longbench", others_of="docs",
+    ),
+    Asked(
+        "needle-others", "A needle of seven digits", "evidence_others", "", 60, "needle",
+        {"style": "own", "needles": 1}, is_ordered=True, others_of="needle",
+    ),
+    Asked(
+        "needle-name-others", "A needle that is a name", "evidence_others", "", 60, "needle",
+        {"style": "own_name", "needles": 1}, is_ordered=True, others_of="needle-name",
+    ),
 )  # fmt: skip
+SPLIT = frozenset(asked.others_of for asked in SETS if asked.others_of)
 
 
 @dataclass(frozen=True)
@@ -304,10 +323,17 @@ def gathered(lines: Sequence[Line]) -> list[Scores]:
     found = []
     for asked in SETS:
         own = [line for line in lines if line.asked == asked.key]
+        own += beside(asked, own, lines)
         models = {line.model: sum(other.model == line.model for other in own) for line in own}
         if models:
             found.append(of_model(asked, max(models, key=lambda name: models[name]), own))
     return [scores for scores in found if scores is not None]
+
+
+def beside(asked: Asked, own: Sequence[Line], lines: Sequence[Line]) -> list[Line]:
+    """Where a set has other methods: full attention and `FIRST` at its budgets, to compare all on the same samples."""
+    columns = {line.place[:2] for line in own} | {(line.place[0], "") for line in own}
+    return [line for line in lines if line.asked == asked.others_of and line.place[:2] in columns]
 
 
 def of_model(asked: Asked, model: str, lines: Sequence[Line]) -> Scores | None:
@@ -337,6 +363,14 @@ def common(rows: Sequence[Mapping[str, Line]]) -> list[str]:
 
 
 # --- the compact file ----------------------------------------------------------------------------
+
+
+def renewed(kept: Sequence[Line], lines: Sequence[Line]) -> list[Line]:
+    """Kept lines with those of later runs: of a task that was run again nothing older stays."""
+    again = {line.asked for line in lines}
+    both = [*lines, *(line for line in kept if line.asked not in again)]
+    order = {asked.key: i for i, asked in enumerate(SETS)}
+    return sorted(both, key=lambda line: order[line.asked])
 
 
 def keep(path: Path, lines: Sequence[Line]) -> None:

@@ -1,7 +1,8 @@
 """docs/results.md: findings first, then a figure and a short table per task, from scores that stand beside the page.
 
     python -m plots.findings             the page again, from docs/results/scores.csv.gz
-    python -m plots.findings RUNS        the scores of the runs of conf/experiment/evidence_*.yaml, and the page
+    python -m plots.findings RUNS        the same with runs of conf/experiment/evidence_*.yaml, in place of what is kept
+                                         of their tasks
 
 A finding is a comparison that `plots/contrasts.py` fixed beforehand; its numbers come from the samples, and it is left
 out where the test does not show it. What is on the page is made anew by either command, to the byte.
@@ -12,6 +13,7 @@ Not here: statistics (`plots/stats.py`), reading (`plots/evidence.py`), the figu
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import fsum
 from pathlib import Path
 
 import matplotlib
@@ -31,6 +33,7 @@ from plots.evidence import (
     load,
     mean,
     read,
+    renewed,
     title,
 )
 from plots.figures.evidence import picture
@@ -90,6 +93,23 @@ corrected. Ranks and groups further down are corrected over the pairs at a budge
 that this table does not.
 
 {table}
+"""
+REST = """\
+## All methods at one budget
+
+The methods above, and those that papers compare less often, on the same samples.
+
+{commands}
+
+{table}
+
+**Bold**: cannot be told apart from the best of its column (paired test, corrected over all pairs). \\* full attention
+is shown to be better. In parentheses: the 95 % interval. A dash: the method needs more bytes, chooses by a question
+that is hidden, or needs a table that is not there for this model. Left out are methods whose least size is more than a
+quarter of the bytes (ShadowKV, ThinK), those that learned gates decide for (KVzap, Fast KVzip, DMS), and those that
+work while the answer grows. Oracle reads every key: a reference, no method to deploy.
+
+All figures: {files}.
 """
 GGUF = """\
 `qwen2.5-coder-0.5b` was read from Qwen's own GGUF file (Q4_K_M, `model.id=FILE`; its sha256 is in
@@ -248,6 +268,26 @@ def section(scores: Scores, every: Sequence[str] = ()) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def rest(sets: Sequence[Scores]) -> list[str]:
+    """The part on all methods at one budget: a table of all tasks where they were asked."""
+    sets = [one for one in sets if one.is_comparable]
+    if not sets:
+        return []
+    columns = [(one, *column) for one in sets for column in one.columns]
+    names = {name for one in sets for name in one.methods}
+    of = {name: [100 * mean(one.of[s, m, name]) for one, s, m in columns if (s, m, name) in one.of] for name in names}
+    best = [one.groups(s, m)[0] for one, s, m in columns]
+    heads = ["method", *(f"{one.asked.title}, {one.asked.column(s, m)}; n = {one.n(s, m)}" for one, s, m in columns)]
+    rows = [["Full", *(f"{100 * mean(one.full(s, m)):.0f}" for one, s, m in columns)]]
+    for name in sorted(names, key=lambda name: (-fsum(of[name]) / len(of[name]), name)):
+        cells = [cell(one, (s, m, name)) for one, s, m in columns]
+        cells = [f"**{words}**" if name in first else words for words, first in zip(cells, best, strict=True)]
+        rows.append([title(name), *cells])
+    commands = dict.fromkeys(f"    python run.py -m experiment={one.asked.experiment}" for one in sets)
+    files = ", ".join(f"[{one.asked.key}.csv]({NAME}/{one.asked.key}.csv)" for one in sets)
+    return [REST.format(commands="\n".join(commands), table=markdown(Sheet(heads, rows)), files=files)]
+
+
 def what_can_be_lost(scores: Scores, column: tuple[str, str]) -> str:
     """How large a loss the samples can show, where it is half of what full attention has, or more."""
     answered, least, level = scores.answered(*column), scores.least_lost(column[0]), 100 * mean(scores.full(*column))
@@ -364,26 +404,31 @@ def page(sets: Sequence[Scores]) -> str:
     findings = "\n".join(f"{i}. {words}" for i, words in enumerate(shown_ones, start=1))
     models = " and ".join(f"`{name}`" for name in dict.fromkeys(one.model for one in sets))
     short = GGUF if any(one.model.startswith("qwen") for one in sets) else ""
+    beside = [one for one in sets if one.asked.others_of]
+    sets = [one for one in sets if not one.asked.others_of]
     every = [*dict.fromkeys(name for one in sets if not one.asked.has_tokens for name in one.methods)]
     fetching = ", ".join(title(name) for name in every if fetches(name))
     found = findings or "No comparison is shown."
     head = HEAD.format(models=models, fetching=fetching or "none here", findings=found, kept=KEPT, short=short)
     tested = REGISTER.format(n=len(CONTRASTS), table=register(sets))
-    return "\n".join([head, tested, *(section(one, every) for one in sets)])
+    return "\n".join([head, tested, *(section(one, every) for one in sets), *rest(beside)])
 
 
 def write(out: Path, runs: Path | None) -> list[Path]:
     folder = out / NAME
     folder.mkdir(parents=True, exist_ok=True)
     if runs is not None:
-        keep(folder / KEPT, read(runs))
+        kept = load(folder / KEPT) if (folder / KEPT).exists() else []
+        keep(folder / KEPT, renewed(kept, read(runs)))
     sets = gathered(load(folder / KEPT))
     paths = []
     with matplotlib.rc_context({**style.RC, **SVG}):
         for one in filter(lambda one: one.is_comparable, sets):
-            save(picture(one), folder / f"{one.asked.key}.svg")
+            if not one.asked.others_of:
+                save(picture(one), folder / f"{one.asked.key}.svg")
+                paths.append(folder / f"{one.asked.key}.svg")
             full_table(folder / f"{one.asked.key}.csv", one)
-            paths += [folder / f"{one.asked.key}.{kind}" for kind in ("svg", "csv")]
+            paths.append(folder / f"{one.asked.key}.csv")
     (out / f"{NAME}.md").write_text(page(sets), encoding="utf-8")
     return [out / f"{NAME}.md", *paths]
 

@@ -105,8 +105,8 @@ def needs(method: str) -> str:
 
 
 def shared(sets: Sequence[Scores]) -> list[Scores]:
-    """Those whose budgets are shares of the bytes; what a method does while it answers is a question of its own."""
-    return [one for one in sets if not one.asked.has_tokens]
+    """Those of the methods that papers compare first, and by bytes: what happens in an answer is another question."""
+    return [one for one in sets if not one.asked.has_tokens and not one.asked.others_of]
 
 
 def standings(sets: Sequence[Scores], scope: str, memory: str, has_host: bool) -> dict[str, Standing]:

@@ -23,11 +23,13 @@ from plots.evidence import (
     load,
     mean,
     read,
+    renewed,
     title,
 )
 from plots.figures.evidence import main_scope, named, picture
 from plots.findings import FINDINGS, main, page, section, shown, write
 from plots.stats import paired
+from plots.which import standings
 from results import read_config
 from tests.plots import made_runs
 
@@ -137,6 +139,38 @@ def test_scores_of_runs_are_kept_by_sample_whether_they_ended_or_not(tmp_path: P
     before = (tmp_path / "kept.csv.gz").read_bytes()
     keep(tmp_path / "kept.csv.gz", found)
     assert (tmp_path / "kept.csv.gz").read_bytes() == before
+
+
+def test_runs_of_one_task_leave_what_is_kept_of_others(tmp_path: Path) -> None:
+    kept = [replace(line, asked=key) for key in ("docs", "shared") for line in lines()[:3]]
+    again = [replace(kept[0], score=0.5)]
+    found = renewed(kept, again)
+    assert [line for line in found if line.asked == "docs"] == again, "of a task that was run again nothing older stays"
+    assert [line for line in found if line.asked == "shared"] == kept[3:]
+
+
+def test_other_methods_are_compared_with_the_first_ones_on_their_own_samples(tmp_path: Path) -> None:
+    for method, levels in {"full": 4, "snapkv": 2, "clusterkv": 3}.items():
+        rows = [{"score": float(i < levels), "ledger": {"bytes_resident_device": 50.0}} for i in range(4)]
+        made_runs.write(
+            tmp_path / "runs", method, "longbench", rows, memory=None if method == "full" else "1/4", ratio=None
+        )
+    found = read(tmp_path / "runs")
+    assert {line.place[2] for line in found if line.asked == "docs"} == {"full", "snapkv"}
+    assert {line.place[2] for line in found if line.asked == "docs-others"} == {"clusterkv"}
+
+    first = lines({"full": (1.0, 1.0), "snapkv": (0.5, 0.4)})
+    others = [
+        replace(line, asked="docs-others") for line in lines({"clusterkv": (0.9, 0.2)}, n=20) if line.place[1] == "0.25"
+    ]
+    every = next(one for one in gathered([*first, *others]) if one.asked.key == "docs-others")
+    assert {*every.methods} == {"snapkv", "clusterkv"} and every.memories == ["0.25"], "at no budget but the others'"
+    assert every.n(SHOWN, "0.25") == 20, "on no samples but the others'"
+    assert len(standings(gathered([*first, *others]), SHOWN, "0.25", has_host=True)) == 1, "docs/which-method.md"
+    text = written(tmp_path, [*first, *others])
+    part = text.partition("## All methods at one budget")[2]
+    assert "| ClusterKV | **90 (" in part and "| SnapKV | 60 (" in part and "experiment=evidence_others_docs" in part
+    assert "ClusterKV" not in text.partition("## All methods at one budget")[0]
 
 
 def test_so_many_losses_are_shown_and_one_fewer_is_not() -> None:
