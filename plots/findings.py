@@ -57,8 +57,8 @@ How well {models} answer with a compressed cache.
 The prompt's cache is compressed: on the device, every method may hold the same share of the bytes that full attention's
 keys and values take, and methods that fetch ({fetching}) keep all of them in host memory besides. Two things vary: that
 share, and what the method sees while it compresses. It sees the prompt with its question ("question shown"), or the
-prompt is compressed before anybody asks ("question hidden"). In the last task the prompt is short and the answer long:
-methods cut the cache while the answer grows, and all may keep the same number of tokens.
+prompt is compressed before anybody asks ("question hidden"). Where sums have no exemplars, the prompt is short
+and the answer long: methods cut the cache while the answer grows, and all may keep the same number of tokens.
 
 {findings}
 
@@ -260,7 +260,8 @@ def section(scores: Scores, every: Sequence[str] = ()) -> str:
         parts.append(what_can_be_lost(scores, min(tight, key=lambda column: scores.answered(*column))))
     if not scores.is_comparable:
         return "\n\n".join(parts) + "\n"
-    parts += [f"![{asked.title}: methods by share of the bytes]({NAME}/{asked.key}.svg)", table(scores)]
+    by = "tokens" if asked.has_tokens else "share of the bytes"
+    parts += [f"![{asked.title}: methods by {by}]({NAME}/{asked.key}.svg)", table(scores)]
     parts += ["\n".join(f"- {line}" for line in groups(scores))]
     parts.append(
         f"All figures, with differences, p-values, ranks and bytes held: [{asked.key}.csv]({NAME}/{asked.key}.csv)."
