@@ -1,9 +1,15 @@
 """A sweep of twenty variants against its cells one by one, and against full attention alone.
 
+    python -m benchmarks.bench_sweep
+    python -m benchmarks.bench_sweep --many --clock cpu
+
 Ten methods at two ratios are asked a few samples, always to the last new token. Each sample is a pair: what twenty runs
 spend on it, and what one fused run does, with the same loaded model and all that a run writes. In float32 both must say
 the same, and that is checked first; in 16 bits the number of equal answers is printed, because a batch of another
 height rounds differently.
+
+With `--many`, 145 variants against full attention alone: thirty methods at five ratios, 2,000 tokens and answers of 16.
+With `--clock cpu`, seconds are those that all threads computed, for machines that others use too.
 
 With `--memory`, the largest resident size of a fused run and of full attention, each in a process of its own. With
 `--profile`, where the fused run's time goes, by the engine's spans and by Python's functions.
@@ -21,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -41,6 +47,13 @@ from results.opened import open_folders
 
 METHODS = "snapkv,pyramidkv,h2o,xkv,sparq,quest,clusterkv,infllm,infinigen,pqcache"
 RATIOS = "0.1,0.2"
+MANY = (
+    "full,oracle,pqcache,clusterkv,quest,sparq,infinigen,infllm_short,double_sparsity,loki,rocketkv,magicpig,retroinfer,"
+    "shadowkv,attention_matching,snapkv,pyramidkv,xkv,adakv,ada_pyramid,expected_attention,kvzip,duo_attention,tova,"
+    "keydiff,knorm,lagkv,h2o,pyramidinfer,streamingllm"
+)
+MANY_RATIOS = "0.1,0.2,0.3,0.4,0.6"
+CLOCKS = {"wall": perf_counter, "cpu": process_time}
 MAX_GAIN_BYTES = 1.5e9  # of a fused run over full attention
 
 
@@ -63,7 +76,7 @@ def cells(options: argparse.Namespace, methods: Sequence[str], out: Path) -> lis
             f"task.max_new_tokens={options.new}",
             f"dtype={options.dtype}",
         ),
-        *("device=cpu", f"out={out}", f"sweep.max_variants={options.max_variants}"),
+        *("device=cpu", f"out={out}", f"sweep.max_variants={options.max_variants}", "sweep.refused=skip"),
     ]
     made = []
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -96,16 +109,16 @@ class Quiet(Progress):
         """Only what is measured is printed."""
 
 
-def asking(groups: Sequence[Ready]) -> Callable[[], float]:
+def asking(groups: Sequence[Ready], clock: Callable[[], float] = perf_counter) -> Callable[[], float]:
     """Ask all of them the next sample: seconds."""
     at = iter(range(len(groups[0][1])))
 
     def ask() -> float:
         i = next(at)
-        start = perf_counter()
+        start = clock()
         for group, waiting, answering in groups:
             group.ask(waiting[i], answering)
-        return perf_counter() - start
+        return clock() - start
 
     return ask
 
@@ -119,7 +132,7 @@ def answers(folder: Path) -> dict[tuple[str, str], str]:
     }
 
 
-def bench_time(options: argparse.Namespace, methods: list[str], scratch: Path) -> None:
+def bench_time(options: argparse.Namespace, methods: Sequence[str], scratch: Path) -> None:
     models = Models()
     fused = cells(options, methods, scratch / "fused")
     alone = [] if options.beside == "full" else [[one] for one in cells(options, methods, scratch / "alone")]
@@ -129,12 +142,14 @@ def bench_time(options: argparse.Namespace, methods: list[str], scratch: Path) -
     with opened([cells(warm, methods, scratch / "warm")], models) as groups:
         asking(groups)()
     name = models.get(prepare(fused[:1])[0].settings).shape.name
-    shape = f"{len(fused)} variants, {options.tokens} tokens, {options.new} new, {name}"
-    dtype = str(models.model.dtype).removeprefix("torch.")
+    dtype, clock = str(models.model.dtype).removeprefix("torch."), CLOCKS[options.clock]
 
     with opened([fused, full, again, *alone], models) as groups:
-        pairs = measure(asking(groups[3:]), asking(groups[:1]), options.samples, warm_up=0) if alone else None
-        beside_full = measure(asking(groups[1:2]), asking(groups[2:3]), options.samples, warm_up=0)
+        pairs = measure(asking(groups[3:], clock), asking(groups[:1], clock), options.samples, 0) if alone else None
+        beside_full = measure(asking(groups[1:2], clock), asking(groups[2:3], clock), options.samples, 0)
+        n_variants = len(groups[0][0].cells)
+    shape = f"{n_variants} variants, {options.tokens} tokens, {options.new} new, {name}"
+    shape += ", CPU time" if options.clock == "cpu" else ""
     record("sweep: fused against full attention alone", shape, dtype, beside_full)
     if pairs is None:
         return
@@ -146,11 +161,11 @@ def bench_time(options: argparse.Namespace, methods: list[str], scratch: Path) -
     record("sweep: fused against one by one", shape, dtype, pairs)
 
 
-def bench_profile(options: argparse.Namespace, methods: list[str], scratch: Path) -> None:
+def bench_profile(options: argparse.Namespace, methods: Sequence[str], scratch: Path) -> None:
     """Seconds of one fused sample by span, and by function."""
     models = Models()
     with opened([cells(options, methods, scratch / "profile")], models) as groups:
-        ask, profile = asking(groups), cProfile.Profile()
+        ask, profile = asking(groups, CLOCKS[options.clock]), cProfile.Profile(CLOCKS[options.clock])
         ask()
         with recording() as spans:
             seconds = ask()
@@ -191,11 +206,13 @@ def bench_memory(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--ratios", type=lambda words: words.split(","), default=RATIOS)
-    parser.add_argument("--beside", choices=("runs", "full"), default="runs", help="full: full attention alone")
+    parser.add_argument("--many", action="store_true", help="145 variants in place of twenty")
+    parser.add_argument("--methods")
+    parser.add_argument("--ratios")
+    parser.add_argument("--beside", choices=("runs", "full"), help="full: full attention alone")
+    parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall")
     parser.add_argument("--tokens", type=int)
-    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--new", type=int)
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-variants", default="auto")
@@ -204,7 +221,11 @@ def main() -> None:
     parser.add_argument("--functions", type=int, default=30, help="of the profile")
     parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.tokens = options.tokens or (8000 if options.memory else 4000)
+    options.methods = options.methods or (MANY if options.many else METHODS)
+    options.ratios = (options.ratios or (MANY_RATIOS if options.many else RATIOS)).split(",")
+    options.beside = options.beside or ("full" if options.many else "runs")
+    options.tokens = options.tokens or (2000 if options.many else 8000 if options.memory else 4000)
+    options.new = options.new or (16 if options.many else 32)
     methods = options.methods.split(",")
     torch.set_grad_enabled(False)
     with TemporaryDirectory() as folder:

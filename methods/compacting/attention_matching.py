@@ -45,7 +45,16 @@ from engine.passes.repetition import RepeatedQueries
 from engine.placement import Made
 from engine.shapes import Checkpoint, ModelShape
 from methods.base import SelectiveAttention
-from methods.compacting.matching import BiasRule, Pursuit, fit_values, fit_weights, highest_keys, pursue, target
+from methods.compacting.matching import (
+    BiasRule,
+    Pursuit,
+    fit_values,
+    fit_weights,
+    highest_keys,
+    pursue,
+    target,
+    weights_of,
+)
 
 LEAST_QUERIES = 1024  # rows of a KV head
 QUERIES_PER_KEY = 4
@@ -70,7 +79,7 @@ class Compacted:
 
 class AttentionMatching(SelectiveAttention):
     title = "Attention Matching"
-    version = 2  # pursuit solves by products of columns in float64, and takes others of equal keys
+    version = 3  # least squares by products of columns in place of QR: biases and values differ in their last digits
     no_growth = "makes tokens that stand for the whole context at once"
     no_latents = "fits values apart from keys: here a value is part of its key"
     drops = True
@@ -262,23 +271,23 @@ class AttentionMatching(SelectiveAttention):
         params, soft = self.params, self.trace.softmax[layer]
         near, own = keys[start:end].float(), values[start:end].float()
         goal = target(q, near, soft)
-        attention = goal.weights  # (n, s)
         rule = BiasRule(*params.bounds, params.n_steps)
         if params.select == "highest":
-            idx = highest_keys(attention, t, params.score)
+            idx = highest_keys(goal, t, params.score)
             weights = None
         else:
             idx, weights = pursue(goal, t, Pursuit(*PURSUITS[params.select], params.drop_below), rule)
+        columns = goal.exps.mT[idx].mT  # (n, t)
         if params.biases == "none":
             bias = torch.zeros(len(idx), device=q.device)
         else:
             if weights is None:
-                weights = fit_weights(goal.exps[:, idx], goal.mass, rule, self.power_start(len(idx), q.device))
+                weights = fit_weights(columns, goal.mass, rule, self.power_start(len(idx), q.device))
             bias = weights.log().to(keys.dtype).float()  # as a cache of this type holds it
         if params.values == "kept":
             return Compacted(idx + start, bias, own[idx], False)
-        few = (soft.bent(q @ near[idx].mT) + bias).softmax(1)  # (n, t)
-        new, is_ridged = fit_values(few, attention @ own, params.ridge, float(own.abs().amax()))
+        few = weights_of(columns, bias)
+        new, is_ridged = fit_values(few, goal.outputs(own), params.ridge, float(own.abs().amax()))
         return Compacted(idx + start, bias, new, is_ridged)
 
     def power_start(self, t: int, device: torch.device) -> Tensor:

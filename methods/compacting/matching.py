@@ -16,7 +16,10 @@ from torch import Tensor
 from engine.softmax import Softmax
 
 POWER_STEPS = 3  # of the power iteration for a step size
-GRAM_STEPS = 100  # of projected gradients, from which on the columns' products pay for themselves
+BLOCK = 192  # keys at a time, whose numbers a cache holds; products of 1,000 take half the time that all at once do
+MOST_CHANGES = 12  # of a solution, each of which at least halves what is left
+SETTLED = 1e-4  # of a solution, which the last change may be; the next would be smaller by what this one shrank
+MOST_POWERS = 100  # of products, for their largest eigenvalue; positive ones took up to 15
 DROP_ROUNDS = 3  # in which keys of next to no mass make room for others
 RIDGE = 1e-6  # of the second attempt, where plain least squares gives values that 16 bits cannot hold
 ALIKE = 1e-6  # of the largest pivot, below which products of columns lose what float32 columns have
@@ -26,12 +29,12 @@ LARGEST_GROWTH = 100.0  # by which new values may exceed the old ones
 class Target(NamedTuple):
     """What all keys give to the reference queries."""
 
-    exps: Tensor  # (n, s), exponentials of logits less their row's largest
+    exps: Tensor  # (n, s), exponentials of logits less their row's largest; a key's lie together, since keys are chosen
     mass: Tensor  # (n,), their sums
 
-    @property
-    def weights(self) -> Tensor:
-        return self.exps / self.mass.unsqueeze(1)
+    def outputs(self, values: Tensor) -> Tensor:
+        """Attention output (n, d_h) over all values (s, d_h)."""
+        return (self.exps @ values).div_(self.mass.unsqueeze(1))
 
 
 class BiasRule(NamedTuple):
@@ -47,66 +50,138 @@ def target(q: Tensor, keys: Tensor, soft: Softmax) -> Target:
 
     Without sinks, which join the kept tokens as they joined all of them: exactly, and never fitted.
     """
-    logits = soft.bent(q @ keys.mT)
-    exps = logits.sub_(logits.amax(1, keepdim=True)).exp_()
-    return Target(exps, exps.sum(1))
+    logits = soft.capped(keys @ (q * soft.scale).mT)  # (s, n)
+    exps = logits.sub_(logits.amax(0)).exp_()
+    return Target(exps.mT, exps.sum(0))
 
 
-def highest_keys(weights: Tensor, t: int, score: str) -> Tensor:
-    """The `t` keys with the most attention by weights (n, s), most first; of equal ones the lower position."""
-    if score == "rms":
-        scores = weights.square().mean(0).sqrt()
-    else:
-        scores = weights.mean(0) if score == "mean" else weights.amax(0)
+def highest_keys(goal: Target, t: int, score: str) -> Tensor:
+    """The `t` keys with the most attention, most first; of equal ones the lower position."""
+    scores = torch.cat([scores_of(some / goal.mass, score) for some in goal.exps.mT.split(BLOCK)])
     return scores.sort(descending=True, stable=True).indices[:t]
+
+
+def scores_of(weights: Tensor, score: str) -> Tensor:
+    """How much attention some keys get, by their weights (keys, n)."""
+    if score == "rms":
+        return weights.square_().mean(1).sqrt_()
+    return weights.mean(1) if score == "mean" else weights.amax(1)
+
+
+def weights_of(columns: Tensor, bias: Tensor) -> Tensor:
+    """Attention weights (n, t) of keys with these columns of exponentials and biases (t,).
+
+    A query that had less attention for any of them than float32 can say gets none: it is left out of a fit.
+    """
+    x = columns * bias.exp()
+    return x.div_(x.sum(1, keepdim=True).clamp_(min=torch.finfo(x.dtype).tiny))
 
 
 def fit_weights(columns: Tensor, mass: Tensor, rule: BiasRule, start: Tensor) -> Tensor:
     """Weights (t,) within bounds with which columns (n, t) add up to the mass (n,); a power iteration has `start`."""
-    weights = least_squares(columns, mass.unsqueeze(1)).squeeze(1).clamp_(rule.lowest, rule.highest)
+    system = System(columns)
+    weights = least_squares(system, mass.unsqueeze(1)).squeeze(1).clamp_(rule.lowest, rule.highest)
     if rule.n_steps:
-        step, wanted = 1 / squared_norm(columns, start), columns.mT @ mass
-        gram = columns.mT @ columns if rule.n_steps >= GRAM_STEPS else None
+        step, wanted = 1 / squared_norm(system.gram, start), columns.mT @ mass
         for _ in range(rule.n_steps):
-            had = columns.mT @ (columns @ weights) if gram is None else gram @ weights
-            weights = (weights - step * (had - wanted)).clamp_(rule.lowest, rule.highest)
+            weights = (weights - step * (system.gram @ weights - wanted)).clamp_(rule.lowest, rule.highest)
     return weights
 
 
-def squared_norm(x: Tensor, start: Tensor) -> Tensor:
-    """The largest squared singular value of x (n, t), as a few steps from `start` (t,) have it."""
+def squared_norm(gram: Tensor, start: Tensor) -> Tensor:
+    """The largest squared singular value of columns with these products (t, t), after a few steps from `start` (t,)."""
     direction = start / start.norm()
     for _ in range(POWER_STEPS):
-        direction = x.mT @ (x @ direction)
+        direction = gram @ direction
         direction = direction / direction.norm().clamp(min=1e-12)
-    return (x @ direction).square().sum().clamp(min=1e-12)
+    return (direction @ gram @ direction).clamp(min=1e-12)
 
 
-def least_squares(x: Tensor, y: Tensor) -> Tensor:
-    """Plain least squares of x (n, t) for the columns of y (n, c): (t, c)."""
-    found = solved(x, y)
-    return found if bool(found.isfinite().all()) else ridged(x, y, RIDGE)
+def products(x: Tensor) -> Tensor:
+    """Products of all columns of x (n, t) with each other, (t, t): those above the diagonal, mirrored."""
+    t = x.shape[1]
+    gram = x.new_empty(t, t)
+    for start in range(0, t, BLOCK):
+        end = min(start + BLOCK, t)
+        gram[start:end, start:] = x[:, start:end].mT @ x[:, start:]
+        gram[end:, start:end] = gram[start:end, end:].mT
+    return gram
 
 
-def solved(x: Tensor, y: Tensor) -> Tensor:
-    """As `least_squares`, without a ridge: not finite where columns of x are alike, whatever the library does then."""
+class System:
+    """Least squares of columns x (n, t) by their products, which are taken once for all that is asked of the columns.
+
+    A Cholesky factor of products in float32 loses half of the digits, so each solution is solved again for what it
+    leaves until it hardly changes. Then it is as close as one by a QR decomposition, which takes twice as long.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.gram = x, products(x)
+
+    def solved(self, y: Tensor, penalty: float = 0.0) -> Tensor | None:
+        """For columns of y (n, c), with this penalty on squared results: (t, c); None where it does not settle."""
+        x, gram = self.x, self.gram
+        if penalty:
+            gram = gram.clone()
+            gram.diagonal().add_(penalty)
+        factor, failed = torch.linalg.cholesky_ex(gram)
+        if bool(failed):
+            return None
+        found = torch.cholesky_solve(x.mT @ y, factor)
+        before = float(found.norm())
+        for _ in range(MOST_CHANGES):
+            change = torch.cholesky_solve((x.mT @ (y - x @ found)).sub_(found, alpha=penalty), factor)
+            found, size = found.add_(change), float(change.norm())
+            if size <= SETTLED * float(found.norm()):
+                return found
+            if not size < before / 2:
+                return None
+            before = size
+        return None
+
+    def share(self, penalty: float) -> float:
+        """A penalty that is given as a share of the largest squared singular value of the columns.
+
+        No product of weights is negative, so that powers of the products, of which rows are the start, lead there.
+        """
+        direction, before = self.gram.sum(1), 0.0
+        for _ in range(MOST_POWERS):
+            direction = self.gram @ (direction / direction.norm())
+            largest = float(direction.norm())
+            if abs(largest - before) <= 1e-6 * largest:
+                return penalty * largest
+            before = largest
+        return penalty * float(torch.linalg.eigvalsh(self.gram.double())[-1])
+
+
+def least_squares(system: System, y: Tensor) -> Tensor:
+    """Plain least squares for the columns of y (n, c): (t, c)."""
+    found = plain(system, y)
+    return found if bool(found.isfinite().all()) else ridged(system, y, RIDGE)
+
+
+def plain(system: System, y: Tensor) -> Tensor:
+    """As `least_squares`, without a ridge: not finite where columns are alike, whatever the library does then."""
+    found = system.solved(y)
+    if found is not None:
+        return found
     try:
-        return torch.linalg.lstsq(x, y, driver="gels").solution
+        return torch.linalg.lstsq(system.x, y, driver="gels").solution
     # Some raise what others answer with infinities.
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-        return y.new_full((x.shape[1], y.shape[1]), torch.nan)
+        return y.new_full((system.x.shape[1], y.shape[1]), torch.nan)
 
 
-def ridged(x: Tensor, y: Tensor, penalty: float, is_share: bool = False) -> Tensor:
-    """Least squares with this penalty on squared results, in float64: (t, c).
-
-    As a share it is of the largest squared singular value of x.
-    """
-    wide = x.double()
+def ridged(system: System, y: Tensor, penalty: float) -> Tensor:
+    """Least squares with this penalty on squared results: (t, c). In float64 where float32 does not settle."""
+    found = system.solved(y, penalty)
+    if found is not None:
+        return found
+    wide = system.x.double()
     gram = wide.mT @ wide
-    gram.diagonal().add_(penalty * torch.linalg.eigvalsh(gram)[-1] if is_share else penalty)
+    gram.diagonal().add_(penalty)
     factor = torch.linalg.cholesky_ex(gram).L
-    return torch.cholesky_solve(wide.mT @ y.double(), factor).to(x.dtype)
+    return torch.cholesky_solve(wide.mT @ y.double(), factor).to(y.dtype)
 
 
 def fit_values(x: Tensor, wanted: Tensor, ridge: float, largest: float) -> tuple[Tensor, bool]:
@@ -114,12 +189,13 @@ def fit_values(x: Tensor, wanted: Tensor, ridge: float, largest: float) -> tuple
 
     Whether they had to be made again with a ridge, because some were far above `largest`, the old values' largest.
     """
+    system = System(x)
     if ridge:
-        return ridged(x, wanted, ridge, is_share=True), False
-    found = solved(x, wanted)
+        return ridged(system, wanted, system.share(ridge)), False
+    found = plain(system, wanted)
     if bool((found.abs().amax() <= LARGEST_GROWTH * largest).logical_and(found.isfinite().all())):
         return found, False
-    return ridged(x, wanted, RIDGE, is_share=True), True
+    return ridged(system, wanted, system.share(RIDGE)), True
 
 
 class Pursuit(NamedTuple):
