@@ -17,6 +17,7 @@ from engine.softmax import Softmax
 
 POWER_STEPS = 3  # of the power iteration for a step size
 BLOCK = 192  # keys at a time, whose numbers a cache holds; products of 1,000 take half the time that all at once do
+FEW = 64  # keys at a time that meet all queries: of 2,000 and 4,428 queries in 17 ms, all at once in 28
 MOST_CHANGES = 12  # of a solution, each of which at least halves what is left
 SETTLED = 1e-4  # of a solution, which the last change may be; the next would be smaller by what this one shrank
 MOST_POWERS = 100  # of products, for their largest eigenvalue; positive ones took up to 15
@@ -50,7 +51,10 @@ def target(q: Tensor, keys: Tensor, soft: Softmax) -> Target:
 
     Without sinks, which join the kept tokens as they joined all of them: exactly, and never fitted.
     """
-    logits = soft.capped(keys @ (q * soft.scale).mT)  # (s, n)
+    scaled, turned = q.new_empty(len(keys), len(q)), (q * soft.scale).mT
+    for start in range(0, len(keys), FEW):
+        torch.mm(keys[start : start + FEW], turned, out=scaled[start : start + FEW])
+    logits = soft.capped(scaled)  # (s, n)
     exps = logits.sub_(logits.amax(0)).exp_()
     return Target(exps.mT, exps.sum(0))
 
