@@ -169,7 +169,7 @@ def test_other_methods_are_compared_with_the_first_ones_on_their_own_samples(tmp
     assert len(standings(gathered([*first, *others]), SHOWN, "0.25", has_host=True)) == 1, "docs/which-method.md"
     text = written(tmp_path, [*first, *others])
     part = text.partition("## All methods at one budget")[2]
-    assert "| ClusterKV | **90 (" in part and "| SnapKV | 60 (" in part and "experiment=evidence_others_docs" in part
+    assert "| ClusterKV | **90** (" in part and "| SnapKV | 60 (" in part and "experiment=evidence_others_docs" in part
     assert "ClusterKV" not in text.partition("## All methods at one budget")[0]
 
 
