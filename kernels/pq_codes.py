@@ -124,16 +124,24 @@ def bit_shifts(device: torch.device) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
 
 
+def room_bytes(h_kv: int, m: int, b: int, capacity: int) -> int:
+    """Bytes of memory that so many tokens' codes lie in."""
+    return h_kv * m * -(-capacity // GROUP) * 8 * b
+
+
 class PackedCodes:
     """Codes of one layer, b <= 8 bits each, with room for `capacity` tokens."""
 
-    def __init__(self, h_kv: int, m: int, b: int, capacity: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, h_kv: int, m: int, b: int, capacity: int, device: torch.device | str = "cpu",
+        memory: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """`memory` is `room_bytes` of zeros, uint8, by default new ones."""
         assert 1 <= b <= 8, b
         self.b, self.n, self.capacity = b, 0, capacity
-        n_bytes = -(-capacity // GROUP) * 8 * b
-        self.data = torch.zeros(h_kv, m, n_bytes, dtype=torch.uint8, device=device)
-        self.form = h_kv, m, b, capacity  # alike where codes fit in each other's memory
-        self.address = 0  # of a copy's memory, asked for once
+        if memory is None:
+            memory = torch.zeros(room_bytes(h_kv, m, b, capacity), dtype=torch.uint8, device=device)
+        self.data = memory.view(h_kv, m, -1)
 
     def extend(self, codes: Tensor) -> None:
         """Append the codes of the next tokens, (h_kv, m, n_new)."""
@@ -153,18 +161,18 @@ class PackedCodes:
         first = whole // 8 * self.b
         self.data[..., first : first + packed.shape[-1]] = packed
 
-    def like(self, device: torch.device) -> PackedCodes:
-        """Room for a copy of them elsewhere."""
+    def within(self, memory: Tensor, n: int) -> PackedCodes:
+        """The first n of them, as memory has them that bytes of these are copied to."""
         there = PackedCodes.__new__(PackedCodes)
-        there.b, there.n, there.capacity, there.form = self.b, 0, self.capacity, self.form
-        there.data = torch.empty_like(self.data, device=device)
-        there.address = there.data.data_ptr()
+        there.b, there.n, there.capacity, there.data = self.b, n, self.capacity, memory.view(self.data.shape)
         return there
 
-    def copy_to(self, there: PackedCodes) -> PackedCodes:
-        """The same codes there, without waiting for them."""
-        there.n = self.n
-        there.data.copy_(self.data, non_blocking=True)
+    def forked(self) -> PackedCodes:
+        """The same codes in memory of their own."""
+        x = self.data
+        made = torch.empty(x.nbytes, dtype=torch.uint8, device=x.device, pin_memory=x.is_pinned())
+        there = self.within(made, self.n)
+        there.data.copy_(x)
         return there
 
     def codes(self, start: int = 0, stop: int | None = None) -> Tensor:

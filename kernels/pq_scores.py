@@ -297,7 +297,6 @@ class KeySearch:
         self.found = room("keys", device, torch.int64, n * h_kv * (self.s + self.grows * n_steps))
         planes, g = rows[0].codes.b % 8, h // h_kv
         self.numbers = [self.told(row) for row in rows]
-        self.tables: dict[tuple[int, ...], Tensor] = {}  # by where codes lie
         width = power_of_2(d_m)
         some = min(power_of_2(c), max(1, TABLE // width))
         self.look_ups = (n, h_kv, m), (c, d_m, g, planes, some, width), max(4, some * width // OF_WARP)
@@ -315,21 +314,21 @@ class KeySearch:
 
     def table(self, where: tuple[int, ...]) -> Tensor:
         """All rows' numbers, where their codes lie at these addresses."""
-        if where not in self.tables:
-            numbers = [number for at, told in zip(where, self.numbers, strict=True) for number in (at, *told)]
-            self.tables[where] = constants(tuple(numbers), self.entries.device)
-        return self.tables[where]
+        numbers = [number for at, told in zip(where, self.numbers, strict=True) for number in (at, *told)]
+        return constants(tuple(numbers), self.entries.device)
 
-    def look_up(self, q: Tensor, keys: Tensor, age: int, where: tuple[int, ...] | None = None) -> Tensor:
+    def look_up(self, q: Tensor, keys: Tensor, age: int, table: Tensor | None = None) -> Tensor:
         """The tables of inner products, and codes of the newest keys."""
-        table, (grid, sizes, n_warps) = self.table(self.where if where is None else where), self.look_ups
+        table, (grid, sizes, n_warps) = self.table(self.where) if table is None else table, self.look_ups
         tables_of_rows[grid](q, keys, self.start, table, self.entries, self.newest + age, *sizes, num_warps=n_warps)
         return table
 
-    def find(self, q: Tensor, keys: Tensor, age: int = 0, where: tuple[int, ...] | None = None) -> Tensor:
-        """Keys of all rows' tokens, as many for each head as the row with most has, behind each other."""
+    def find(self, q: Tensor, keys: Tensor, age: int = 0, table: Tensor | None = None) -> Tensor:
+        """Keys of all rows' tokens, as many for each head as the row with most has, behind each other.
+
+        `table` is that of where codes lie, by default where they lay."""
         q, keys = q.contiguous(), keys.contiguous()
-        table, newest, lses = self.look_up(q, keys, age, where), self.newest + age, self.lses
+        table, newest, lses = self.look_up(q, keys, age, table), self.newest + age, self.lses
         lses_of_rows[self.grids[0]](self.entries, table, lses, newest, *self.sizes)
         if self.sink is not None:
             lses = with_sink(lses, self.sink)

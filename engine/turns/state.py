@@ -2,7 +2,8 @@
 
 What the trace holds is shared by all variants and never written to, so that copies share it too. All the rest is
 copied: slots, windows, rings, tails, caches, counters, scores, codes, generators. Tensors that share memory share it in
-the copy as well. The books are not part of it: a copy begins a ledger of its own.
+the copy as well, but for those of a part that copies itself (`forked`), whose memory it shares with other rows. The
+books are not part of it: a copy begins a ledger of its own.
 
 A method needs to do nothing for this as long as its state is made of tensors, numbers, containers, plain objects and
 generators. One whose state lies elsewhere says `rolls_back = False`.
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Set
 from concurrent.futures import Future
 from functools import partial
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,6 +32,15 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Row)
 PLAIN = (str, bytes, int, float, complex, bool, type(None), range, slice)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+
+
+@runtime_checkable
+class CopiesItself(Protocol):
+    """A part of a row that lies in one piece of memory with parts of other rows."""
+
+    def forked(self) -> Any:
+        """A copy with memory of its own."""
+        ...
 
 
 def fork_of(row: R) -> R:
@@ -75,7 +85,7 @@ class _Copier:
             elif isinstance(one, Future):
                 if one.done() and not one.cancelled() and one.exception() is None:
                     left.append(one.result())
-            else:
+            elif not getattr(one, "is_of_rows", False):  # what all rows use, and has parts of each
                 left += parts_of(one)
 
     def copy(self, thing: T) -> T:
@@ -96,6 +106,8 @@ class _Copier:
             return self.tensor(thing)
         if isinstance(thing, torch.Generator):
             return thing.clone_state()
+        if isinstance(thing, CopiesItself):
+            return thing.forked()
         if isinstance(thing, Future):  # of a thread that works for this row alone
             made = Future[Any]()
             made.set_result(self.copy(thing.result()))

@@ -41,7 +41,7 @@ quantiser per turn of a conversation: every sample here is one prompt and one an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -65,13 +65,15 @@ from engine.selection import Cost, FeedSelection, Found, Selection
 from engine.shapes import ModelShape
 from engine.turns.feed import Feed
 from kernels.choices import EMPTY, MERGES
-from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes
+from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, room_bytes
 from kernels.pq_scores import Coded, KeySearch, pq_keys_triton, pq_tables_triton, pq_top, steps_left
 from kernels.scratch import Scratch
 from kernels.topk import KeyChoice, top_keys
 from methods.base import SelectiveAttention
 from methods.retrieving.pqcache_quantiser import (
+    Copies,
     Lane,
+    Load,
     Quantiser,
     first_centroids,
     groups_of,
@@ -210,6 +212,8 @@ class PQCache(SelectiveAttention):
         self.scored: dict[int, tuple[Sequence[PQCache], int, list[Coded]]] = {}  # by layer: with whom, and when
         self.seconds, self.n_rebuilds = 0.0, 0
         self.lane = trace.once("PQCache's lane", Lane) if trace.device.type == "cuda" else None
+        if self.lane is not None and self.lies_beside_others:
+            self.lane.shelf.expect(self.room_bytes)
 
     # While the prompt is read.
 
@@ -218,7 +222,7 @@ class PQCache(SelectiveAttention):
         if params.iterations == "auto":
             self.clock.enter(layer, trace.device_of(layer))
         trace.offload(layer)  # what is clustered beside the model is on its way
-        n_fit = trace.s_prompt - plan.n_sink - (plan.n_local if params.fit == "middle" else 0)
+        n_fit = self.n_fit
         if plan.k:
             self.rounds[layer] = self.most_rounds(layer, n_fit)
             what = (plan.n_sink, n_fit, plan.m, plan.b, self.rounds[layer])
@@ -395,6 +399,7 @@ class PQCache(SelectiveAttention):
                 self.quantisers[layer] = self.pending.pop(layer).result()
             self.seconds += self.quantisers[layer].seconds
             self.own_layers.discard(layer)
+            self.note_change()
             if self.lane is not None and self.codes_late(layer):
                 self.code_late(layer)  # those that a GPU does not code as they come
         quantiser = self.quantisers[layer]
@@ -402,22 +407,54 @@ class PQCache(SelectiveAttention):
 
     def codes_late(self, layer: int) -> bool:
         """Whether generated tokens will be candidates."""
-        last = self.trace.s_prompt + self.store.n_new - self.plan.n_sink - self.window()
-        return last > self.quantisers[layer].n_fit
+        return self.most_candidates > self.quantisers[layer].n_fit
 
     def code_late(self, layer: int, n_seen: int | None = None) -> Quantiser:
         """Code all tokens so far that have no code: those in the window will need one, and many at once are cheaper."""
         quantiser, n_sink = self.quantisers[layer], self.plan.n_sink
         if layer not in self.own_layers:
-            room = self.trace.s_prompt + self.store.n_new - n_sink
-            quantiser = self.quantisers[layer] = with_room(quantiser, room)
+            memory = None
+            if self.lane is not None and self.lies_beside_others:
+                memory = self.lane.shelf.take(tuple(self.ways[layer].own), self.room_bytes)
+            quantiser = self.quantisers[layer] = with_room(quantiser, self.most_codes, memory)
             self.own_layers.add(layer)
+            self.note_change()
         # On a GPU the current token's key may still be on its way; its code is stored with the step's tables.
         stop = (n_seen or self.store[layer].n_seen) - (self.lane is not None)
         keys = self.keys(layer, n_sink + quantiser.codes.n, stop)
         quantiser.codes.extend(pq_codes(keys, quantiser.centroids))
         self.store.spend(layer, Cost(rebuilt_bytes=keys.numel() * ELEMENT_BYTES))
         return quantiser
+
+    def note_change(self) -> None:
+        """Some layer's codes lie elsewhere from now on."""
+        if self.lane is not None:
+            self.lane.n_changes += 1
+
+    @property
+    def n_fit(self) -> int:
+        """Tokens that the first quantiser is made of."""
+        return self.trace.s_prompt - self.plan.n_sink - (self.plan.n_local if self.params.fit == "middle" else 0)
+
+    @property
+    def most_candidates(self) -> int:
+        """Of the last step."""
+        return self.most_codes - self.window()
+
+    @property
+    def most_codes(self) -> int:
+        """Of a layer, where generated tokens get some."""
+        return self.trace.s_prompt + self.store.n_new - self.plan.n_sink
+
+    @property
+    def room_bytes(self) -> int:
+        """Of so many."""
+        return room_bytes(self.trace.shape.h_kv, self.plan.m, self.plan.b, self.most_codes)
+
+    @property
+    def lies_beside_others(self) -> bool:
+        """Whether codes that grow lie beside other rows'; each new quantiser's have memory of their own."""
+        return self.plan.k > 0 and not self.params.rebuild_every and self.most_candidates > self.n_fit
 
     @cached_property
     def ways(self) -> dict[int, Way]:
@@ -520,7 +557,9 @@ def bring(rows: Sequence[PQCache], layer: int, ns: Sequence[int]) -> list[Packed
     it, where they are clustered."""
     trace, lane = rows[0].trace, rows[0].lane
     assert lane is not None
-    here = lane.take(layer, [row.quantisers[layer].codes for row in rows], trace.device_of(layer))
+    sources = [row.quantisers[layer].codes for row in rows]
+    taken = lane.take(layer, sources, trace.device_of(layer))
+    here = [copies.of(source) for copies, source in zip(taken, sources, strict=True)]
     coming: dict[torch.device, dict[int, list[PackedCodes]]] = {}
     for row, n in zip(rows, ns, strict=True):
         own, ahead = row.ways[layer]
@@ -563,23 +602,28 @@ class PQSearch:
         self.homes = [each.home for each in coded if each.home is not None]
         self.n_steps = steps_left(coded)
         self.sources = [row.quantisers[layer].codes for row in rows]
-        self.ahead: dict[int, list[PackedCodes]] | None = None  # what is asked for at the steps to come
+        lane = rows[0].lane
+        assert lane is not None, "codes are searched where they are copied to"
+        self.lane, self.n_changes, self.device = lane, lane.n_changes, rows[0].trace.device_of(layer)
+        self.ahead: Ahead | None = None  # what is asked for at the steps to come
+        self.tables: dict[tuple[Copies, Load], Tensor] = {}  # what kernels are told, by where codes lie
         self.keys = KeySearch(q, coded, soft.scale, soft.cap, soft.sink, self.n_steps, scratch)
         ks = [row.plan.k for row in rows]
         self.choice = KeyChoice(len(rows), rows[0].trace.shape.h_kv, ks, q.device, scratch)
         self.idx = [self.choice.out[i : i + 1, :, :k] for i, k in enumerate(ks)]
 
     def holds(self) -> bool:
-        for row, source in zip(self.rows, self.sources, strict=True):
-            if row.quantisers[self.layer].codes is not source:
+        if self.lane.n_changes != self.n_changes:
+            if [row.quantisers[self.layer].codes for row in self.rows] != self.sources:
                 return False
+            self.n_changes, self.ahead = self.lane.n_changes, None
         return True
 
     def find(self, q: Tensor, k_new: Tensor, age: int) -> None:
-        search, where = self.keys, tuple([copy.address for copy in self.bring(self.candidates(age))])
+        search, table = self.keys, self.bring(age)
         for home in self.homes:
             home.n += 1
-        self.choice.take(search.find(q, k_new, age, where), search.s + age * search.grows)
+        self.choice.take(search.find(q, k_new, age, table), search.s + age * search.grows)
 
     def candidates(self, age: int) -> list[int]:
         return [n + age * grows for n, grows in self.ns]
@@ -588,32 +632,59 @@ class PQSearch:
         layer, ns = self.layer, self.candidates(age)
         return [row.cost(row.quantisers[layer], n) for row, n in zip(self.rows, ns, strict=True)]
 
-    def bring(self, ns: Sequence[int]) -> list[PackedCodes]:
-        """As the function; only the first layer of a group asks for what is ahead, where all of it is clustered."""
-        rows, layer, lane = self.rows, self.layer, self.rows[0].lane
-        if lane is None or self.ahead is None or not self.are_ready(ns):
+    def bring(self, age: int) -> Tensor:
+        """As the function, but only the first layer of a group asks for what is ahead: what kernels are told."""
+        ahead = self.ahead
+        if ahead is None or not ahead.is_there(age):
             self.look_ahead()
-            return bring(rows, layer, ns)
-        device = rows[0].trace.device_of
-        here = lane.take(layer, self.sources, device(layer))
-        if self.ahead:
-            way = rows[0].ways[layer]
-            lane.request(self.ahead, device(way.ahead[0]), way.own)
-        return here
+            here = bring(self.rows, self.layer, self.candidates(age))
+            return self.keys.table(tuple([codes.data.data_ptr() for codes in here]))
+        copies = self.lane.take_whole(self.layer, self.sources, self.device)
+        table = self.table(copies)
+        if ahead.load is not None:
+            self.lane.request_again(ahead.load, ahead.device, ahead.kept)
+        return table
+
+    def table(self, copies: Copies | None) -> Tensor:
+        """What kernels are told where copies lie there; where they did not come at once, wherever they are taken."""
+        if copies is None:
+            found = self.lane.take(self.layer, self.sources, self.device)
+        elif (table := self.tables.get((copies, copies.load))) is not None:
+            return table
+        else:
+            found = [copies] * len(self.sources)
+        where = [at.memory.data_ptr() + at.load.places[codes] for at, codes in zip(found, self.sources, strict=True)]
+        table = self.keys.table(tuple(where))
+        if copies is not None:
+            self.tables[copies, copies.load] = table
+        return table
 
     def look_ahead(self) -> None:
         """Remember the codes of the next layers, where every row has them and asks for the same layers."""
         rows, layer, way = self.rows, self.layer, self.rows[0].ways[self.layer]
         if any(row.pending or row.ways[layer] != way for row in rows):
             return
-        ahead = way.ahead if layer == way.own[0] else ()
-        self.ahead = {at: [row.quantisers[at].codes for row in rows] for at in ahead}
+        if layer != way.own[0]:
+            self.ahead = Ahead(None, self.device, (), ())
+            return
+        wanted = {at: [row.quantisers[at].codes for row in rows] for at in way.ahead}
+        least = [
+            (codes, n + (at <= layer), grows)
+            for at, sources in wanted.items()
+            for codes, (n, grows) in zip(sources, self.ns, strict=True)
+        ]
+        device = rows[0].trace.device_of(way.ahead[0])
+        self.ahead = Ahead(Load(wanted), device, frozenset((*way.own, *way.ahead)), least)
 
-    def are_ready(self, ns: Sequence[int]) -> bool:
-        """Whether the next layers have codes of so many candidates where they had them."""
-        for above, sources in (self.ahead or {}).items():
-            more = above <= self.layer
-            for row, codes, n in zip(self.rows, sources, ns, strict=True):
-                if row.quantisers[above].codes is not codes or codes.n < n + more:
-                    return False
-        return True
+
+class Ahead(NamedTuple):
+    """Codes of the next layers that a layer asks for at every step."""
+
+    load: Load | None  # None: it asks for none
+    device: torch.device
+    kept: Collection[int]  # layers whose copies stay
+    least: Sequence[tuple[PackedCodes, int, bool]]  # tokens that they must have, and whether one more at every step
+
+    def is_there(self, age: int) -> bool:
+        """Whether there are codes of so many tokens."""
+        return not [None for codes, n, grows in self.least if codes.n < n + age * grows]

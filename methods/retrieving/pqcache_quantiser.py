@@ -9,11 +9,12 @@ Not here: k-means and the layout of codes (`kernels/pq_fit.py`, `pq_codes.py`), 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import perf_counter
-from typing import NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -72,13 +73,13 @@ def quantise(
     return Quantiser(centroids.cpu(), centroids.to(device), codes, n, rounds, perf_counter() - began)
 
 
-def with_room(quantiser: Quantiser, capacity: int) -> Quantiser:
-    """A copy whose codes have room for so many tokens."""
+def with_room(quantiser: Quantiser, capacity: int, memory: Tensor | None = None) -> Quantiser:
+    """A copy whose codes have room for so many tokens; in that memory, if there is some."""
     old = quantiser.codes
     h_kv, m, _ = old.data.shape
-    codes = PackedCodes(h_kv, m, old.b, capacity)
+    codes = PackedCodes(h_kv, m, old.b, capacity, memory=memory)
     codes.extend(old.codes())
-    if old.data.is_pinned():
+    if memory is None and old.data.is_pinned():
         codes.data = codes.data.pin_memory()
     return replace(quantiser, codes=codes)
 
@@ -101,28 +102,85 @@ def groups_of(layers: Sequence[int], devices: Sequence[torch.device]) -> list[li
     return groups
 
 
-@dataclass
-class Batch:
-    """Copies that were asked for at once."""
+class Shelf:
+    """Pinned memory for codes that grow, in which those that are copied at once lie beside each other."""
 
+    def __init__(self) -> None:
+        self.rows: Counter[int] = Counter()  # that take a place in each layer, by its bytes
+        self.made: Counter[tuple[Sequence[int], int]] = Counter()  # of how many a group of layers has the places
+        self.free: dict[tuple[Sequence[int], int], list[Tensor]] = {}
+
+    def expect(self, n_bytes: int) -> None:
+        """A row is going to ask for places of this size."""
+        self.rows[n_bytes] += 1
+
+    def take(self, group: tuple[int, ...], n_bytes: int) -> Tensor:
+        """A place for a row's codes of one layer of a group, zeros: all rows known by now have theirs in one block."""
+        of_group = group, n_bytes
+        if not self.free.get(of_group):
+            n_rows = max(1, self.rows[n_bytes] - self.made[of_group])
+            self.made[of_group] += n_rows
+            size, pinned = n_rows * len(group) * n_bytes, torch.cuda.is_available()
+            self.free[of_group] = [*torch.empty(size, dtype=torch.uint8, pin_memory=pinned).zero_().split(n_bytes)]
+        return self.free[of_group].pop(0)
+
+
+class Load:
+    """Codes that are copied at once, a copy for each stretch of memory in which some of them lie beside each other."""
+
+    def __init__(self, wanted: Mapping[int, Collection[PackedCodes]]) -> None:
+        self.layers = {layer: frozenset(codes) for layer, codes in wanted.items()}
+        self.places: dict[PackedCodes, int] = {}  # where a copy begins
+        self.stretches: list[tuple[Tensor, int]] = []  # on the host, and where their copies begin
+        self.n_bytes, end = 0, 0
+        for codes in sorted(frozenset().union(*self.layers.values()), key=lambda each: each.data.data_ptr()):
+            data, start = codes.data.view(-1), self.n_bytes
+            if self.stretches and data.data_ptr() == end and is_of_one(self.stretches[-1][0], data):
+                before, start = self.stretches.pop()
+                data = before.as_strided((len(before) + len(data),), (1,))
+            self.stretches.append((data, start))
+            self.places[codes] = self.n_bytes
+            self.n_bytes += codes.data.nbytes
+            end = codes.data.data_ptr() + codes.data.nbytes
+
+
+def is_of_one(x: Tensor, y: Tensor) -> bool:
+    """Whether both lie in the same allocation."""
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+
+@dataclass(eq=False)
+class Copies:
+    """Memory of a GPU, and what was copied to it at once."""
+
+    memory: Tensor  # (bytes,) uint8
     came: torch.cuda.Event
+    load: Load
+    ns: Mapping[PackedCodes, int] = field(default_factory=dict)  # tokens that each copy has
     is_awaited: bool = False  # by the model's stream
+    n_held: int = 0  # layers whose copies somebody may still read
 
+    def has(self, codes: PackedCodes) -> bool:
+        """Whether there is a copy of them as they are."""
+        return self.ns.get(codes) == codes.n
 
-class Copied(NamedTuple):
-    """Codes on the GPU, or on their way there."""
-
-    codes: PackedCodes
-    batch: Batch
+    def of(self, codes: PackedCodes) -> PackedCodes:
+        """The copy."""
+        start = self.load.places[codes]
+        return codes.within(self.memory[start : start + codes.data.nbytes], self.ns[codes])
 
 
 class Lane:
     """Codes on their way from the host to their layer's GPU, on a stream of their own; one for all rows of a sample."""
 
+    is_of_rows: ClassVar[bool] = True  # a row's copy shares it, but not the codes that are in it
+
     def __init__(self) -> None:
-        self.coming: dict[int, dict[PackedCodes, Copied]] = {}  # by layer: copies by their source
-        self.free: dict[tuple[object, ...], list[PackedCodes]] = {}  # copies that were read, by device and form
+        self.shelf = Shelf()
+        self.coming: dict[int, list[Copies]] = {}  # by layer, the latest ones first
+        self.free: list[Copies] = []  # that were read
         self.marks: dict[torch.device, torch.cuda.Event] = {}  # what the model's stream was asked for before copies
+        self.n_changes = 0  # while it stays as it is, every row's codes lie where they lay on the host
 
     def request(
         self, wanted: Mapping[int, Sequence[PackedCodes]], device: torch.device, kept: Collection[int] = ()
@@ -131,68 +189,92 @@ class Lane:
         wanted nor `kept` make room for them."""
         missing: dict[int, list[PackedCodes]] = {}
         for layer, codes in wanted.items():
-            coming = self.coming.get(layer, {})
-            some = [each for each in codes if (copy := coming.get(each)) is None or copy.codes.n != each.n]
-            if some:
+            if some := [each for each in codes if self.copies(layer, each) is None]:
                 missing[layer] = some
         if missing:
-            for layer in [at for at in self.coming if at not in wanted and at not in kept]:
-                self.give_back(copy.codes for copy in self.coming.pop(layer).values())
-            self.begin(missing, device)
+            self.begin(Load(missing), device, {*wanted, *kept})
 
-    def begin(self, missing: Mapping[int, Sequence[PackedCodes]], device: torch.device) -> None:
-        """Copy behind what the current stream does: codes of generated tokens come from there, and it has read what
-        the memory held before."""
+    def request_again(self, load: Load, device: torch.device, kept: Collection[int]) -> None:
+        """The same of what was requested before: all of it, where some of it was not begun."""
+        if any(self.copies(layer, each) is None for layer, codes in load.layers.items() for each in codes):
+            self.begin(load, device, kept)
+
+    def begin(self, load: Load, device: torch.device, kept: Collection[int]) -> None:
+        """Begin to copy a load; copies of layers that are not `kept` make room for it."""
+        for layer in [at for at in self.coming if at not in kept]:
+            self.give_back(self.coming.pop(layer))
+        copies = self.copy(load, device)
+        copies.load, copies.ns, copies.is_awaited = load, {each: each.n for each in load.places}, False
+        self.note(copies)
+
+    def copy(self, load: Load, device: torch.device) -> Copies:
+        """Behind what the current stream does: codes of generated tokens come from there, and it has read what the
+        memory held before."""
         stream, here = stream_for("codes", device), torch.cuda.current_stream(device)
         if device not in self.marks:
             self.marks[device] = torch.cuda.Event()
         self.marks[device].record(here)
         stream.wait_event(self.marks[device])
-        batch, old = Batch(torch.cuda.Event()), list[PackedCodes]()
         with torch.cuda.stream(stream):
-            for layer, codes in missing.items():
-                coming = self.coming.setdefault(layer, {})
-                for each in dict.fromkeys(codes):
-                    if each in coming:
-                        old.append(coming[each].codes)
-                    coming[each] = Copied(each.copy_to(self.room(each, device, here)), batch)
-        batch.came.record(stream)
-        self.give_back(old)
+            copies = self.room(load, device, here)
+            for host, start in load.stretches:
+                copies.memory[start : start + len(host)].copy_(host, non_blocking=True)
+        copies.came.record(stream)
+        return copies
 
-    def take(self, layer: int, codes: Sequence[PackedCodes], device: torch.device) -> list[PackedCodes]:
-        """The copies, on which the current stream waits; made anew where the codes are others by now."""
-        found = self.copies(layer, codes)
-        if found is None:
-            self.request({layer: codes}, device, kept=[*self.coming])
-            found = self.copies(layer, codes)
-            assert found is not None
-        for copy in found:
-            if not copy.batch.is_awaited:
-                torch.cuda.current_stream(device).wait_event(copy.batch.came)
-                copy.batch.is_awaited = True
-        return [copy.codes for copy in found]
+    def note(self, copies: Copies) -> None:
+        """They are on their way, and others that have nothing more are not needed any longer."""
+        copies.n_held = len(copies.load.layers)
+        for layer, codes in copies.load.layers.items():
+            coming = self.coming.get(layer, [])
+            self.give_back(others := [each for each in coming if each.load.layers[layer] <= codes])
+            self.coming[layer] = [copies, *(each for each in coming if each not in others)]
 
-    def copies(self, layer: int, codes: Sequence[PackedCodes]) -> list[Copied] | None:
-        """Of these codes as they are; None where one is missing."""
-        coming, found = self.coming.get(layer, {}), list[Copied]()
-        for each in codes:
-            copy = coming.get(each)
-            if copy is None or copy.codes.n != each.n:
-                return None
-            found.append(copy)
+    def take(self, layer: int, codes: Sequence[PackedCodes], device: torch.device) -> list[Copies]:
+        """What has the copies, on which the current stream waits; made anew where the codes are others by now."""
+        self.request({layer: codes}, device, kept=[*self.coming])
+        found = [copies for each in codes if (copies := self.copies(layer, each)) is not None]
+        assert len(found) == len(codes), f"layer {layer}: {len(found)} of {len(codes)} are on their way"
+        for copies in found:
+            self.wait(copies, device)
         return found
 
-    def room(self, like: PackedCodes, device: torch.device, reader: torch.cuda.Stream) -> PackedCodes:
-        """Memory for a copy."""
-        if free := self.free.get((device, *like.form)):
-            return free.pop(0)
-        there = like.like(device)
-        there.data.record_stream(reader)
-        return there
+    def take_whole(self, layer: int, codes: Sequence[PackedCodes], device: torch.device) -> Copies | None:
+        """As `take`, of copies that came at once; None where they did not."""
+        copies = self.coming[layer][0] if layer in self.coming else None
+        if copies is None or not all(map(copies.has, codes)):
+            return None
+        self.wait(copies, device)
+        return copies
 
-    def give_back(self, copies: Iterable[PackedCodes]) -> None:
-        for copy in copies:
-            self.free.setdefault((copy.data.device, *copy.form), []).append(copy)
+    def wait(self, copies: Copies, device: torch.device) -> None:
+        """Let the current stream wait, once."""
+        if not copies.is_awaited:
+            torch.cuda.current_stream(device).wait_event(copies.came)
+            copies.is_awaited = True
+
+    def copies(self, layer: int, codes: PackedCodes) -> Copies | None:
+        """What has a copy of them as they are."""
+        for copies in self.coming.get(layer, ()):
+            if copies.has(codes):
+                return copies
+        return None
+
+    def room(self, load: Load, device: torch.device, reader: torch.cuda.Stream) -> Copies:
+        """Memory for its copies."""
+        for i, copies in enumerate(self.free):
+            if copies.memory.nbytes >= load.n_bytes and copies.memory.device == device:
+                return self.free.pop(i)
+        memory = torch.empty(load.n_bytes, dtype=torch.uint8, device=device)
+        memory.record_stream(reader)
+        return Copies(memory, torch.cuda.Event(), load)
+
+    def give_back(self, copies: Iterable[Copies]) -> None:
+        """Of one layer."""
+        for each in copies:
+            each.n_held -= 1
+            if not each.n_held:
+                self.free.append(each)
 
 
 def n_threads(trace: Trace) -> int:

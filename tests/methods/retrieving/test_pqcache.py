@@ -1,10 +1,8 @@
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from threading import Event, current_thread, main_thread
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,13 +16,22 @@ from engine.errors import ConfigError
 from engine.passes.trace import Trace
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
-from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, pq_codes_ref
+from engine.turns.state import fork_of
+from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, pq_codes_ref, room_bytes
 from kernels.pq_fit import pq_fit
 from kernels.pq_scores import pq_logits
 from methods.full import Full
 from methods.retrieving import pqcache
 from methods.retrieving.pqcache import PQCache, code_shape
-from methods.retrieving.pqcache_quantiser import Copied, Lane, Quantiser, first_centroids, groups_of
+from methods.retrieving.pqcache_quantiser import (
+    Copies,
+    Lane,
+    Load,
+    Quantiser,
+    Shelf,
+    first_centroids,
+    groups_of,
+)
 from methods.retrieving.pqcache_rounds import (
     Line,
     Parabola,
@@ -461,19 +468,24 @@ def test_variants_share_what_is_the_same_and_only_that(monkeypatch: pytest.Monke
     assert len(made) == 7
 
 
-class Copies(Lane):
+class OnCpu(Lane):
     """As on an accelerator, without its streams."""
 
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[list[int]] = []  # layers of each request
+        self.n_copies: list[int] = []
 
-    def begin(self, missing: Mapping[int, Sequence[PackedCodes]], device: torch.device) -> None:
-        self.asked.append([*missing])
-        batch: Any = SimpleNamespace(is_awaited=True)
-        for layer, codes in missing.items():
-            made = {each: Copied(each.copy_to(each.like(device)), batch) for each in codes}
-            self.coming.setdefault(layer, {}).update(made)
+    def copy(self, load: Load, device: torch.device) -> Copies:
+        came: Any = None
+        copies = self.free.pop(0) if self.free else Copies(torch.empty(1 << 16, dtype=torch.uint8), came, load)
+        for host, start in load.stretches:
+            copies.memory[start : start + len(host)] = host
+        self.asked.append([*load.layers])
+        self.n_copies.append(len(load.stretches))
+        return copies
+
+    def wait(self, copies: Copies, device: torch.device) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -483,7 +495,7 @@ class Copies(Lane):
 def test_codes_are_on_their_way_some_layers_ahead(n_layers: int, first: list[list[int]]) -> None:
     q, k, v = random_tokens(340)
     layers, sizes = range(n_layers), PQCache.Plan(4, 9, 12, 2, 4)
-    rows, lane = [], Copies()
+    rows, lane = [], OnCpu()
     for each in (None, lane):
         trace = trace_of(k, v, 6, 300)
         trace.shape = replace(trace.shape, n_layers=n_layers, attention_layers=tuple(layers))
@@ -505,6 +517,61 @@ def test_codes_are_on_their_way_some_layers_ahead(n_layers: int, first: list[lis
     assert lane.asked[: len(first)] == first
     assert sum(map(len, lane.asked)) <= 1 + n_layers * (40 + 2 * most)
     assert len(lane.asked) <= 1 + len({*map(id, (way.own for way in rows[1].ways.values()))}) * 40 + 4 * n_layers
+
+
+def test_codes_beside_each_other_are_one_copy() -> None:
+    shelf, own = Shelf(), PackedCodes(2, 3, 4, 70)
+    shelf.rows[room_bytes(2, 3, 4, 70)] += 2
+
+    def placed(group: tuple[int, ...], size: int = 70) -> PackedCodes:
+        made = PackedCodes(2, 3, 4, size, memory=shelf.take(group, room_bytes(2, 3, 4, size)))
+        made.extend(torch.randint(16, (2, 3, 66), dtype=torch.uint8))
+        return made
+
+    first, second, other = ([placed(group) for _ in range(2)] for group in ((0, 1), (0, 1), (2,)))
+    late, larger = placed((0, 1)), placed((0, 1), 140)  # of a row that came later, of another size
+    lane = OnCpu()
+    for wanted, n_copies in (
+        ({0: first, 1: second}, 1),
+        ({0: [second[1], first[0], second[1]], 1: [second[0]]}, 2),
+        ({0: [*first, own], 1: [*second, late], 2: other}, 4),
+        ({0: [larger], 1: [own]}, 2),
+    ):
+        lane.request(wanted, torch.device("cpu"))
+        assert lane.n_copies.pop() == n_copies and not lane.n_copies
+        for layer, codes in wanted.items():
+            taken = lane.take(layer, codes, torch.device("cpu"))
+            for copies, each in zip(taken, codes, strict=True):
+                assert torch.equal(copies.of(each).codes(), each.codes())
+        for each in (*first, *second, *other, own, late, larger):
+            each.n += 1  # a GPU stores the newest token's
+
+
+def test_a_row_that_goes_back_has_codes_of_its_own() -> None:
+    """On a GPU rows of a sample share what copies their codes, and memory that codes lie in beside each other."""
+    tokens = random_tokens(140)
+    trace, lane = trace_of(tokens[1], tokens[2], 6, 110), OnCpu()
+    trace.once("PQCache's lane", lambda: lane)
+    rows = [variant(tokens, 110, PQCache.Plan(4, 9, 12, 2, 4), trace=trace) for _ in range(2)]
+    for row in rows:
+        row.lane = lane
+        lane.shelf.expect(row.room_bytes)
+    for at in range(110, 116):
+        for row in rows:
+            step(row, *token(tokens, at), at - 109)
+    codes = [row.quantisers[0].codes for row in rows]
+    assert codes[0].data.untyped_storage().data_ptr() == codes[1].data.untyped_storage().data_ptr()
+    fork = fork_of(rows[0])
+    assert fork.lane is lane
+    forked, n = fork.quantisers[0].codes, codes[0].n
+    assert forked is not codes[0] and forked.data.untyped_storage().nbytes() == codes[0].data.nbytes
+    with torch.inference_mode():  # as copies are made
+        goes_on, again = (
+            [step(row, *token(tokens, at), at - 109) for at in range(116, 140)] for row in (rows[0], fork)
+        )
+    assert n < codes[0].n == forked.n
+    assert torch.equal(torch.cat(goes_on), torch.cat(again))
+    assert torch.equal(forked.codes(), codes[0].codes())
 
 
 def test_groups_of_layers_end_with_their_gpu_and_are_two_at_least() -> None:
