@@ -138,7 +138,8 @@ class Store:
     def spend(self, layer: int, cost: Cost) -> None:
         """Enter into the books what a method held, read or moved beside K and V in the step at hand."""
         self.layers[layer].meter.spend(cost)
-        self.ledger.count_rebuilt(cost.rebuilt_bytes)
+        if cost.rebuilt_bytes:
+            self.books.count_rebuilt(cost.rebuilt_bytes)  # which the layers complete
 
     # How it is done.
 

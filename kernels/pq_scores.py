@@ -290,6 +290,8 @@ class KeySearch:
         self.start, self.newest, self.sink = rows[0].centroids, rows[0].n, sink
         self.s, self.grows = max(row.n for row in rows), any(row.grows for row in rows)
         self.n_blocks, device = cdiv(self.s, TOKENS), q.device
+        self.n_lses = self.n_blocks + (sink is not None)
+        self.width = power_of_2(self.n_lses)
         assert self.s + self.grows * n_steps <= self.n_blocks * TOKENS, (self.s, n_steps)
         room = empty if scratch is None else scratch.take
         self.entries = room("entries", device, torch.float32, n, h, m, c)
@@ -333,8 +335,8 @@ class KeySearch:
         if self.sink is not None:
             lses = with_sink(lses, self.sink)
         keys_of_rows[self.grids[1]](
-            self.entries, table, lses, self.found, newest, self.s + age * self.grows, lses.shape[2], *self.sizes,
-            power_of_2(lses.shape[2]),
+            self.entries, table, lses, self.found, newest, self.s + age * self.grows, self.n_lses, *self.sizes,
+            self.width,
         )  # fmt: skip
         return self.found
 

@@ -128,7 +128,10 @@ class Steady:
             return False
         if self.unwritten.n_settled != self.n_settled and not self.is_as_it_was():
             return False
-        return all(search.holds() for search, _ in self.searches)
+        for search, _ in self.searches:
+            if not search.holds():
+                return False
+        return True
 
     def is_as_it_was(self) -> bool:
         """Whether layers have done nothing else since; the books have all of their steps."""
@@ -154,12 +157,13 @@ class Steady:
 
     def take_step(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, step: int | None) -> Tensor:
         """The whole step, where it holds and rows do nothing but take in their tokens and search as they did."""
+        n = q.shape[0]  # which `len` takes longer to say
         with stretches(self.index) as begin:
             begin("append")
             self.keep(k, v)
             for search, at in self.searches:
                 begin("search")
-                is_all = at.stop - at.start == len(q)
+                is_all = at.stop - at.start == n
                 search.find(q if is_all else q[at], k if is_all else k[at], self.age)
             begin("attention")
             out = self.attend_told(q, soft)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import perf_counter
@@ -196,13 +196,17 @@ class Lane:
 
     def request_again(self, load: Load, device: torch.device, kept: Collection[int]) -> None:
         """The same of what was requested before: all of it, where some of it was not begun."""
-        if any(self.copies(layer, each) is None for layer, codes in load.layers.items() for each in codes):
-            self.begin(load, device, kept)
+        for layer, codes in load.layers.items():
+            for each in codes:
+                if self.copies(layer, each) is None:
+                    self.begin(load, device, kept)
+                    return
 
     def begin(self, load: Load, device: torch.device, kept: Collection[int]) -> None:
         """Begin to copy a load; copies of layers that are not `kept` make room for it."""
         for layer in [at for at in self.coming if at not in kept]:
-            self.give_back(self.coming.pop(layer))
+            for copies in self.coming.pop(layer):
+                self.give_back(copies)
         copies = self.copy(load, device)
         copies.load, copies.ns, copies.is_awaited = load, {each: each.n for each in load.places}, False
         self.note(copies)
@@ -224,11 +228,16 @@ class Lane:
 
     def note(self, copies: Copies) -> None:
         """They are on their way, and others that have nothing more are not needed any longer."""
-        copies.n_held = len(copies.load.layers)
-        for layer, codes in copies.load.layers.items():
-            coming = self.coming.get(layer, [])
-            self.give_back(others := [each for each in coming if each.load.layers[layer] <= codes])
-            self.coming[layer] = [copies, *(each for each in coming if each not in others)]
+        load = copies.load
+        copies.n_held = len(load.layers)
+        for layer, codes in load.layers.items():
+            left, held = [copies], self.coming.get(layer, ())
+            for each in held:
+                if each.load is load or each.load.layers[layer] <= codes:
+                    self.give_back(each)
+                else:
+                    left.append(each)
+            self.coming[layer] = left
 
     def take(self, layer: int, codes: Sequence[PackedCodes], device: torch.device) -> list[Copies]:
         """What has the copies, on which the current stream waits; made anew where the codes are others by now."""
@@ -242,7 +251,7 @@ class Lane:
     def take_whole(self, layer: int, codes: Sequence[PackedCodes], device: torch.device) -> Copies | None:
         """As `take`, of copies that came at once; None where they did not."""
         copies = self.coming[layer][0] if layer in self.coming else None
-        if copies is None or not all(map(copies.has, codes)):
+        if copies is None or [copies.ns.get(each) for each in codes] != [each.n for each in codes]:
             return None
         self.wait(copies, device)
         return copies
@@ -269,12 +278,11 @@ class Lane:
         memory.record_stream(reader)
         return Copies(memory, torch.cuda.Event(), load)
 
-    def give_back(self, copies: Iterable[Copies]) -> None:
-        """Of one layer."""
-        for each in copies:
-            each.n_held -= 1
-            if not each.n_held:
-                self.free.append(each)
+    def give_back(self, copies: Copies) -> None:
+        """Nobody reads those of one of its layers any longer."""
+        copies.n_held -= 1
+        if not copies.n_held:
+            self.free.append(copies)
 
 
 def n_threads(trace: Trace) -> int:
