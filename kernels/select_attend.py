@@ -359,6 +359,7 @@ class Room(NamedTuple):
     sums: Tensor  # (items, h, d_v) float32
     lses: Tensor  # (items, h)
     lse: Tensor  # (n, h, 1)
+    form: LaunchForm
 
 
 def room_for(q: Tensor, table: Table, scratch: Scratch | None = None) -> Room:
@@ -367,6 +368,7 @@ def room_for(q: Tensor, table: Table, scratch: Scratch | None = None) -> Room:
         take("sums", q.device, f32, n_items, h, table.d_v),
         take("lses of items", q.device, f32, n_items, h),
         take("lse", q.device, f32, table.n_rows, h, 1),
+        form_of(h // table.h_kv, q.shape[3], table.d_v, q.element_size(), table.is_even, table.n_pieces),
     )
 
 
@@ -420,8 +422,7 @@ def attend_table(
     `age` is in steps since the table was made, in which some pieces have grown.
     """
     (_, h, _, d_h), n, h_kv, d_v = q.shape, table.n_rows, table.h_kv, table.d_v
-    form = form_of(h // h_kv, d_h, d_v, q.element_size(), table.is_even, table.n_pieces)
-    sums, lses, lse = table.room or room_for(q, table)
+    sums, lses, lse, form = table.room or room_for(q, table)
     out, numbers = torch.empty_like(q) if d_v == d_h else q.new_empty(len(q), h, 1, d_v), table.numbers
     if table.n_items[0]:
         attend_items[(form.n_turns, table.n_items[0], h_kv)](

@@ -45,8 +45,10 @@ class Places(NamedTuple):
     """Where the current token of every row goes, kept on the device: at later steps to slots further on."""
 
     numbers: Tensor
-    n: int
+    grid: tuple[int, int]  # of the launch: places, KV heads
+    d_h: int
     d_v: int  # 0: values lie within their keys
+    widths: tuple[int, int]  # of both, padded
 
     @classmethod
     def of(
@@ -62,15 +64,17 @@ class Places(NamedTuple):
                 widths = (k, v) if widths is None else widths
         if widths is None:
             return None
-        return cls(upload(numbers, device), len(numbers) // FIELDS, apart(*widths))
+        _, h_kv, _, d_h = widths[0].shape
+        d_v = apart(*widths)
+        grid = len(numbers) // FIELDS, h_kv
+        return cls(upload(numbers, device), grid, d_h, d_v, (power_of_2(d_h), power_of_2(d_v)))
 
     def take(self, k_new: Tensor, v_new: Tensor, age: int = 0) -> None:
         """Write the current token, so many steps behind the one that the slots are for."""
-        _, h_kv, _, d_h = k_new.shape
         (k_row, k_head, *_), (v_row, v_head, *_) = k_new.stride(), v_new.stride()
-        write_tokens[(self.n, h_kv)](
-            k_new, v_new, self.numbers, k_new.data_ptr() // k_new.element_size(), age, d_h, self.d_v, k_row, k_head,
-            v_row, v_head, FIELDS, power_of_2(d_h), power_of_2(self.d_v),
+        write_tokens[self.grid](
+            k_new, v_new, self.numbers, k_new.data_ptr() // k_new.element_size(), age, self.d_h, self.d_v, k_row,
+            k_head, v_row, v_head, FIELDS, *self.widths,
         )  # fmt: skip
 
 
