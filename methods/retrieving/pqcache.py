@@ -635,7 +635,7 @@ class PQSearch:
     def bring(self, age: int) -> Tensor:
         """As the function, but only the first layer of a group asks for what is ahead: what kernels are told."""
         ahead = self.ahead
-        if ahead is None or not ahead.is_there(age):
+        if ahead is None:
             self.look_ahead()
             here = bring(self.rows, self.layer, self.candidates(age))
             return self.keys.table(tuple([codes.data.data_ptr() for codes in here]))
@@ -665,26 +665,16 @@ class PQSearch:
         if any(row.pending or row.ways[layer] != way for row in rows):
             return
         if layer != way.own[0]:
-            self.ahead = Ahead(None, self.device, (), ())
+            self.ahead = Ahead(None, self.device, ())
             return
         wanted = {at: [row.quantisers[at].codes for row in rows] for at in way.ahead}
-        least = [
-            (codes, n + (at <= layer), grows)
-            for at, sources in wanted.items()
-            for codes, (n, grows) in zip(sources, self.ns, strict=True)
-        ]
         device = rows[0].trace.device_of(way.ahead[0])
-        self.ahead = Ahead(Load(wanted), device, frozenset((*way.own, *way.ahead)), least)
+        self.ahead = Ahead(Load(wanted), device, frozenset((*way.own, *way.ahead)))
 
 
 class Ahead(NamedTuple):
-    """Codes of the next layers that a layer asks for at every step."""
+    """Codes of the next layers that a layer asks for at every step: one that lacks some by then gets them itself."""
 
     load: Load | None  # None: it asks for none
     device: torch.device
     kept: Collection[int]  # layers whose copies stay
-    least: Sequence[tuple[PackedCodes, int, bool]]  # tokens that they must have, and whether one more at every step
-
-    def is_there(self, age: int) -> bool:
-        """Whether there are codes of so many tokens."""
-        return not [None for codes, n, grows in self.least if codes.n < n + age * grows]
