@@ -12,6 +12,7 @@ Not here: how often a step launches and waits (`benchmarks/launches.py`), how lo
 import argparse
 import csv
 import ctypes
+import gc
 import os
 import statistics
 import subprocess
@@ -125,6 +126,7 @@ def microseconds(worked: Callable[[], float], method: str, n_rows: int, n_steps:
 
     with model.hooked(), without_kernels():
         trace, rows = read(model, method, n_rows, WARM + n_steps)
+        gc.freeze()  # the collector goes over all that there is, torch too, now and then: a fifth of a second
         with patch.object(engine.decode, "attend_groups", timed), patch.object(Unwritten, "settle", settled):
             decode(model, trace, rows, max_new_tokens=WARM + n_steps + 1, on_step=on_step)
     n_layers = calls[0] / (len(spent) - 1)
