@@ -323,17 +323,22 @@ def gathered(lines: Sequence[Line]) -> list[Scores]:
     found = []
     for asked in SETS:
         own = [line for line in lines if line.asked == asked.key]
-        own += beside(asked, own, lines)
+        if asked.others_of:
+            own = beside(own, [line for line in lines if line.asked == asked.others_of])
         models = {line.model: sum(other.model == line.model for other in own) for line in own}
         if models:
             found.append(of_model(asked, max(models, key=lambda name: models[name]), own))
     return [scores for scores in found if scores is not None]
 
 
-def beside(asked: Asked, own: Sequence[Line], lines: Sequence[Line]) -> list[Line]:
-    """Where a set has other methods: full attention and `FIRST` at its budgets, to compare all on the same samples."""
-    columns = {line.place[:2] for line in own} | {(line.place[0], "") for line in own}
-    return [line for line in lines if line.asked == asked.others_of and line.place[:2] in columns]
+def beside(others: Sequence[Line], first: Sequence[Line]) -> list[Line]:
+    """Other methods with full attention and `FIRST`, where all were asked: to be compared on the same samples."""
+    columns = {line.place[:2] for line in others} & {line.place[:2] for line in first}
+    full = {(scope, "") for scope, _ in columns}
+    return [
+        *(line for line in first if line.place[:2] in columns | full),
+        *(line for line in others if line.place[:2] in columns),
+    ]
 
 
 def of_model(asked: Asked, model: str, lines: Sequence[Line]) -> Scores | None:

@@ -163,6 +163,7 @@ def test_other_methods_are_compared_with_the_first_ones_on_their_own_samples(tmp
     others = [
         replace(line, asked="docs-others") for line in lines({"clusterkv": (0.9, 0.2)}, n=20) if line.place[1] == "0.25"
     ]
+    others += [replace(line, place=(HIDDEN, "0.5", "clusterkv")) for line in others[:20]]
     every = next(one for one in gathered([*first, *others]) if one.asked.key == "docs-others")
     assert {*every.methods} == {"snapkv", "clusterkv"} and every.memories == ["0.25"], "at no budget but the others'"
     assert every.n(SHOWN, "0.25") == 20, "on no samples but the others'"
