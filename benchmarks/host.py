@@ -135,10 +135,13 @@ def microseconds(worked: Callable[[], float], method: str, n_rows: int, n_steps:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("methods", nargs="*", choices=[[], *own_methods()])
+    parser.add_argument("methods", nargs="*", help="a method, or several in one batch: snapkv+quest")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 10])
     parser.add_argument("--steps", type=int, default=200)
     asked = parser.parse_args(words)
+    for name in (each for several in asked.methods for each in several.split("+")):
+        if name not in own_methods():
+            parser.error(f"{name!r} is no method; there are {', '.join(own_methods())}")
     torch.set_num_threads(1)
     table, above = csv.writer(sys.stdout), False
     table.writerow(["method", "rows", "us_layer", "us_books", "goal"])

@@ -43,7 +43,7 @@ from engine.passes.trace import Trace
 from engine.prefill import prefill
 from evals.settings import own_class
 from evals.studies.hardware import FULL_REQUEST, method_of
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, Variant
 from results.names import known, own_methods
 
 N_PROMPT = 320
@@ -119,20 +119,27 @@ def request_of(kind: type[SelectiveAttention]) -> BudgetRequest:
 def read(
     model: Model, method: str, n_rows: int = 1 + N_ROWS, n_new: int = FIRST + WARM + 5
 ) -> tuple[Trace, list[SelectiveAttention]]:  # fmt: skip
-    """One prompt, and rows of the method: by default for one step loop with one row and one with several."""
-    kind, params = method_of(method, FITTED.get(method, []))
-    variant = kind.variant_for(params, request_of(kind), model.shape, N_PROMPT)
+    """One prompt, and rows of the method: by default for one step loop with one row and one with several.
+
+    Several methods, `a+b`, have as many rows each.
+    """
+    variants: list[Variant] = []
+    for name in method.split("+"):
+        kind, params = method_of(name, FITTED.get(name, []))
+        variants.append(kind.variant_for(params, request_of(kind), model.shape, N_PROMPT))
+    (thinning,) = {variant.thinning for variant in variants}
+    observations = tuple(each for variant in variants for each in variant.observations)
     rows: list[SelectiveAttention] = []
 
     def build(trace: Trace, layer: int) -> None:
         if not rows:
-            rows.extend(variant.row(trace, n_new) for _ in range(n_rows))
+            rows.extend(variant.row(trace, n_new) for variant in variants for _ in range(n_rows))
         for row in rows:
             row.build(layer)
 
     ids = [i % 250 for i in range(N_PROMPT)]
-    trace = prefill(model, ids, variant.observations, build, variant.thinning)
-    probe(model, trace, variant.probes)
+    trace = prefill(model, ids, observations, build, thinning)
+    probe(model, trace, [each for variant in variants for each in variant.probes])
     for row in rows:
         row.complete()
     trace.settle()

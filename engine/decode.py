@@ -18,10 +18,10 @@ from engine.attend import Part, attend_own, attend_rows
 from engine.books.audit import count_parts
 from engine.books.clock import Clock
 from engine.books.spans import span
-from engine.books.unwritten import Unwritten
 from engine.caches.forks import fork, select_rows
 from engine.causal import Chunk
 from engine.errors import LengthError
+from engine.layouts.portions import Portion, may_be_steady, portions_of
 from engine.layouts.steady import Steady
 from engine.passes.chosen import Choices, HearsChoices
 from engine.passes.trace import Trace
@@ -34,7 +34,6 @@ from engine.sampling.draws import Draws, marked, said
 from engine.sampling.spec import Sampling
 from engine.softmax import Softmax
 from engine.step import behind_rows, cut, fetched_rows
-from kernels.scratch import Scratch
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -149,7 +148,7 @@ def decode(
             watch.predicted(batch.order, logits)
         if on_step is not None:
             on_step(n_steps, len(batch.rows))
-    batch.unwritten.settle()
+    batch.settle()
     for row, mark in zip(batch.order, [] if doubt is None else doubt.tolist(), strict=False):
         answers[row].is_finite = said(mark) is not None
     if model.device.type != "cuda":
@@ -178,11 +177,14 @@ class _Batch(HearsChoices):
         watch: Watch | None = None,
     ) -> None:
         self.model, self.trace, self.watch = model, trace, watch
+        on_gpu = trace.device.type == "cuda"
+        are_steady = [on_gpu and may_be_steady(row) for row in rows]
         # Rows of one class stand together, so that a class can work on all of its rows at once.
         self.order = sorted(
             range(len(rows)),
-            key=lambda i: f"{type(rows[i]).__module__}.{type(rows[i]).__qualname__}",
+            key=lambda i: (not are_steady[i], f"{type(rows[i]).__module__}.{type(rows[i]).__qualname__}"),
         )
+        self.are_steady = [are_steady[i] for i in self.order]
         self.rows = [rows[i] for i in self.order]
         self.group()
         self.cache = fork(trace.rest, len(rows))
@@ -197,19 +199,19 @@ class _Batch(HearsChoices):
         self.looks_ahead = any(row.wants_lookahead for row in self.rows)
         self.hears = any(row.wants_input for row in self.rows)
         self.compressing = [row for row in self.rows if row.of_answers]
-        self.steady: dict[int, Steady] = {}  # by layer, of these rows
-        self.scratch, self.unwritten = Scratch(), Unwritten([row.store for row in self.rows])  # of steps that are alike
-        self.groups: list[tuple[type[Row], slice]] = []
-        start = 0
-        for i in range(1, len(self.rows) + 1):
-            if i == len(self.rows) or type(self.rows[i]) is not type(self.rows[start]):
-                self.groups.append((type(self.rows[start]), slice(start, i)))
-                start = i
+        self.whole = Portion(self.rows)
+        self.portions = portions_of(self.rows, self.are_steady)
+
+    def settle(self) -> None:
+        """Bring all steps into the books."""
+        for portion in (self.whole, *self.portions):
+            portion.unwritten.settle()
 
     def only(self, keep: list[int], ids: Tensor) -> Tensor:
         """Let all rows go but those at `keep`: their tokens, of the rows' tokens `ids`."""
-        self.unwritten.settle()
+        self.settle()
         self.order, self.rows = [self.order[i] for i in keep], [self.rows[i] for i in keep]
+        self.are_steady = [self.are_steady[i] for i in keep]
         select_rows(self.cache, keep)
         self.group()
         return ids[keep]
@@ -246,25 +248,25 @@ class _Batch(HearsChoices):
             for row, ahead in zip(self.rows, q[len(self.rows) :].split(1), strict=True):
                 row.q_ahead = ahead
         elif self.looks_ahead:
-            for _, where in self.groups:
+            for _, where in self.whole.groups:
                 self.look_ahead(layer, where)
         if self.hears:
             for row, x in zip(self.rows, self.calls[layer].x[: len(self.rows)].split(1), strict=True):
                 row.x_now = x
-        step = self.position - self.trace.s_prompt + 1
-        steady = self.steady_of(layer) if q.is_cuda else None
-        out = attend_groups(self.groups, self.rows, layer, q, k, v, soft, step, self.readers, steady)
+        step, is_read = self.position - self.trace.s_prompt + 1, layer in self.readers.last
+        outs: list[Tensor] = []
+        for portion in [self.whole] if is_read or not q.is_cuda else self.portions:
+            steady = portion.steady_of(layer) if q.is_cuda and not is_read else None
+            # Queries that look ahead stand behind those of all rows.
+            at = slice(portion.at.start, len(q) if portion.at.stop == len(self.rows) else portion.at.stop)
+            own = (q, k, v) if at == slice(0, len(q)) else (q[at], k[at], v[at])
+            outs.append(
+                attend_groups(portion.groups, portion.rows, layer, *own, soft, step, self.readers, steady)
+            )  # fmt: skip
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
         if self.watch is not None:
             self.watch.attended(layer, self.order, *(x[: len(self.rows)] for x in (q, k, v, out)))
         return out
-
-    def steady_of(self, layer: int) -> Steady | None:
-        """What the layer's kernels were told; None where each step tells them anew."""
-        if layer not in self.steady:
-            self.steady[layer] = Steady(
-                self.groups, self.rows, layer, self.scratch, self.unwritten, layer in self.readers.last
-            )
-        return self.steady[layer] if self.steady[layer].is_of_use else None
 
     def foresees(self, layer: int) -> bool:
         """Whether a row wants the query that the layer below foretells."""

@@ -23,7 +23,7 @@ from engine.layouts.fetching import Fetching
 from engine.layouts.layer import Layer
 from kernels.rows.append import Place, append_rows_triton
 from kernels.rows.blocks import Cached, fill_rows_triton, look_up_rows_triton
-from kernels.rows.union import Ask, Far, bring_rows_triton, union_rows_triton
+from kernels.rows.union import Ask, Bringing, Far, bring_rows_triton, union_rows_triton
 
 
 def append_rows(layers: Sequence[Layer], k_new: Tensor, v_new: Tensor) -> None:
@@ -80,11 +80,8 @@ def bring(brought: Sequence[tuple[Fetching, Ask, Copies]], ages: int) -> None:
     """
     asks, far, cached = [ask for _, ask, _ in brought], list[Far](), dict[int, Cached]()
     for i, (layer, ask, copies) in enumerate(brought):
-        assert layer.host.has_keys, f"layer {layer.index} has values alone on the host"
         held = layer.held_blocks()
-        far.append(
-            Far(layer.host.k, layer.host.v, layer.host.late, copies.k, copies.v, held and (held.k, held.v))
-        )  # fmt: skip
+        far.append(far_of(layer, copies, held and (held.k, held.v)))
         if held is not None:
             cached[i] = held.cached(ask, layer.n_host)
     counts = union_rows_triton(asks, brought[0][0].meter.shape.h_kv, ages)
@@ -96,3 +93,38 @@ def bring(brought: Sequence[tuple[Fetching, Ask, Copies]], ages: int) -> None:
         fill_rows_triton(rows, [far[i] for i in cached])
     for i, (layer, ask, _) in enumerate(brought):
         layer.meter.owe_fetch(counts[i], ask.idx.shape[1], found.get(i))
+
+
+def far_of(layer: Fetching, copies: Copies, held: tuple[Tensor, Tensor] | None = None) -> Far:
+    """Where a layer's tokens lie on the host, and where their copies come to lie."""
+    assert layer.host.has_keys, f"layer {layer.index} has values alone on the host"
+    return Far(layer.host.k, layer.host.v, layer.host.late, copies.k, copies.v, held)
+
+
+class Bringer:
+    """`bring` at steps that are alike: rows without a cache of blocks ask from where they asked at the last step."""
+
+    def __init__(self, layers: Sequence[Fetching], selections: Sequence[Tensor], ages: int) -> None:
+        """`selections` are where the positions of all steps to come lie."""
+        self.layers = layers
+        self.copies = [
+            layer.shelf.copies_for(idx, (layer.k, layer.v)) for layer, idx in zip(layers, selections, strict=True)
+        ]
+        self.epochs = [copies.epoch for copies in self.copies]
+        asks = [copies.asked(idx) for copies, idx in zip(self.copies, selections, strict=True)]
+        far = [far_of(layer, copies) for layer, copies in zip(layers, self.copies, strict=True)]
+        self.told = Bringing(asks, far, ages)
+
+    def holds(self) -> bool:
+        """Whether copies lie where they lay, and every row asked as often since."""
+        later = self.copies[0].epoch - self.epochs[0]
+        for layer, copies, epoch in zip(self.layers, self.copies, self.epochs, strict=True):
+            if layer.shelf.copies is not copies or copies.epoch - epoch != later:
+                return False
+        return True
+
+    def take(self) -> Tensor:
+        """Bring what rows ask for by now: the counts of each."""
+        for copies in self.copies:
+            copies.epoch += 1
+        return self.told.take(self.copies[0].epoch - self.epochs[0])

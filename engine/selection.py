@@ -4,10 +4,13 @@ Not here: where tokens lie (`engine/placement.py`). No torch: settings read this
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+ALWAYS = 1 << 40  # steps
 
 
 class Reads(NamedTuple):
@@ -47,23 +50,59 @@ class Selection(NamedTuple):
     stand_ins: Sequence[Any] = ()  # parts of pseudo-tokens, which stand for tokens that are not fetched
 
 
-class Search(Protocol):
+class Search:
     """A search of some rows at steps that are alike: those do nothing but take in tokens and fetch as many others."""
 
-    idx: "Sequence[Tensor]"  # of each row (1, h_kv, k), where the positions of every step come to lie
-    n_steps: int  # for so many
+    idx: "Sequence[Tensor]"  # of each row (1, heads, k), where the positions of every step come to lie
+    n_steps: int = ALWAYS  # for so many
+    corrects: bool = False  # True: `correct` has something to do
 
     def holds(self) -> bool:
         """Whether what is searched is what it was."""
-        ...
+        return True
 
-    def find(self, q: "Tensor", k_new: "Tensor", age: int) -> None:
-        """For the rows' queries and newest keys (n, heads, 1, d_h), so many steps behind the one that it was told."""
-        ...
+    def find(self, q: "Tensor", k_new: "Tensor", v_new: "Tensor", age: int) -> None:
+        """For the rows' queries and newest K and V (n, heads, 1, d_h), so many steps behind the one it was told."""
+        raise NotImplementedError
 
     def costs(self, age: int) -> Sequence[Cost]:
         """What each row's search took at that step."""
-        ...
+        raise NotImplementedError
+
+    def correct(self, out: "Tensor") -> None:
+        """Behind attention, in place: (n, h, 1, d_h)."""
+
+
+class Searches(Search):
+    """Those of rows that are searched apart."""
+
+    def __init__(self, each: "Sequence[tuple[Search, Sequence[int], Tensor]]") -> None:
+        """Each with its rows, and the same on the device."""
+        self.each, places = each, [(i, idx) for search, at, _ in each for i, idx in zip(at, search.idx, strict=True)]
+        self.idx = [idx for _, idx in sorted(places, key=lambda place: place[0])]
+        self.n_steps = min(search.n_steps for search, *_ in each)
+        self.corrects = any(search.corrects for search, *_ in each)
+
+    def holds(self) -> bool:
+        return all(search.holds() for search, *_ in self.each)
+
+    def find(self, q: "Tensor", k_new: "Tensor", v_new: "Tensor", age: int) -> None:
+        for search, _, rows in self.each:
+            search.find(q.index_select(0, rows), k_new.index_select(0, rows), v_new.index_select(0, rows), age)
+
+    def costs(self, age: int) -> Sequence[Cost]:
+        costs = [FREE] * len(self.idx)
+        for search, at, _ in self.each:
+            for i, cost in zip(at, search.costs(age), strict=True):
+                costs[i] = cost
+        return costs
+
+    def correct(self, out: "Tensor") -> None:
+        for search, _, rows in self.each:
+            if search.corrects:
+                own = out.index_select(0, rows)
+                search.correct(own)
+                out.index_copy_(0, rows, own)
 
 
 class FeedSelection(NamedTuple):

@@ -186,10 +186,11 @@ def search_sites(shape: Shape, s: int) -> None:
         logits.block_keys(q, [means] * 2, len(means), per_head)
     for prompt in (k[0].mT, empty(shape.h_kv, shape.d_h, s)):
         row = columns.Columns(prompt, late, mean, s + 9, 32, s, s // 10)
-        found = columns.find_components(q, empty(2, shape.h_kv, 1, shape.d_h), [row] * 2, 2, scale)
-        _, approximate, lses = columns.component_keys(q, *found, s + 9)
-        covered = columns.cover(positions(2, shape.h_kv, s // 10), approximate, lses, found[2])
-        columns.blend(empty(2, shape.h, 1, shape.d_h), covered, found[2], shape.h_kv)
+        told = columns.table_of([row] * 2, q.device)
+        found = columns.find_components(q, empty(2, shape.h_kv, 1, shape.d_h), told, 2, scale)
+        _, approximate, lses = columns.component_keys(q, *found, told)
+        covered = columns.cover(positions(2, shape.h_kv, s // 10), approximate, lses, told)
+        columns.blend(empty(2, shape.h, 1, shape.d_h), covered, told, shape.h_kv)
     tables = collisions.Tables(10, integers(shape.h_kv, 75, s), integers(shape.h_kv, 75, 1025))
     planes, norms = empty(shape.h_kv, shape.d_h, 750, dtype=torch.float32), empty(shape.h_kv, s, dtype=torch.float32)
     means, found = empty(shape.h_kv, shape.d_h, dtype=torch.float32), integers(shape.h)
@@ -273,7 +274,7 @@ def row_sites(shape: Shape, s: int) -> None:
     n, n_total = s // 10, s + 64
     stamps, tokens = (empty(shape.h_kv, size, dtype=torch.int32) for size in (n_total, n))
     for ages in (0, 1):
-        ask = union.Ask(positions(1, shape.h, n), stamps, stamps, tokens, tokens, 3, 0)
+        ask = union.Ask(positions(1, shape.h, n), stamps, stamps, tokens, tokens, 3)
         counts = union.union_rows_triton([ask] * 2, shape.h_kv, ages)
         union.bring_rows_triton([ask] * 2, [union.Far(k, k, (late, late), k, k)] * 2, counts)
     cache = integers(len(blocks.BLOCK), n_total // 128 + 1), integers(len(blocks.SLOT), 32), integers(2), late, late

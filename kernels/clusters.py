@@ -158,11 +158,17 @@ RANKED = 64  # clusters that it looks at together; 128 spill registers on an A10
 CHUNK = 128  # clusters that are weighed together
 
 
-def cluster_tokens_triton(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int, first: int = 0) -> Tensor:
-    """A program for some slots of a head; each of them sums the sizes up anew. `first` is added to every token."""
+def cluster_tokens_triton(
+    order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int, first: int = 0, chosen: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """A program for some slots of a head; each of them sums the sizes up anew. `first` is added to every token.
+
+    Into `chosen`, where it is given.
+    """
     n, heads, r = order.shape
     order, sizes, ends, tokens = (in_rows(order), *(x.contiguous() for x in (sizes, ends, tokens)))
-    chosen = torch.empty(n, heads, k, dtype=torch.int64, device=order.device)
+    if chosen is None:
+        chosen = torch.empty(n, heads, k, dtype=torch.int64, device=order.device)
     if chosen.numel():
         fill_slots[(cdiv(k, SLOTS), n * heads)](
             order, sizes, ends, tokens, chosen, heads, heads // len(sizes), order.stride(1), r, sizes.shape[-1],
@@ -181,11 +187,12 @@ def in_rows(order: Tensor) -> Tensor:
 CLUSTERS = 16  # whose keys are one program's
 
 
-def cluster_keys_triton(q: Tensor, centroids: Tensor, agg: str) -> Tensor:
-    """A program for some clusters of a KV head and a row."""
+def cluster_keys_triton(q: Tensor, centroids: Tensor, agg: str, keys: Tensor | None = None) -> Tensor:
+    """A program for some clusters of a KV head and a row; into `keys`, where they are given."""
     (n, h, _, d_h), (h_kv, c, _) = q.shape, centroids.shape
     centroids, means = centroids.contiguous(), agg == "group_mean"
-    keys = torch.empty(n, h_kv if means else h, c, dtype=torch.int64, device=q.device)
+    if keys is None:
+        keys = torch.empty(n, h_kv if means else h, c, dtype=torch.int64, device=q.device)
     key_clusters[(n, cdiv(c, CLUSTERS), h_kv)](
         q.contiguous(), centroids, keys, d_h, c, h // h_kv, means, CLUSTERS, power_of_2(d_h)
     )

@@ -174,12 +174,13 @@ def page_scores_triton(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
 AGGREGATES = ("query_head", "group_mean", "group_max")
 
 
-def page_keys_triton(q: Tensor, kmin: Tensor, kmax: Tensor, agg: str) -> Tensor:
-    """A program for some pages of a KV head and a row."""
+def page_keys_triton(q: Tensor, kmin: Tensor, kmax: Tensor, agg: str, keys: Tensor | None = None) -> Tensor:
+    """A program for some pages of a KV head and a row; into `keys`, where they are given."""
     (n, h, _, d_h), (_, h_kv, n_pages, _) = q.shape, kmin.shape
     assert kmin.stride() == kmax.stride(), (kmin.stride(), kmax.stride())
     how, g = AGGREGATES.index(agg), h // h_kv
-    keys = torch.empty(n, h if how == 0 else h_kv, n_pages, dtype=torch.int64, device=q.device)
+    if keys is None:
+        keys = torch.empty(n, h if how == 0 else h_kv, n_pages, dtype=torch.int64, device=q.device)
     if keys.numel():
         width = power_of_2(d_h)
         some, n_warps = fit_rows(width, PAGES, HELD)
@@ -189,11 +190,12 @@ def page_keys_triton(q: Tensor, kmin: Tensor, kmax: Tensor, agg: str) -> Tensor:
     return keys
 
 
-def expand_keys_triton(keys: Tensor, start: int, length: int, stop: int) -> Tensor:
-    """A program for a row's and head's tokens, some at a time."""
+def expand_keys_triton(keys: Tensor, start: int, length: int, stop: int, tokens: Tensor | None = None) -> Tensor:
+    """A program for a row's and head's tokens, some at a time; into `tokens`, where they are given."""
     (n, heads, k), block = keys.shape, 1024
     assert keys.stride(-1) == 1, keys.stride()
-    tokens = torch.empty(n, heads, k * length, dtype=torch.int64, device=keys.device)
+    if tokens is None:
+        tokens = torch.empty(n, heads, k * length, dtype=torch.int64, device=keys.device)
     if tokens.numel():
         expand_pages[(cdiv(k * length, block), heads, n)](
             keys, tokens, k * length, start, length, stop, keys.stride(0), keys.stride(1), block

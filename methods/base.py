@@ -35,8 +35,9 @@ from engine.observe import Observation
 from engine.passes.trace import Trace
 from engine.placement import Change, Coder, Placement, Release, Stay, Whole
 from engine.sampling.cues import Cue
-from engine.selection import FeedSelection, Found, Search
+from engine.selection import FeedSelection, Found, Search, Searches
 from engine.shapes import ModelShape
+from kernels.jit import constants
 from kernels.scratch import Scratch
 from methods.allocator import UNIFORM, Allocator
 from methods.rules import Coding, Rules
@@ -246,16 +247,22 @@ class SelectiveAttention(Rules, ABC):
     @classmethod
     def select_rows(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         """`select` for all rows of this class at once; q is (n, h, 1, d_h)."""
-        places: dict[Hashable, list[int]] = {}
-        for i, row in enumerate(rows):
-            places.setdefault(row.kind(layer), []).append(i)
-        if len(places) == 1:
+        kinds = cls.kinds(rows, layer)
+        if len(kinds) == 1:
             return cls.search(rows, layer, q)
         found: list[Found] = [None] * len(rows)
-        for alike in places.values():
+        for alike in kinds:
             for i, one in zip(alike, cls.search([rows[i] for i in alike], layer, q[alike]), strict=True):
                 found[i] = one
         return found
+
+    @classmethod
+    def kinds(cls, rows: Sequence[Self], layer: int) -> list[list[int]]:
+        """Which rows are searched together."""
+        places: dict[Hashable, list[int]] = {}
+        for i, row in enumerate(rows):
+            places.setdefault(row.kind(layer), []).append(i)
+        return [*places.values()]
 
     def kind(self, layer: int) -> Hashable:
         """Rows of which this is the same are searched together."""
@@ -269,6 +276,20 @@ class SelectiveAttention(Rules, ABC):
     @classmethod
     def search_rows(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
         """What the search that these rows have just made does at steps to come, if they do nothing behind attention."""
+        kinds = cls.kinds(rows, layer)
+        if len(kinds) == 1:
+            return cls.search_again(rows, layer, q, scratch)
+        each: list[tuple[Search, Sequence[int], Tensor]] = []
+        for alike in kinds:
+            search = cls.search_again([rows[i] for i in alike], layer, q[alike], scratch)
+            if search is None:
+                return None
+            each.append((search, alike, constants(tuple(alike), q.device)))
+        return Searches(each)
+
+    @classmethod
+    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
+        """The same for rows of one kind; None where each step is told anew."""
         return None
 
     def resident(self, layer: int, q: Tensor) -> list["Part"]:
@@ -352,6 +373,15 @@ class SelectiveAttention(Rules, ABC):
             and all(getattr(kind, name).__func__ is getattr(SelectiveAttention, name).__func__ for name in CLASSWIDE)
         )
 
+    def is_still_at(self, layer: int) -> bool:
+        """Whether a step of a layer that fetches nothing only adds its token."""
+        return self.is_still or layer in self.skipped_layers()
+
+    @property
+    def repeats(self) -> bool:
+        """Whether most steps only add their token to what is resident, and search again as they did."""
+        return self.is_still or type(self).search_again.__func__ is not SelectiveAttention.search_again.__func__
+
     def at_once(self, layer: int, m: int) -> int:
         """How many of the next `m` tokens this layer may read in one call, 1 where they have to come alone."""
         at = self.store[layer]
@@ -361,7 +391,7 @@ class SelectiveAttention(Rules, ABC):
         if at.can_fetch:
             takes = not on_gpu and self.selects_feeds(layer)
         else:
-            takes = self.is_still or layer in self.skipped_layers()
+            takes = self.is_still_at(layer)
         # A query sees at least one of the window's tokens before the feed.
         most = at.capacity - (at.n_window if on_gpu else 1)
         return max(1, min(m, most)) if takes else 1

@@ -31,8 +31,11 @@ class Copies:
     def ask(self, idx: Tensor) -> Ask:
         """A selection to come, (1, h_kv or h, k)."""
         self.epoch += 1
-        first = self.epoch % (self.n_steps + 1) * self.room
-        return Ask(idx, self.stamps, self.slots, self.tokens, self.sources, self.epoch, first)
+        return self.asked(idx)
+
+    def asked(self, idx: Tensor) -> Ask:
+        """The selection of this epoch."""
+        return Ask(idx, self.stamps, self.slots, self.tokens, self.sources, self.epoch, self.n_steps + 1)
 
     @property
     def near(self) -> Near:

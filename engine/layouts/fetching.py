@@ -115,13 +115,20 @@ class Fetching(Slots):
 
     def can_refetch(self, fetched: Sequence[Part]) -> bool:
         """Whether `refetch` says all of such a fetch."""
-        is_plain = len(fetched) == 1 and fetched[0].near is fetched[0].mask is None
-        return is_plain and self.is_far and not self.packs and self.meter.accesses is None
+        is_plain = len(fetched) == 1 and fetched[0].mask is None
+        has_cache = self.meter.blocks is not None
+        return is_plain and self.is_far and not self.packs and self.meter.accesses is None and not has_cache
 
-    def refetch(self, idx: Tensor) -> None:
-        """Note and count what a step like the one before it fetches, from where it lay."""
+    def refetch(self, idx: Tensor, counts: Tensor | None = None) -> None:
+        """Note and count what a step like the one before it fetches, from where it lay.
+
+        `counts`: of what was brought to the device (`kernels/rows/union.py`).
+        """
         self.fetches.append(idx)
-        self.meter.count_fetch(idx, idx.numel(), self.n_seen, self.n_ahead, self.n_host)
+        if counts is None:
+            self.meter.count_fetch(idx, idx.numel(), self.n_seen, self.n_ahead, self.n_host)
+        else:
+            self.meter.owe_fetch(counts, idx.shape[1])
 
     def reach(self, idx: Tensor, padded: bool = False) -> Part:
         """The tokens at `idx` of the host, wherever that is, noted but not counted."""

@@ -16,7 +16,10 @@ from torch import Tensor
 from engine.attend import Part
 from engine.books.spans import stretches
 from engine.books.unwritten import Unwritten
+from engine.layouts.fetching import Fetching
+from engine.layouts.layer import Layer
 from engine.row import Row
+from engine.rows import Bringer
 from engine.selection import Search
 from engine.softmax import Softmax
 from kernels.rows.append import Places
@@ -36,18 +39,41 @@ class Chosen:
     stride: tuple[int, ...]
 
 
+@dataclass
+class Told:
+    """How rows of one class search, and bring what they find where attention does not read it where it is."""
+
+    search: Search
+    at: slice  # of the batch
+    bringers: list[tuple[Bringer, list[int]]]  # and which of these rows
+
+    def holds(self) -> bool:
+        for bringer, _ in self.bringers:
+            if not bringer.holds():
+                return False
+        return self.search.holds()
+
+    def counts(self, found: Sequence[Tensor]) -> list[Tensor | None]:
+        """Of each row what was brought, by what the bringers said."""
+        counts: list[Tensor | None] = [None] * len(self.search.idx)
+        for (_, rows), each in zip(self.bringers, found, strict=True):
+            for i, own in zip(rows, each.unbind(), strict=True):
+                counts[i] = own
+        return counts
+
+
 class Steady:
     """Of one layer of the same rows."""
 
     def __init__(
         self, groups: Sequence[tuple[type[Row], slice]], rows: Sequence[Row], layer: int, scratch: Scratch,
-        unwritten: Unwritten, is_read: bool = False,
+        unwritten: Unwritten,
     ) -> None:  # fmt: skip
-        """`unwritten` and `scratch` are those of all layers; `is_read`: other layers ask for the parts of the step."""
+        """`unwritten` and `scratch` are those of all layers. Nobody else asks for the parts of its steps."""
         self.groups, self.rows, self.index, self.scratch = groups, rows, layer, scratch
         self.unwritten, self.n_settled = unwritten, -1
         are_stored = all(row.is_stored and not row.store.checked_for for row in rows)
-        self.n_misses = 0 if are_stored and not is_read else MOST_MISSES
+        self.n_misses = 0 if are_stored else MOST_MISSES
         self.age, self.n_steps = 0, 0  # steps since it was told, and for how many it holds
 
     def tell(self, parts: Sequence[Sequence[Part]], fetched: Sequence[Sequence[Part]], q: Tensor) -> None:
@@ -66,8 +92,8 @@ class Steady:
         searches = self.searching(fetched, q)
         self.searches, self.is_still = searches or [], searches is not None
         tokens = [[part.tokens() for part in own] for own in parts]
-        for search, at in self.searches:
-            for own, idx in zip(tokens[at], search.idx, strict=True):
+        for told in self.searches:
+            for own, idx in zip(tokens[told.at], told.search.idx, strict=True):
                 own[-1] = replace(own[-1], idx=idx)
         more = [[*each.more, *(0 for _ in own)] for each, own in zip(growing, fetched, strict=True)]
         self.table, n_steps = growing_table(q, tokens, more, self.scratch)
@@ -82,7 +108,7 @@ class Steady:
             idx = got[0].idx if got else None
             self.chosen.append(None if idx is None else Chosen(piece, lying(got[0]), idx.shape, idx.stride()))
             self.at[piece] = 0 if idx is None else idx.data_ptr()
-        limits = [each.n_steps for each in growing] + [search.n_steps for search, _ in self.searches]
+        limits = [each.n_steps for each in growing] + [told.search.n_steps for told in self.searches]
         if self.searches:  # generated tokens may be chosen once the window is full and has none of the prompt
             stays = zip(self.layers, growing, fetched, strict=True)
             limits += [
@@ -94,15 +120,15 @@ class Steady:
 
     def searching(
         self, fetched: Sequence[Sequence[Part]], q: Tensor
-    ) -> list[tuple[Search, slice]] | None:  # fmt: skip
+    ) -> list[Told] | None:  # fmt: skip
         """How rows search, class by class, that do nothing but take in tokens and fetch; None where one does more."""
         if any(at.queries is not None for at in self.layers):
             return None
-        found: list[tuple[Search, slice]] = []
+        found: list[Told] = []
         for kind, at in self.groups:
             rows, layers = self.rows[at], self.layers[at]
             if not any(layer.can_fetch for layer in layers):
-                if not all(row.is_still for row in rows):
+                if not all(row.is_still_at(self.index) for row in rows):
                     return None
                 continue
             fetch = zip(layers, fetched[at], strict=True)
@@ -110,7 +136,7 @@ class Steady:
             search = kind.search_rows(rows, self.index, q[at], self.scratch) if alike else None
             if search is None:
                 return None
-            found.append((search, at))
+            found.append(Told(search, at, bringers(layers, fetched[at], search.idx)))
         return found
 
     @property
@@ -128,8 +154,8 @@ class Steady:
             return False
         if self.unwritten.n_settled != self.n_settled and not self.is_as_it_was():
             return False
-        for search, _ in self.searches:
-            if not search.holds():
+        for told in self.searches:
+            if not told.holds():
                 return False
         return True
 
@@ -157,30 +183,41 @@ class Steady:
 
     def take_step(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, step: int | None) -> Tensor:
         """The whole step, where it holds and rows do nothing but take in their tokens and search as they did."""
-        n = q.shape[0]  # which `len` takes longer to say
+        n, brought = q.shape[0], list[list[Tensor]]()  # `len` takes longer
         with stretches(self.index) as begin:
             begin("append")
             self.keep(k, v)
-            for search, at in self.searches:
+            for told in self.searches:
                 begin("search")
+                at = told.at
                 is_all = at.stop - at.start == n
-                search.find(q if is_all else q[at], k if is_all else k[at], self.age)
+                told.search.find(*((q, k, v) if is_all else (q[at], k[at], v[at])), self.age)
+                if told.bringers:
+                    begin("fetch")
+                    brought.append([bringer.take() for bringer, _ in told.bringers])
             begin("attention")
             out = self.attend_told(q, soft)
+            for told in self.searches:
+                if told.search.corrects:
+                    begin("after")
+                    told.search.correct(out[told.at])
         self.newest = k, v
-        self.unwritten.add(self.write, step, self.age)
+        self.unwritten.add(self.write, step, self.age, brought)
         self.n_settled = self.unwritten.n_settled
         return out
 
-    def write(self, step: int | None, age: int) -> None:
+    def write(self, step: int | None, age: int, brought: list[list[Tensor]]) -> None:
         """Bring such a step into the books."""
-        index, rows = self.index, self.rows
+        index, rows, brought = self.index, self.rows, [*brought]
         for at in self.layers:
             at.advance(*self.newest)  # nobody asks for what is newest
-        for search, at in self.searches:
-            for row, layer, cost, idx in zip(rows[at], self.layers[at], search.costs(age), search.idx, strict=True):
+        for told in self.searches:
+            at, search = told.at, told.search
+            counts = told.counts(brought.pop(0) if told.bringers else ())
+            each = zip(rows[at], self.layers[at], search.costs(age), search.idx, counts, strict=True)
+            for row, layer, cost, idx, count in each:
                 row.store.spend(index, cost)
-                layer.refetch(idx)
+                layer.refetch(idx, count)
         for row in rows:
             row.store.close(index, step)
 
@@ -209,6 +246,21 @@ class Steady:
             n = self.table.n_rows
             out[:n], _ = soft.finish(out[:n], lse)
         return out
+
+
+def bringers(
+    layers: Sequence[Layer], fetched: Sequence[Sequence[Part]], selections: Sequence[Tensor]
+) -> list[tuple[Bringer, list[int]]]:  # fmt: skip
+    """For the rows whose fetched tokens are copied, by how long the copies stay."""
+    places: dict[int, list[int]] = {}
+    for i, (layer, own) in enumerate(zip(layers, fetched, strict=True)):
+        if own[0].near is not None:
+            assert isinstance(layer, Fetching)
+            places.setdefault(layer.n_recent, []).append(i)
+    return [
+        (Bringer([layers[i] for i in rows], [selections[i] for i in rows], ages), rows)  # type: ignore[misc]
+        for ages, rows in places.items()
+    ]
 
 
 def is_told(part: Part) -> bool:

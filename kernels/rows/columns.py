@@ -28,7 +28,7 @@ from kernels.topk import pack_key
 
 TOKENS = 256  # of one program
 HELD = 8192  # logits of a group that four warps hold
-ROW = 12  # numbers of a row, as the kernels read them
+ROW = 13  # numbers of a row, as the kernels read them
 COMPARED = 64  # numbers that all others are compared with at once: of more registers spill
 
 
@@ -42,39 +42,52 @@ class Columns(NamedTuple):
     start: int  # the first candidate
     stop: int  # behind the last one
     k: int  # candidates to choose
+    grows: bool = False  # with every token there is a candidate more
 
 
-def find_components(
-    q: Tensor, v_new: Tensor, rows: Sequence[Columns], r: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Components, weights, and the integers that the next kernels want; v_new (n, h_kv, 1, d_h)."""
-    (n, h, _, d_h), h_kv = q.shape, v_new.shape[1]
-    assert q.is_contiguous() and v_new.is_contiguous(), "not contiguous"
-    tiny = torch.finfo(torch.float32).tiny
+class Table(NamedTuple):
+    """What kernels are told of rows, for steps to come too: at each every row has one token more."""
+
+    numbers: Tensor
+    start: Tensor  # from which they count where keys lie
+    s: int  # tokens of the row with most
+
+
+def table_of(rows: Sequence[Columns], device: torch.device) -> Table:
+    start = rows[0].late
     numbers = [
         number
         for row in rows
         for number in (
-            distance(row.prompt, q), *row.prompt.stride(), distance(row.late, q), row.late.stride(1),
+            distance(row.prompt, start), *row.prompt.stride(), distance(row.late, start), row.late.stride(1),
             row.prompt.shape[2], row.n, row.start, row.stop, 0 if row.mean is None else row.mean.data_ptr(),
-            row.k,
+            row.k, int(row.grows),
         )
     ]  # fmt: skip
-    table = upload(numbers, q.device)
+    return Table(upload(numbers, device), start, max(row.n for row in rows))
+
+
+def find_components(
+    q: Tensor, v_new: Tensor, told: Table, r: int, scale: float, age: int = 0
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Components and weights, so many steps behind the one of the table; v_new (n, h_kv, 1, d_h)."""
+    (n, h, _, d_h), h_kv = q.shape, v_new.shape[1]
+    assert q.is_contiguous() and v_new.is_contiguous(), "not contiguous"
+    tiny, table = torch.finfo(torch.float32).tiny, told.numbers
     components = torch.empty(n, h_kv, r, dtype=torch.int32, device=q.device)
     weights = torch.empty(n, h, r, dtype=torch.float32, device=q.device)
     rank_components[(n, h_kv)](
-        q, v_new, table, components, weights, scale, tiny, d_h, h // h_kv, r, ROW, power_of_2(d_h),
+        q, v_new, table, components, weights, scale, tiny, age, d_h, h // h_kv, r, ROW, power_of_2(d_h),
         min(COMPARED, power_of_2(d_h), max(1, 2 * HELD // power_of_2(d_h))), num_warps=8 if d_h > 128 else 4,
     )  # fmt: skip
-    return components, weights, table
+    return components, weights
 
 
 def component_keys(
-    q: Tensor, components: Tensor, weights: Tensor, table: Tensor, s: int, cap: float = 0.0
+    q: Tensor, components: Tensor, weights: Tensor, told: Table, cap: float = 0.0, age: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys of the candidates, approximate logits of all tokens, and log-sum-exps of blocks of them."""
-    (n, h_kv, r), h = components.shape, weights.shape[1]
+    (n, h_kv, r), h, s = components.shape, weights.shape[1], told.s + age
     group = power_of_2(h // h_kv)
     tokens = min(TOKENS, max(1, HELD // group))
     n_blocks = cdiv(s, tokens)
@@ -82,13 +95,15 @@ def component_keys(
     logits = torch.empty(n, h, s, dtype=torch.float32, device=q.device)
     lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
     multiply_components[(n, n_blocks, h_kv)](
-        q, components, weights, table, keys, logits, lses, cap, s, q.shape[3], h // h_kv, r,
-        ROW, tokens, group, cap > 0,
+        told.start, components, weights, told.numbers, keys, logits, lses, cap, age, s, q.shape[3], h // h_kv, r, ROW,
+         tokens, group, cap > 0,
     )  # fmt: skip
     return keys, logits, lses
 
 
-def cover(chosen: Tensor, logits: Tensor, lses: Tensor, table: Tensor, sink: Tensor | None = None) -> Tensor:
+def cover(
+    chosen: Tensor, logits: Tensor, lses: Tensor, told: Table, sink: Tensor | None = None, age: int = 0
+) -> Tensor:  # fmt: skip
     """Share of the softmax on first tokens, window and the row's own number of chosen (n, h_kv, k): (n, h) float32.
 
     A learned `sink` (h,) is covered too.
@@ -97,22 +112,22 @@ def cover(chosen: Tensor, logits: Tensor, lses: Tensor, table: Tensor, sink: Ten
     (n, h_kv, k), (_, h, s) = chosen.shape, logits.shape
     covered = torch.empty(n, h, dtype=torch.float32, device=logits.device)
     add_covered[(n, h)](
-        chosen, logits, lses, table, covered, covered if sink is None else sink, s,
+        chosen, logits, lses, told.numbers, covered, covered if sink is None else sink, age, s,
         lses.shape[2], h // h_kv, k, ROW, TOKENS,
         power_of_2(lses.shape[2]), sink is not None,
     )  # fmt: skip
     return covered
 
 
-def blend(out: Tensor, covered: Tensor, table: Tensor, h_kv: int) -> None:
+def blend(out: Tensor, covered: Tensor, told: Table, h_kv: int) -> None:
     """The mean of V takes what is not covered, in place; out (n, h, 1, d_h), -1 in covered: leave the row as it is."""
     n, h, _, d_h = out.shape
-    blend_mean[(n, h)](out, covered, table, d_h, h // h_kv, ROW, power_of_2(d_h))
+    blend_mean[(n, h)](out, covered, told.numbers, d_h, h // h_kv, ROW, power_of_2(d_h))
 
 
-@jit
+@jit(unspecialized=("age",))
 def rank_components(
-    q, v_new, table, components, weights, scale, tiny, d_h, g, r,
+    q, v_new, table, components, weights, scale, tiny, age, d_h, g, r,
     ROW: tl.constexpr, WIDTH: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
     row, head, h_kv = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -140,26 +155,26 @@ def rank_components(
         to = mean_at.to(tl.pointer_type(tl.float32)) + head * d_h + column
         mean = tl.load(to, inside, other=0.0)
         value = tl.load(v_new + (row * h_kv + head) * d_h + column, inside, other=0.0).to(tl.float32)
-        tl.store(to, mean + (value - mean) / tl.load(at + 7).to(tl.float32), inside)
+        tl.store(to, mean + (value - mean) / (tl.load(at + 7) + age).to(tl.float32), inside)
 
 
-@jit
+@jit(unspecialized=("age", "s"))
 def multiply_components(
-    q, components, weights, table, keys, logits, lses, cap, s, d_h, g, r,
+    origin, components, weights, table, keys, logits, lses, cap, age, s, d_h, g, r,
     ROW: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     row, block, head, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, token = table + row * ROW, block * TOKENS + tl.arange(0, TOKENS)
     prompt, late = tl.load(at) + head * tl.load(at + 1), tl.load(at + 4) + head * tl.load(at + 5)
     by_component, by_token, behind = tl.load(at + 2), tl.load(at + 3), tl.load(at + 6)
-    real, is_late = token < tl.load(at + 7), token >= behind
+    real, is_late = token < tl.load(at + 7) + age, token >= behind
     one, first = tl.arange(0, GROUP), (row * h_kv + head) * g
     x = tl.zeros((GROUP, TOKENS), tl.float32)
     for j in range(r):
         component = tl.load(components + (row * h_kv + head) * r + j)
         early = prompt + component * by_component + token.to(tl.int64) * by_token
         where = tl.where(is_late, late + (token - behind).to(tl.int64) * d_h + component, early)
-        value = tl.load(q + where, real, other=0.0).to(tl.float32)  # from far away, so once for the group
+        value = tl.load(origin + where, real, other=0.0).to(tl.float32)  # from far away, so once for the group
         x += tl.load(weights + (first + one) * r + j, one < g, other=0.0)[:, None] * value[None]
     if CAPPED:
         x = tl.where((one < g)[:, None], bend(x, cap), 0.0)
@@ -171,20 +186,20 @@ def multiply_components(
     safe = tl.where(highest > -1e30, highest, 0.0)
     lse = safe + tl.log(tl.sum(tl.exp(x - safe[:, None]), 1))
     tl.store(lses + (first + one) * tl.num_programs(1) + block, lse, one < g)
-    is_candidate = (token >= tl.load(at + 8)) & (token < tl.load(at + 9))
+    is_candidate = (token >= tl.load(at + 8)) & (token < tl.load(at + 9) + age * tl.load(at + 12))
     none = tl.full((TOKENS,), 0x7FFFFFFFFFFFFFFF, tl.int64)
     key = tl.where(is_candidate, pack_key(score, token), none)
     tl.store(keys + (row * h_kv + head).to(tl.int64) * s + token, key, token < s)
 
 
-@jit
+@jit(unspecialized=("age", "s"))
 def add_covered(
-    chosen, logits, lses, table, covered, sink, s, n_blocks, g, k,
+    chosen, logits, lses, table, covered, sink, age, s, n_blocks, g, k,
     ROW: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, WITH_SINK: tl.constexpr,
 ):  # fmt: skip
     row, query_head, h = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     at, every = table + row * ROW, tl.arange(0, BLOCKS)
-    n, start, stop = tl.load(at + 7), tl.load(at + 8), tl.load(at + 9)
+    n, start, stop = tl.load(at + 7) + age, tl.load(at + 8), tl.load(at + 9) + age * tl.load(at + 12)
     count = tl.load(at + 11)
     mine = tl.load(lses + (row * h + query_head) * n_blocks + every, every < n_blocks, other=float("-inf"))
     highest = tl.max(mine, 0)

@@ -41,7 +41,12 @@ class Ask(NamedTuple):
     tokens: Tensor  # made: the distinct ones, in no order
     sources: Tensor  # made: the slot where a copy is, -1: none, below: in a cache of blocks
     epoch: int  # above those before, and above `ages`
-    first: int  # slot from which on this epoch's copies lie
+    n_turns: int = 1  # stretches of copies, which take turns with each epoch
+
+    @property
+    def first(self) -> int:
+        """Slot from which on this epoch's copies lie."""
+        return self.epoch % self.n_turns * self.tokens.shape[1]
 
 
 class Far(NamedTuple):
@@ -98,6 +103,7 @@ def bring_rows_ref(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -> N
 
 
 ASK = 11  # numbers of an ask, as `union_tokens` reads them
+LATER = 64  # epochs whose counts are made at once
 
 
 def union_rows_triton(asks: Sequence[Ask], h_kv: int, ages: int) -> Tensor:
@@ -107,11 +113,13 @@ def union_rows_triton(asks: Sequence[Ask], h_kv: int, ages: int) -> Tensor:
     numbers = [number for ask in asks for number in ask_numbers(ask, h_kv)]
     sent = upload(zeros + numbers, asks[0].idx.device)
     counts = sent[: len(zeros)].view(torch.int32)[:n_counts].view(len(asks), h_kv, 3 + ages)
-    n_tiles = cdiv(max(ask.idx.shape[1] // h_kv * ask.idx.shape[2] for ask in asks), TILE)
-    union_tokens[(max(1, n_tiles), h_kv, len(asks))](
-        sent[len(zeros) :], counts, ages, power_of_2(ages + 1), ASK, TILE
-    )  # fmt: skip
+    union_tokens[union_grid(asks, h_kv)](sent[len(zeros) :], counts, ages, 0, power_of_2(ages + 1), ASK, TILE)
     return counts
+
+
+def union_grid(asks: Sequence[Ask], h_kv: int) -> tuple[int, int, int]:
+    n_tiles = cdiv(max(ask.idx.shape[1] // h_kv * ask.idx.shape[2] for ask in asks), TILE)
+    return max(1, n_tiles), h_kv, len(asks)
 
 
 def ask_numbers(ask: Ask, h_kv: int) -> tuple[int, ...]:
@@ -127,6 +135,17 @@ def ask_numbers(ask: Ask, h_kv: int) -> tuple[int, ...]:
 
 def bring_rows_triton(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -> None:
     """A program for some tokens of a KV head."""
+    start = far[0].k_near
+    numbers, sizes = far_numbers(asks, far)
+    bring_tokens[bring_grid(asks, start)](start, upload(numbers, start.device), counts, 0, counts.shape[2], *sizes)
+
+
+def bring_grid(asks: Sequence[Ask], start: Tensor) -> tuple[int, int, int]:
+    return cdiv(max(ask.tokens.shape[1] for ask in asks), TOKENS), start.shape[1], len(asks)
+
+
+def far_numbers(asks: Sequence[Ask], far: Sequence[Far]) -> tuple[list[int], tuple[int, ...]]:
+    """What `bring_tokens` reads of each row, and its sizes."""
     start, (_, h_kv, _, d_h) = far[0].k_near, far[0].k_near.shape
     d_v, numbers = apart(far[0].k_near, far[0].v_near), []
     for ask, at in zip(asks, far, strict=True):
@@ -136,11 +155,11 @@ def bring_rows_triton(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -
             assert not d_v or k.stride(1) * d_v == v.stride(1) * d_h or h_kv == 1, (k.stride(), v.stride())
         numbers += [
             ask.tokens.data_ptr(), ask.sources.data_ptr(), ask.tokens.shape[1], ask.slots.data_ptr(),
-            ask.slots.shape[1], ask.first,
+            ask.slots.shape[1], ask.epoch,
             *(distance(x, start) for x in (at.k_near, at.v_near)), at.k_near.stride(1),
             *(distance(x, start) for x in (at.k, at.v)), at.k.stride(1), at.v.stride(1),
             *(distance(x, start) for x in (k_late, v_late)), k_late.stride(1), at.k.shape[2],
-            *(distance(x, start) for x in (k_held, v_held)), k_held.stride(1),
+            *(distance(x, start) for x in (k_held, v_held)), k_held.stride(1), ask.n_turns,
         ]  # fmt: skip
     wide, fields = 16 // start.element_size(), len(numbers) // len(asks)
     strides_and_distances = (*range(6, 16), *range(17, 20))
@@ -149,19 +168,40 @@ def bring_rows_triton(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -
         and d_v % wide == 0
         and all(x % wide == 0 for i in strides_and_distances for x in numbers[i::fields])
     )
-    most = max(ask.tokens.shape[1] for ask in asks)
-    bring_tokens[(cdiv(most, TOKENS), h_kv, len(asks))](
-        start, upload(numbers, start.device), counts, d_h, d_v, counts.shape[2], h_kv, fields, TOKENS, power_of_2(d_h),
-        power_of_2(d_v), wide if even else 1,
-    )  # fmt: skip
+    widths = power_of_2(d_h), power_of_2(d_v)
+    return numbers, (d_h, d_v, h_kv, fields, TOKENS, *widths, wide if even else 1)
 
 
-@jit
-def union_tokens(asks, counts, ages, AGES: tl.constexpr, ASK: tl.constexpr, TILE: tl.constexpr):
+class Bringing:
+    """What both launches are told of rows that ask again and again, from where they asked: an epoch later each time."""
+
+    def __init__(self, asks: Sequence[Ask], far: Sequence[Far], ages: int) -> None:
+        self.start, h_kv = far[0].k_near, far[0].k_near.shape[1]
+        device, numbers = self.start.device, [number for ask in asks for number in ask_numbers(ask, h_kv)]
+        self.asked, (told, self.sizes) = upload(numbers, device), far_numbers(asks, far)
+        self.told = upload(told, device)
+        self.grids = union_grid(asks, h_kv), bring_grid(asks, self.start)
+        self.shape, self.ages = (LATER, len(asks), h_kv, 3 + ages), ages
+        self.left: list[Tensor] = []  # counts of the epochs to come, zeros
+
+    def take(self, later: int) -> Tensor:
+        """So many epochs later than the asks: counts (n, h_kv, 3 + ages)."""
+        if not self.left:
+            self.left = [*torch.zeros(self.shape, dtype=torch.int32, device=self.start.device)]
+        counts, ages = self.left.pop(), self.ages
+        union_tokens[self.grids[0]](self.asked, counts, ages, later, power_of_2(ages + 1), ASK, TILE)
+        bring_tokens[self.grids[1]](self.start, self.told, counts, later, 3 + ages, *self.sizes)
+        return counts
+
+
+@jit(unspecialized=("later",))
+def union_tokens(
+    asks, counts, ages, later, AGES: tl.constexpr, ASK: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2)
     at = asks + row * ASK
     stride, per_head, k = tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    s, room, epoch = tl.load(at + 6), tl.load(at + 9), tl.load(at + 10).to(tl.int32)
+    s, room, epoch = tl.load(at + 6), tl.load(at + 9), tl.load(at + 10).to(tl.int32) + later
     idx = tl.load(at).to(tl.pointer_type(tl.int64)) + head * per_head * stride
     stamps = tl.load(at + 4).to(tl.pointer_type(tl.int32)) + head * s
     slots = tl.load(at + 5).to(tl.pointer_type(tl.int32)) + head * s
@@ -188,14 +228,15 @@ def union_tokens(asks, counts, ages, AGES: tl.constexpr, ASK: tl.constexpr, TILE
     tl.atomic_add(mine + 3 + ages_of, by_age, mask=ages_of < ages)
 
 
-@jit
+@jit(unspecialized=("later",))
 def bring_tokens(
-    start, asks, counts, d_h, d_v, n_counts, h_kv, FIELDS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-    VALUES: tl.constexpr, LANES: tl.constexpr,
+    start, asks, counts, later, n_counts, d_h, d_v, h_kv, FIELDS: tl.constexpr, TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr, VALUES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     block, head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     at = asks + row * FIELDS
-    room, s_slots, first = tl.load(at + 2), tl.load(at + 4), tl.load(at + 5)
+    room, s_slots = tl.load(at + 2), tl.load(at + 4)
+    first = (tl.load(at + 5) + later) % tl.load(at + 20) * room
     tokens = tl.load(at).to(tl.pointer_type(tl.int32)) + head * room
     sources = tl.load(at + 1).to(tl.pointer_type(tl.int32)) + head * room
     slots = tl.load(at + 3).to(tl.pointer_type(tl.int32)) + head * s_slots

@@ -29,6 +29,8 @@ Figures   retrieve pages, blocks, clusters: #0472AA, plus, -.
 Not here: the order of tokens within a selection (`kernels/clusters.py`), rounds of k-means (`kernels/kmeans.py`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -48,11 +50,12 @@ from engine.errors import ConfigError
 from engine.passes.beside import Beside
 from engine.placement import Offloaded, Release
 from engine.sampling.draws import seeded
-from engine.selection import Cost, Found, Selection
+from engine.selection import ALWAYS, Cost, Found, Search, Selection
 from engine.shapes import ModelShape
 from kernels.choices import METRICS
 from kernels.clusters import cluster_keys_triton, cluster_tokens, cluster_tokens_triton
 from kernels.kmeans import draw_points, kmeans
+from kernels.scratch import Scratch, empty
 from kernels.topk import sort_keys
 from methods.base import SelectiveAttention
 
@@ -149,12 +152,13 @@ class Hits:
 
     n_steps: int  # R
     rates: list[Tensor] = field(default_factory=list)  # (steps,) float64 each, read at the end
-    orders: list[Tensor] = field(default_factory=list)  # (heads, c), ids in the lower halves, not yet counted
+    # Not yet counted: rows of (n, heads, c), ids in the lower halves.
+    orders: list[tuple[Tensor, int]] = field(default_factory=list)
     last: Tensor | None = None  # (<= R, heads, c) bool
 
     def fold(self, sizes: Tensor, k: int) -> None:
         """Count what has come, with the sizes (heads, c) that held all the while."""
-        flags = touched(torch.stack(self.orders).int().long(), sizes, k)
+        flags = touched(torch.stack([order[i] for order, i in self.orders]).int().long(), sizes, k)
         self.orders.clear()
         if self.last is not None:
             missing = flags.shape[-1] - self.last.shape[-1]  # clusters were appended since
@@ -217,7 +221,7 @@ class ClusterKV(SelectiveAttention):
     params: Params
     plan: Plan
     clusters: dict[int, Clusters]  # per layer, once its clustering was waited for
-    pending: dict[int, "Future[Clusters]"]
+    pending: dict[int, Future[Clusters]]
     hits: dict[int, Hits]
     n_appended: dict[int, int]  # how often generated tokens became clusters
 
@@ -274,7 +278,7 @@ class ClusterKV(SelectiveAttention):
             self.pending[layer].result()
         return Offloaded(self.plan.n_sink, 0, min(period, self.store.n_new), self.params.cache_steps)
 
-    def start_clustering(self, layer: int) -> "Future[Clusters]":
+    def start_clustering(self, layer: int) -> Future[Clusters]:
         """Cluster the prompt's keys on a thread beside the prefill; variants that would get the same share the work.
 
         One thread for all layers: it works through them while the prefill goes on above.
@@ -283,7 +287,7 @@ class ClusterKV(SelectiveAttention):
         keys = trace.keys(layer)[0, :, plan.n_sink :]  # (h_kv, n, d_h)
         what = (plan.n_clusters, params.metric, params.max_rounds)
 
-        def start() -> "Future[Clusters]":
+        def start() -> Future[Clusters]:
             thread = trace.once("ClusterKV's thread", lambda: Beside("clusters"))
             draw = seeded(params.seed, layer, 0)
             c, metric, n_rounds = what
@@ -306,37 +310,34 @@ class ClusterKV(SelectiveAttention):
     @classmethod
     def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         """Rows with the same clusters rank them in one product; small budgets get the first tokens of larger ones."""
-        clusters, agg, n_sink = rows[0].clusters[layer], rows[0].params.agg, rows[0].plan.n_sink
-        k, owned = max(row.plan.k for row in rows), (clusters.sizes, clusters.ends, clusters.tokens)
         if q.is_cuda:
-            order = sort_keys(cluster_keys_triton(q, clusters.centroids, agg))  # ids in the lower halves
-            tokens = cluster_tokens_triton(order, *owned, k, n_sink)
-        else:
-            order = cluster_order(q, clusters.centroids, agg)  # (n, heads, c)
-            tokens = cluster_tokens(order, *owned, k)  # (n, heads, k)
-            order, tokens = order.to(torch.int32), tokens + n_sink
-        costs = [row.note(layer, clusters, order[i]) for i, row in enumerate(rows)]
+            search = ClusterSearch(rows, layer, q)
+            search.choose(q)
+            return [Selection(idx, cost) for idx, cost in zip(search.idx, search.spent, strict=True)]
+        clusters, agg, k = rows[0].clusters[layer], rows[0].params.agg, max(row.plan.k for row in rows)
+        order = cluster_order(q, clusters.centroids, agg)  # (n, heads, c)
+        tokens = cluster_tokens(order, clusters.sizes, clusters.ends, clusters.tokens, k) + rows[0].plan.n_sink
+        note(rows, layer, order.to(torch.int32))
+        costs = [row.cost(clusters, order.shape[1]) for row in rows]
         return [Selection(tokens[i : i + 1, :, : row.plan.k], costs[i]) for i, row in enumerate(rows)]
+
+    @classmethod
+    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
+        return ClusterSearch(rows, layer, q, scratch)
 
     def kind(self, layer: int) -> Hashable:
         return id(self.ready(layer)), self.params.agg
 
-    def note(self, layer: int, clusters: Clusters, order: Tensor) -> Cost:
-        """Note one selection: what it cost."""
-        if layer in self.hits:
-            hits = self.hits[layer]
-            hits.orders.append(order)
-            if len(hits.orders) == FOLD_STEPS:
-                self.fold_hits(layer)
-        chosen = 4 * order.shape[0] * self.plan.k
-        return Cost(clusters.nbytes(), read_bytes=clusters.ranked_bytes() + chosen)
+    def cost(self, clusters: Clusters, heads: int) -> Cost:
+        """Of one selection."""
+        return Cost(clusters.nbytes(), read_bytes=clusters.ranked_bytes() + 4 * heads * self.plan.k)
 
     def fold_hits(self, layer: int) -> None:
         """Count the hits of the steps since the last time."""
         hits = self.hits[layer]
         if hits.orders:
             sizes = self.clusters[layer].sizes
-            heads = hits.orders[0].shape[0]
+            heads = hits.orders[0][0].shape[1]
             hits.fold(sizes.repeat_interleave(heads // len(sizes), 0), self.plan.k)
 
     def behind(self, layer: int, weights: Tensor | None) -> Release | None:
@@ -376,3 +377,46 @@ class ClusterKV(SelectiveAttention):
             one_round = 2 * n * self.plan.n_clusters * shape.h_kv * shape.d_h
             report["build_flops"] = one_round * (report["kmeans_rounds"] + 1)
         return report
+
+
+class ClusterSearch(Search):
+    """Rows with the same clusters, on a GPU: small budgets get the first tokens of larger ones."""
+
+    def __init__(self, rows: Sequence[ClusterKV], layer: int, q: Tensor, scratch: Scratch | None = None) -> None:
+        self.rows, self.layer, self.agg, self.n_sink = rows, layer, rows[0].params.agg, rows[0].plan.n_sink
+        self.clusters = clusters = rows[0].clusters[layer]
+        heads = clusters.centroids.shape[0] if self.agg == "group_mean" else q.shape[1]
+        self.centroids, size = clusters.centroids.contiguous(), (len(rows), heads, clusters.centroids.shape[1])
+        self.keys = (empty if scratch is None else scratch.take)("keys", q.device, torch.int64, *size)
+        k = max(row.plan.k for row in rows)
+        self.tokens = torch.empty(len(rows), heads, k, dtype=torch.int64, device=q.device)
+        self.idx = [self.tokens[i : i + 1, :, : row.plan.k] for i, row in enumerate(rows)]
+        self.spent = [row.cost(clusters, heads) for row in rows]
+        # At the step that fills a period its tokens become clusters.
+        periods = [(row.params.decode_period, row.store[layer]) for row in rows if row.plan.n_decode_clusters]
+        self.n_steps = max(0, min((period - at.n_window - 1 for period, at in periods), default=ALWAYS))
+
+    def holds(self) -> bool:
+        return self.rows[0].clusters[self.layer] is self.clusters
+
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
+        self.choose(q)
+
+    def choose(self, q: Tensor) -> None:
+        clusters = self.clusters
+        order = sort_keys(cluster_keys_triton(q, self.centroids, self.agg, self.keys))  # ids in the lower halves
+        owned = clusters.sizes, clusters.ends, clusters.tokens
+        cluster_tokens_triton(order, *owned, self.tokens.shape[2], self.n_sink, self.tokens)
+        note(self.rows, self.layer, order)
+
+    def costs(self, age: int) -> Sequence[Cost]:
+        return self.spent
+
+
+def note(rows: Sequence[ClusterKV], layer: int, order: Tensor) -> None:
+    """Note in which order (n, heads, c) clusters were chosen, for rows that count hits."""
+    for i, row in enumerate(rows):
+        if (hits := row.hits.get(layer)) is not None:
+            hits.orders.append((order, i))
+            if len(hits.orders) == FOLD_STEPS:
+                row.fold_hits(layer)

@@ -61,7 +61,7 @@ from engine.checks import each_one_of, share, whole_numbers
 from engine.errors import ConfigError
 from engine.passes.streams import sent_so_far
 from engine.placement import Offloaded, Placement
-from engine.selection import Cost, FeedSelection, Found, Selection
+from engine.selection import Cost, FeedSelection, Found, Search, Selection
 from engine.shapes import ModelShape
 from engine.turns.feed import Feed
 from kernels.choices import EMPTY, MERGES
@@ -326,13 +326,17 @@ class PQCache(SelectiveAttention):
         return chooses and (plan.b, self.with_codes(layer, n).resident.shape)
 
     @classmethod
-    def search_rows(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> PQSearch | None:
+    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> PQSearch | None:
         """The same again, of rows that were scored at once and keep their quantisers."""
         together, n_seen, coded = rows[0].scored.get(layer, ([], 0, []))
         is_of_this_step = [*together] == [*rows] and n_seen == rows[0].store[layer].n_seen
-        if not is_of_this_step or any(row.params.rebuild_every for row in rows):
+        if not is_of_this_step or not all(row.repeats for row in rows):
             return None
         return PQSearch(rows, layer, q, coded, scratch)
+
+    @property
+    def repeats(self) -> bool:
+        return self.variant.is_full or not self.params.rebuild_every
 
     def candidates(self, layer: int) -> int:
         """Tokens that are neither sinks nor in the window."""
@@ -591,7 +595,7 @@ def select_keys(rows: Sequence[PQCache], layer: int, q: Tensor) -> list[Found]:
     ]
 
 
-class PQSearch:
+class PQSearch(Search):
     """The search of `select_keys` at steps that are alike: its launches are told where codes lie, and a number."""
 
     def __init__(
@@ -619,7 +623,7 @@ class PQSearch:
             self.n_changes, self.ahead = self.lane.n_changes, None
         return True
 
-    def find(self, q: Tensor, k_new: Tensor, age: int) -> None:
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
         search, table = self.keys, self.bring(age)
         for home in self.homes:
             home.n += 1

@@ -41,11 +41,12 @@ from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
 from engine.checks import each_one_of, refuse_cap, whole_numbers
 from engine.errors import ConfigError
 from engine.placement import Offloaded, Release
-from engine.selection import Cost, FeedSelection, Found, Selection
+from engine.selection import Cost, FeedSelection, Found, Search, Selection
 from engine.shapes import ModelShape
 from engine.turns.feed import Feed
 from kernels.pages import expand_keys_triton, page_bounds, page_keys_triton, page_scores
-from kernels.topk import top_keys, top_stable
+from kernels.scratch import Scratch, empty
+from kernels.topk import KeyChoice, top_stable
 from methods.base import SelectiveAttention, Variant
 
 AGGREGATES = ("query_head", "group_mean", "group_max")
@@ -230,19 +231,28 @@ class Quest(SelectiveAttention):
             if row.params.page_generated:
                 row.take_in(layer)
         first = rows[0]
-        n, bounds, page_len = first.candidates(layer)[0], first.bounds[layer], first.plan.page_len
-        n_pages = ceil(n / page_len)
+        n = first.candidates(layer)[0]
+        n_pages = ceil(n / first.plan.page_len)
         counts, costs = [row.n_chosen(layer, n_pages) for row in rows], [row.cost(layer, n_pages) for row in rows]
         if not q.is_cuda:
-            scores = scores_of_rows(q, bounds, n_pages)
+            scores = scores_of_rows(q, first.bounds[layer], n_pages)
             chosen = [row.choose(scores[i : i + 1], counts[i], n) for i, row in enumerate(rows)]
         elif max(counts) == 0:
             chosen = [None] * len(rows)
         else:
-            keys = page_keys_triton(q, bounds.kmin[:, :, :n_pages], bounds.kmax[:, :, :n_pages], first.params.agg)
-            tokens = expand_keys_triton(top_keys(keys, counts), 0, page_len, n)
-            chosen = [tokens[i : i + 1, :, : k * page_len] if k else None for i, k in enumerate(counts)]
+            search = PageSearch(rows, layer, q)
+            search.choose(q)
+            chosen = [idx if k else None for idx, k in zip(search.idx, counts, strict=True)]
         return [Selection(idx, cost) for idx, cost in zip(chosen, costs, strict=True)]
+
+    @classmethod
+    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
+        return PageSearch(rows, layer, q, scratch) if rows[0].repeats else None
+
+    @property
+    def repeats(self) -> bool:
+        """Pages of the prompt alone stay what they are."""
+        return self.variant.is_full or not self.params.page_generated
 
     def kind(self, layer: int) -> Hashable:
         return id(self.bounds[layer].kmin), self.candidates(layer)[0], self.params.agg
@@ -298,6 +308,38 @@ class Quest(SelectiveAttention):
             "achieved_ratio": share,
             "overall_ratio": self.overall_ratio(share),
         }
+
+
+class PageSearch(Search):
+    """Rows with the same pages, on a GPU."""
+
+    def __init__(self, rows: Sequence[Quest], layer: int, q: Tensor, scratch: Scratch | None = None) -> None:
+        first = rows[0]
+        self.n, bounds, self.page_len = first.candidates(layer)[0], first.bounds[layer], first.plan.page_len
+        self.n_pages, self.agg = ceil(self.n / self.page_len), first.params.agg
+        self.bounds = bounds.kmin[:, :, : self.n_pages], bounds.kmax[:, :, : self.n_pages]
+        self.spent = [row.cost(layer, self.n_pages) for row in rows]
+        ks, heads = [row.n_chosen(layer, self.n_pages) for row in rows], q.shape[1]
+        heads = heads if self.agg == "query_head" else bounds.kmin.shape[1]
+        self.keys = (empty if scratch is None else scratch.take)(
+            "keys", q.device, torch.int64, len(rows), heads, self.n_pages
+        )
+        is_all = min(ks) == self.n_pages
+        self.choice = None if is_all else KeyChoice(len(rows), heads, ks, q.device, scratch)
+        self.tokens = torch.empty(len(rows), heads, max(ks) * self.page_len, dtype=torch.int64, device=q.device)
+        self.idx = [self.tokens[i : i + 1, :, : k * self.page_len] for i, k in enumerate(ks)]
+
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
+        self.choose(q)
+
+    def choose(self, q: Tensor) -> None:
+        keys = page_keys_triton(q, *self.bounds, self.agg, self.keys)
+        if self.choice is not None:
+            keys = self.choice.take(keys, self.n_pages)
+        expand_keys_triton(keys, 0, self.page_len, self.n, self.tokens)
+
+    def costs(self, age: int) -> Sequence[Cost]:
+        return self.spent
 
 
 def matched_page_len(budget: Budget) -> int:

@@ -43,12 +43,13 @@ from engine.errors import ConfigError
 from engine.passes.streams import sent_home
 from engine.passes.trace import Trace
 from engine.placement import Change, Offloaded
-from engine.selection import Cost, FeedSelection, Found, Selection
+from engine.selection import Cost, FeedSelection, Found, Search, Selection
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from engine.turns.feed import Feed
-from kernels.rows.columns import Columns, blend, component_keys, cover, find_components
-from kernels.topk import top_keys, top_stable
+from kernels.rows.columns import Columns, blend, component_keys, cover, find_components, table_of
+from kernels.scratch import Scratch
+from kernels.topk import KeyChoice, top_stable
 from methods.base import SelectiveAttention
 
 
@@ -95,8 +96,7 @@ def covered_mass(logits: Tensor, idx: Tensor, start: int, stop: int, soft: Softm
 class Lacking:
     """What the mean of V has to stand for in rows that a GPU searched together."""
 
-    covered: Tensor  # (rows, h), -1 where nothing is missing
-    table: Tensor  # as `kernels/rows/columns.py` has it
+    search: ColumnSearch
     place: int  # of this row
 
 
@@ -215,6 +215,13 @@ class SparQ(SelectiveAttention):
         found = [row.choose(layer, scores[i].squeeze(2), logits[i]) for i, row in enumerate(rows)]
         return [Selection(idx, row.cost(layer)) for row, idx in zip(rows, found, strict=True)]
 
+    @classmethod
+    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
+        """Once every row chooses as many tokens as it may."""
+        search = ColumnSearch(rows, layer, q, scratch)
+        fills = zip(rows, search.idx, strict=True)
+        return search if all(0 < idx.shape[2] == row.plan.k for row, idx in fills) else None
+
     def kind(self, layer: int) -> Hashable:
         return self.plan.r, self.params.layout, self.params.reallocate
 
@@ -234,10 +241,13 @@ class SparQ(SelectiveAttention):
         return self.plan.n_sink, self.store[layer].n_seen - self.store[layer].n_window
 
     def cost(self, layer: int) -> Cost:
-        """Components of all candidates' keys are read."""
-        shape, (start, stop) = self.trace.shape, self.candidates(layer)
-        line = self.plan.r if self.params.layout == "columns" else shape.d_h
-        return Cost(moved_bytes=shape.h_kv * line * max(0, stop - start) * ELEMENT_BYTES)
+        start, stop = self.candidates(layer)
+        return self.cost_of(stop - start)
+
+    def cost_of(self, n: int) -> Cost:
+        """Components of the keys of all `n` candidates are read."""
+        line = self.plan.r if self.params.layout == "columns" else self.trace.shape.d_h
+        return Cost(moved_bytes=self.trace.shape.h_kv * line * max(0, n) * ELEMENT_BYTES)
 
     # A feed.
 
@@ -282,11 +292,11 @@ class SparQ(SelectiveAttention):
         for i, row in enumerate(rows):
             lacking = row.lacking
             if lacking is not None and lacking.place == 0:
-                n = len(lacking.covered)
+                n = len(lacking.search.rows)
                 assert all(
-                    other.lacking is not None and other.lacking.covered is lacking.covered for other in rows[i : i + n]
+                    other.lacking is not None and other.lacking.search is lacking.search for other in rows[i : i + n]
                 ), "rows that were searched together lie apart"
-                blend(out[i : i + n], lacking.covered, lacking.table, row.trace.shape.h_kv)
+                lacking.search.correct(out[i : i + n])
         return ()
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
@@ -320,23 +330,50 @@ TINY = 2.0**-126  # the least normal number of float32
 
 def select_keys(rows: Sequence[SparQ], layer: int, q: Tensor) -> list[Selection]:
     """The best tokens of rows of one kind, on a GPU: positions in the lower halves."""
-    searched, newest = [], [row.store[layer].newest[1] for row in rows]
-    for row in rows:
-        at, (start, stop) = row.store[layer], row.candidates(layer)
-        by_columns = row.params.layout == "columns"
-        prompt = prompt_columns(row.trace, layer) if by_columns else at.host.k[0].mT
-        k = max(0, min(row.plan.k, stop - start))
-        searched.append(Columns(prompt, at.host.late[0], row.means.get(layer), at.n_seen, start, stop, k))
-    q, values = q.contiguous(), newest[0] if len(rows) == 1 else torch.cat(newest)
-    soft = rows[0].trace.softmax[layer]
-    found = find_components(q, values.contiguous(), searched, rows[0].plan.r, soft.scale)
-    keys, logits, lses = component_keys(q, *found, max(row.n for row in searched), soft.cap)
-    best = top_keys(keys, [row.k for row in searched])
-    covered = cover(best, logits, lses, found[2], soft.sink) if rows[0].params.reallocate else None
+    values = [row.store[layer].newest[1] for row in rows]
+    search = ColumnSearch(rows, layer, q)
+    search.find(q, q, values[0] if len(rows) == 1 else torch.cat(values), 0)
     for i, row in enumerate(rows):
-        row.lacking = None if covered is None else Lacking(covered, found[2], i)
-    ranked = zip(rows, searched, strict=True)
-    return [Selection(best[i : i + 1, :, : at.k], row.cost(layer)) for i, (row, at) in enumerate(ranked)]
+        row.lacking = Lacking(search, i) if search.corrects else None
+    return [Selection(idx, cost) for idx, cost in zip(search.idx, search.costs(0), strict=True)]
+
+
+class ColumnSearch(Search):
+    """Rows of one kind, on a GPU, and what takes the place of what they did not attend to."""
+
+    def __init__(self, rows: Sequence[SparQ], layer: int, q: Tensor, scratch: Scratch | None = None) -> None:
+        searched: list[Columns] = []
+        for row in rows:
+            at, (start, stop) = row.store[layer], row.candidates(layer)
+            by_columns = row.params.layout == "columns"
+            prompt = prompt_columns(row.trace, layer) if by_columns else at.host.k[0].mT
+            k, grows = max(0, min(row.plan.k, stop - start)), at.slides
+            searched.append(
+                Columns(prompt, at.host.late[0], row.means.get(layer), at.n_seen, start, stop, k, grows)
+            )  # fmt: skip
+        self.rows, self.layer, self.told = rows, layer, table_of(searched, q.device)
+        self.r, self.soft, self.h_kv = rows[0].plan.r, rows[0].trace.softmax[layer], rows[0].trace.shape.h_kv
+        self.corrects = rows[0].params.reallocate
+        ks = [row.k for row in searched]
+        self.choice = KeyChoice(len(rows), self.h_kv, ks, q.device, scratch) if max(ks) else None
+        out = q.new_empty(len(rows), self.h_kv, 0, dtype=torch.int64) if self.choice is None else self.choice.out
+        self.out, self.idx = out, [out[i : i + 1, :, :k] for i, k in enumerate(ks)]
+        self.sizes = [(row.stop - row.start, row.grows) for row in searched]
+
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
+        q, soft = q.contiguous(), self.soft
+        found = find_components(q, v_new.contiguous(), self.told, self.r, soft.scale, age)
+        keys, logits, lses = component_keys(q, *found, self.told, soft.cap, age)
+        if self.choice is not None:
+            self.choice.take(keys, self.told.s + age)
+        if self.corrects:
+            self.covered = cover(self.out, logits, lses, self.told, soft.sink, age)
+
+    def costs(self, age: int) -> Sequence[Cost]:
+        return [row.cost_of(n + age * grows) for row, (n, grows) in zip(self.rows, self.sizes, strict=True)]
+
+    def correct(self, out: Tensor) -> None:
+        blend(out, self.covered, self.told, self.h_kv)
 
 
 def prompt_columns(trace: Trace, layer: int) -> Tensor:

@@ -29,7 +29,7 @@ class Row:
 
     def ask(self, idx: Tensor) -> Ask:
         self.epoch += 1
-        return Ask(idx.to(GPU), self.stamps, self.slots, self.tokens, self.sources, self.epoch, 0)
+        return Ask(idx.to(GPU), self.stamps, self.slots, self.tokens, self.sources, self.epoch)
 
     def counted(self, idx: Tensor, n_complete: int) -> list[int]:
         """What the books say of a selection: hits, hits of heads, blocks that came."""

@@ -11,7 +11,7 @@ from kernels.jit import triton
 from kernels.pages import expand_keys_ref, expand_keys_triton, page_bounds_ref, page_keys_ref, page_keys_triton
 from kernels.pq_codes import PackedCodes, pq_codes_ref
 from kernels.pq_scores import Coded, pq_keys_ref, pq_keys_triton
-from kernels.rows.columns import Columns, blend, component_keys, cover, find_components
+from kernels.rows.columns import Columns, blend, component_keys, cover, find_components, table_of
 from kernels.rows.logits import AGGREGATES, Searched, block_keys, channel_keys, token_logits, weigh_logits
 from kernels.topk import best_keys, pack_keys_ref, top_stable_ref
 from methods.retrieving.oracle import token_scores
@@ -137,7 +137,9 @@ def test_codes_of_rows_and_of_their_newest_tokens(b: int, n_held: int, monkeypat
 
 @pytest.mark.parametrize("layout", ["columns", "rows"])
 @pytest.mark.parametrize(("cap", "about"), KINDS)
-def test_components(layout: str, cap: float, about: float | None) -> None:
+@pytest.mark.parametrize("age", [0, 3])
+def test_components(layout: str, cap: float, about: float | None, age: int) -> None:
+    """So many steps behind the one that was told: every row has as many tokens more, the second as many candidates."""
     soft = Softmax(0.3, cap, None if about is None else draw(H, seed=10) + about)
     q, values = draw(N, H, 1, D, seed=0), draw(N, H_KV, 1, D, seed=1)
     prompt, s, n, r = draw(1, H_KV, 300, D, seed=2), 300, 305, 3
@@ -146,12 +148,14 @@ def test_components(layout: str, cap: float, about: float | None) -> None:
     taken = [mean + (values[i : i + 1] - mean) / n for i, mean in enumerate(means)]
     columns = prompt[0].mT.contiguous() if layout == "columns" else prompt[0].mT
     rows = [Columns(columns, late[i], means[i], n, 5, 200 + 40 * i, 60 - 20 * i) for i in range(N)]
-    components, weights, table = find_components(q, values, rows, r, 0.3)
-    keys, logits, lses = component_keys(q, components, weights, table, n, cap)
+    earlier = [row._replace(n=n - age, stop=row.stop - age * i, grows=i > 0) for i, row in enumerate(rows)]
+    told = table_of(earlier, q.device)
+    components, weights = find_components(q, values, told, r, 0.3, age)
+    keys, logits, lses = component_keys(q, components, weights, told, cap, age)
     best = best_keys(keys, 60).contiguous()
-    covered, out = cover(best, logits, lses, table, soft.sink), draw(N, H, 1, D, seed=9)
+    covered, out = cover(best, logits, lses, told, soft.sink, age), draw(N, H, 1, D, seed=9)
     before = out.clone()
-    blend(out, covered, table, H_KV)
+    blend(out, covered, told, H_KV)
     chosen = top_components(q, H_KV, r)
     assert torch.equal(components.long(), chosen)
     right = query_weights(q, chosen, 0.3)

@@ -5,7 +5,16 @@ import torch
 from torch import Tensor
 
 from kernels.jit import triton
-from kernels.rows.union import TILE, Ask, Far, bring_rows_ref, bring_rows_triton, union_rows_ref, union_rows_triton
+from kernels.rows.union import (
+    TILE,
+    Ask,
+    Bringing,
+    Far,
+    bring_rows_ref,
+    bring_rows_triton,
+    union_rows_ref,
+    union_rows_triton,
+)  # fmt: skip
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 H, H_KV, S, N_LATE, D, ROOM = 4, 2, 60, 10, 16, 40
@@ -24,8 +33,11 @@ class Row:
 
     def ask(self, idx: Tensor) -> Ask:
         self.epoch += 1
-        first = self.epoch % (self.ages + 1) * ROOM
-        return Ask(idx.to(self.k.device), self.stamps, self.slots, self.tokens, self.sources, self.epoch, first)
+        return self.asked(idx)
+
+    def asked(self, idx: Tensor) -> Ask:
+        idx = idx.to(self.k.device)
+        return Ask(idx, self.stamps, self.slots, self.tokens, self.sources, self.epoch, self.ages + 1)
 
 
 def value_of(k: Tensor, d_v: int, make: Callable[..., Tensor]) -> Tensor:
@@ -75,6 +87,31 @@ def test_triton_counts_and_brings_what_sets_do(ages: int, d_v: int) -> None:
 
 
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
+@pytest.mark.parametrize("ages", [0, 2])
+def test_rows_ask_later_from_where_they_asked(ages: int) -> None:
+    draw = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(1, H_KV, S + N_LATE, D, generator=draw) for _ in range(2))
+    ours, theirs = (Row(ages, device, D) for device in (GPU, "cpu"))
+    there, told, first = selections(0)[0].to(GPU), None, 0
+    for t in range(2 * ages + 4):
+        idx = selections(t)[0]
+        asked = theirs.ask(idx)
+        expected = union_rows_ref([asked], H_KV, ages)
+        bring_rows_ref([asked], [Far(k, v, None, theirs.k, theirs.v)], expected)
+        there.copy_(idx)
+        ours.epoch += 1
+        if told is None:
+            far = Far(k.to(GPU), v.to(GPU), None, ours.k, ours.v)
+            told, first = Bringing([ours.asked(there)], [far], ages), ours.epoch
+        counts = told.take(ours.epoch - first)
+        assert torch.equal(counts.cpu(), expected)
+        for head, tokens in enumerate(idx[0].view(H_KV, -1)):
+            slots = ours.slots[head].cpu()[tokens].long()
+            assert torch.equal(ours.k[0, head].cpu()[slots], k[0, head, tokens])
+            assert torch.equal(ours.v[0, head].cpu()[slots], v[0, head, tokens])
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
 def test_programs_share_what_the_heads_of_one_kv_head_ask_for() -> None:
     """A fifth of 8,192 tokens, as four query heads of each KV head ask: several tiles, which have tokens in common."""
     h_kv, g, s, k, ages = 2, 4, 8192, 1638, 1
@@ -90,7 +127,7 @@ def test_programs_share_what_the_heads_of_one_kv_head_ask_for() -> None:
         for epoch in (2, 3, 5):
             idx = torch.rand(1, h_kv * g, s, generator=draw).topk(k).indices
             idx[0, 1, -epoch:] = -1
-            counts = union([Ask(idx.to(device), stamps, slots, tokens, sources, epoch, 0)], h_kv, ages)[0].cpu()
+            counts = union([Ask(idx.to(device), stamps, slots, tokens, sources, epoch)], h_kv, ages)[0].cpu()
             lists = [
                 sorted(zip(tokens[i, :n].tolist(), sources[i, :n].tolist(), strict=True))
                 for i, n in enumerate(counts[:, 1].tolist())

@@ -18,6 +18,7 @@ from engine.row import Row
 from kernels import select_attend
 from kernels.select_attend import Piece, Table, Work
 from methods.retrieving.pqcache import PQSearch
+from methods.retrieving.quest import PageSearch
 from tests import conformance
 from tests.pretend.test_methods import moved
 
@@ -178,13 +179,47 @@ def test_rows_search_by_codes_as_they_were_told(
     ages = list[int]()
     find = PQSearch.find
 
-    def noting(search: PQSearch, q: Tensor, k_new: Tensor, age: int) -> None:
+    def noting(search: PQSearch, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
         ages.append(age)
-        find(search, q, k_new, age)
+        find(search, q, k_new, v_new, age)
 
     monkeypatch.setattr(PQSearch, "find", noting)
     ids, books, _ = steps(machine, *names)
     assert max(ages) >= 2, ages
+    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    assert (ids, books) == steps(machine, *names)[:2]
+
+
+SEARCHES = [
+    ("quest", "quest comm=1/8", "quest method.agg=group_max", "snapkv"),
+    pytest.param(("clusterkv", "clusterkv method.cache_steps=0", "full"), marks=pytest.mark.slow),
+    pytest.param(("sparq", "sparq method.generated=inside", "sparq method.reallocate=false"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("names", SEARCHES, ids=["pages of two lengths", "clusters", "columns"])
+def test_rows_search_and_bring_as_they_were_told(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
+) -> None:
+    """What several heads ask for is copied, and counted while the books are not written."""
+    ids, books, sent = steps(machine, *names)
+    assert sent[-2:] == [0, 0], sent
+    assert sum(entry.moved_kv_bytes for entry in books[0]) > 0
+    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    assert (ids, books) == steps(machine, *names)[:2]
+
+
+def test_a_row_that_evicts_has_launches_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ages, names = list[int](), ("h2o method.generated=inside", "quest")
+    find = PageSearch.find
+
+    def noting(search: PageSearch, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
+        ages.append(age)
+        find(search, q, k_new, v_new, age)
+
+    monkeypatch.setattr(PageSearch, "find", noting)
+    ids, books, _ = steps(machine, *names)
+    assert max(ages) >= 3, ages
     monkeypatch.setattr(Steady, "holds", lambda *_: False)
     assert (ids, books) == steps(machine, *names)[:2]
 

@@ -1,0 +1,55 @@
+"""Rows of a batch, divided by how they may take their steps, so that no row makes others wait.
+
+On an accelerator what kernels were told at a step holds for the next one where all rows of a launch only take in
+tokens and search as they did (`engine/layouts/steady.py`). A row that does more, such as one that evicts by the weights
+of each step, would have them all told anew. So these rows stand behind the others, with launches of their own.
+
+Not here: a step of a portion (`engine/decode.py`).
+"""
+
+from collections.abc import Sequence
+
+from engine.books.unwritten import Unwritten
+from engine.layouts.steady import Steady, is_told
+from engine.row import Row
+from kernels.scratch import Scratch
+
+
+class Portion:
+    """Rows that stand beside each other in a batch, and what kernels were told of them."""
+
+    def __init__(self, rows: Sequence[Row], start: int = 0) -> None:
+        self.rows, self.at, self.groups = rows, slice(start, start + len(rows)), runs_of(rows)
+        self.steady: dict[int, Steady] = {}  # by layer
+        self.scratch, self.unwritten = Scratch(), Unwritten([row.store for row in rows])  # of steps that are alike
+
+    def steady_of(self, layer: int) -> Steady | None:
+        """What the layer's kernels were told; None where each step tells them anew."""
+        if layer not in self.steady:
+            self.steady[layer] = Steady(self.groups, self.rows, layer, self.scratch, self.unwritten)
+        return self.steady[layer] if self.steady[layer].is_of_use else None
+
+
+def runs_of(rows: Sequence[Row]) -> list[tuple[type[Row], slice]]:
+    """Rows of one class that stand beside each other."""
+    found: list[tuple[type[Row], slice]] = []
+    start = 0
+    for i in range(1, len(rows) + 1):
+        if i == len(rows) or type(rows[i]) is not type(rows[start]):
+            found.append((type(rows[start]), slice(start, i)))
+            start = i
+    return found
+
+
+def portions_of(rows: Sequence[Row], are_steady: Sequence[bool]) -> list[Portion]:
+    """Rows that may take steady steps, which stand first, and the others."""
+    n = sum(are_steady)
+    return [Portion(rows[at], at.start) for at in (slice(0, n), slice(n, len(rows))) if at.start < at.stop]
+
+
+def may_be_steady(row: Row) -> bool:
+    """Whether steps of all layers may be like those before them."""
+    if not (row.repeats and row.is_stored) or row.wants_weights or row.store.checked_for:
+        return False
+    layers = [row.store[layer] for layer in row.trace.shape.attention_layers]
+    return all(at.growing() is not None and all(map(is_told, at.resident())) for at in layers)
