@@ -2,7 +2,7 @@
 
     read     of a folder of runs; runs that were stopped count with their samples so far
     load     of a compact file, a line per sample and variant, which `keep` writes
-    renewed  of such a file and of runs that came later
+    renewed  of such a file and of runs that came later: these replace what they ask again, and no more
 
 Only samples that every variant of a scope and budget answered count, so all comparisons at a budget are of the same
 samples. Budgets may have more or fewer; one whose samples come in an order counts when all were answered.
@@ -195,10 +195,10 @@ class Scores:
 
     @cached_property
     def methods(self) -> list[str]:
-        """But full attention; the best at the smallest budgets first."""
+        """But full attention; the best at the smallest budgets first, and of equals by name."""
         found = dict.fromkeys(place[2] for place in self.variants)
         means = {name: [mean(s) for p, s in self.of.items() if p[2] == name] for name in found}
-        return sorted(found, key=lambda name: -fsum(means[name]) / len(means[name]))
+        return sorted(found, key=lambda name: (-fsum(means[name]) / len(means[name]), name))
 
     def full(self, scope: str, memory: str) -> Mapping[str, float]:
         return self.of[scope, memory, FULL]
@@ -371,11 +371,34 @@ def common(rows: Sequence[Mapping[str, Line]]) -> list[str]:
 
 
 def renewed(kept: Sequence[Line], lines: Sequence[Line]) -> list[Line]:
-    """Kept lines with those of later runs: of a task that was run again nothing older stays."""
-    again = {line.asked for line in lines}
-    both = [*lines, *(line for line in kept if line.asked not in again)]
+    """Kept lines with those of later runs, which decide place by place.
+
+    A place is a task's method at a scope and a budget, with one model. If the runs ask one of its kept samples again,
+    nothing older of it stays, so that no mean mixes two versions of a method. If they have other samples alone, as
+    those of a run that went on elsewhere, these are added. A place that they do not ask stays as it is.
+
+    So runs with fewer samples than were kept make n smaller, for all methods of that scope and budget: only samples
+    that all have count, and a budget whose samples come in an order is left out. Ask as many samples as were kept, or
+    write the page elsewhere (`--out`).
+
+    Known samples stay in the order they had, and new ones follow: of full attention's lines the first are those that
+    were known first (`Contrast.seen`).
+    """
+    places, later = by_place(kept), by_place(lines)
+    for place, now in later.items():
+        before = places.get(place, {})
+        of = now if before.keys() & now.keys() else before | now
+        places[place] = {sample: of[sample] for sample in (*before, *now) if sample in of}
     order = {asked.key: i for i, asked in enumerate(SETS)}
-    return sorted(both, key=lambda line: order[line.asked])
+    return [line for key in sorted(places, key=lambda key: (order[key[0]], *key)) for line in places[key].values()]
+
+
+def by_place(lines: Sequence[Line]) -> dict[tuple[str, str, Place], dict[str, Line]]:
+    """By sample, those of each task, model and place; of two lines of a sample the later one counts."""
+    found: dict[tuple[str, str, Place], dict[str, Line]] = {}
+    for line in lines:
+        found.setdefault((line.asked, line.model, line.place), {})[line.sample] = line
+    return found
 
 
 def keep(path: Path, lines: Sequence[Line]) -> None:

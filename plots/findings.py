@@ -2,7 +2,10 @@
 
     python -m plots.findings             the page again, from docs/results/scores.csv.gz
     python -m plots.findings RUNS        the same with runs of conf/experiment/evidence_*.yaml, in place of what is kept
-                                         of their tasks
+                                         of the same task, model, scope, budget and method; all else stays
+    python -m plots.findings RUNS --out FOLDER   a page of these runs alone, where FOLDER holds none yet
+
+RUNS with fewer samples of a method than are kept make n smaller for all methods beside it (`plots.evidence.renewed`).
 
 A finding is a comparison that `plots/contrasts.py` fixed beforehand; its numbers come from the samples, and it is left
 out where the test does not show it. What is on the page is made anew by either command, to the byte.

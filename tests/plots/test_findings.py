@@ -103,9 +103,9 @@ def test_only_samples_that_all_variants_answered_count(tmp_path: Path) -> None:
 
 def test_what_cannot_be_told_apart_is_said_as_a_group(tmp_path: Path) -> None:
     (scores,) = gathered(lines())
-    assert scores.groups(HIDDEN, "0.125") == (["pqcache", "kvzip", "kivi"], ["snapkv"])
+    assert scores.groups(HIDDEN, "0.125") == (["pqcache", "kivi", "kvzip"], ["snapkv"])
     text = written(tmp_path, lines())
-    assert "hidden, 1/8: PQCache, KVzip, KIVI cannot be told apart from the best; one other is behind it." in text
+    assert "hidden, 1/8: PQCache, KIVI, KVzip cannot be told apart from the best; one other is behind it." in text
     rows = list(csv.DictReader((tmp_path / "results" / "docs.csv").read_text().splitlines()))
     wanted = ("SnapKV", "0.125", WORDS[HIDDEN])
     (one,) = [row for row in rows if (row["method"], row["share of bytes"], row["scope"]) == wanted]
@@ -141,12 +141,52 @@ def test_scores_of_runs_are_kept_by_sample_whether_they_ended_or_not(tmp_path: P
     assert (tmp_path / "kept.csv.gz").read_bytes() == before
 
 
-def test_runs_of_one_task_leave_what_is_kept_of_others(tmp_path: Path) -> None:
-    kept = [replace(line, asked=key) for key in ("docs", "shared") for line in lines()[:3]]
-    again = [replace(kept[0], score=0.5)]
-    found = renewed(kept, again)
-    assert [line for line in found if line.asked == "docs"] == again, "of a task that was run again nothing older stays"
-    assert [line for line in found if line.asked == "shared"] == kept[3:]
+def test_runs_of_one_method_at_one_budget_replace_nothing_else() -> None:
+    """Of other methods, scopes, budgets, tasks and models everything stays."""
+    place = HIDDEN, "0.125", "snapkv"
+    others = [*(replace(line, asked="shared") for line in lines()), *(replace(line, model="other") for line in lines())]
+    others += [line for line in lines() if line.place != place]
+    asked = [line for line in lines() if line.place == place]
+    again = [replace(line, score=0.5) for line in asked]
+    found = renewed([*others, *asked], again)
+    assert {*found} == {*others, *again} and len(found) == len(others) + len(again)
+
+
+def test_a_place_of_which_one_sample_is_asked_again_is_of_the_later_runs_alone() -> None:
+    place = HIDDEN, "0.125", "snapkv"
+    again = [replace(line, score=0.5) for line in lines() if line.place == place and 20 <= int(line.sample)]
+    found = renewed(lines(), again)
+    assert [line for line in found if line.place == place] == again
+    (scores,) = gathered(found)
+    assert {column: scores.n(*column) for column in scores.columns if scores.n(*column) < N} == {place[:2]: N - 20}
+
+
+def test_samples_that_are_not_kept_are_added_behind_those_that_are() -> None:
+    """A run that went on elsewhere: what was known first stays first, whichever half that is."""
+    first, rest = ([line for line in lines() if (int(line.sample) < 10) == is_first] for is_first in (True, False))
+    for kept, later in ((first, rest), (rest, first)):
+        found = renewed(kept, later)
+        assert {*found} == {*lines()} and len(found) == len(lines())
+        (scores,) = gathered(found)
+        known = [line.sample for line in kept if line.place == (SHOWN, "", FULL)]
+        assert [*scores.full(SHOWN, "0.25")][: len(known)] == known
+
+
+def test_samples_known_before_a_comparison_was_picked_stay_the_first_when_they_are_asked_in_another_order() -> None:
+    kept = [line for line in lines() if int(line.sample) < 10]
+    turned = [replace(line, sample=f"{(int(line.sample) + 10) % N}") for line in lines()]
+    assert turned[0].sample == "10"
+    picked = Contrast("docs", (HIDDEN, "0.125", "pqcache"), "snapkv", 10)
+    fresh = picked.fresh(gathered(renewed(kept, turned)))
+    assert fresh is not None and [*fresh[0]] == [f"{i}" for i in range(10, N)]
+
+
+def test_what_is_kept_does_not_depend_on_how_many_runs_came_at_once(tmp_path: Path) -> None:
+    made, by_method = lines(), list[Line]()
+    for method in reversed(LEVELS):
+        by_method = renewed(by_method, [line for line in made if line.place[2] == method])
+    assert by_method == renewed([], made) == renewed(made, made)
+    assert written(tmp_path / "one", by_method) == written(tmp_path / "other", made)
 
 
 def test_other_methods_are_compared_with_the_first_ones_on_their_own_samples(tmp_path: Path) -> None:
