@@ -121,7 +121,7 @@ def part(runs: Sequence[Run], names: Sequence[str]) -> str:
     parts = [HEAD]
     for table, name in zip(found, names, strict=True):
         n = max(len(run.rows) for of in table.runs.values() for run in of.values())
-        better = "lower is better" if table.height.falls else "in %"
+        better = "lower is better" if table.height.falls else "0 to 100"
         parts += [
             f"### {plain_markdown(table.run_set.name)}: {table.height.label}",
             f"{plain_markdown(table.run_set.about)} · n = {n} · {better}",

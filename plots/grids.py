@@ -12,6 +12,7 @@ from plots import looks
 from plots.read import Run, measured, score
 from plots.run_sets import Estimate, Line, Point, RunSet, run_sets
 from plots.scored import Scored
+from plots.style import SCORE
 from results import SampleRow
 
 # Times the budget's bytes: generated tokens and what compensates for comm lie below, an index or whole layers above.
@@ -37,14 +38,14 @@ class Measure:
     task: str  # as readers see it
     of: Callable[[SampleRow], float | None] = score
     params: Mapping[str, str] | None = None  # of the task
-    ylabel: str = "score, %"
+    ylabel: str = SCORE
     better: str = "higher"
     highest: float = 1  # 0 is the lowest
     against_full: bool = True  # False: full attention is what it measures the distance from
 
     @property
     def scale(self) -> float:
-        """What it is shown times: shares are percent."""
+        """What it is shown times: shares are 0 to 100."""
         return 100 if self.highest == 1 else 1
 
     def place(self, run: Run) -> Scored:

@@ -107,7 +107,7 @@ def usual_params(task: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A score, 0 to 1 as percent, and its 95 % interval where there is one."""
+    """A score, 0 to 1 as 0 to 100, and its 95 % interval where there is one."""
 
     mean: float
     low: float | None

@@ -25,6 +25,7 @@ from plots.read import Run
 
 COLUMN = 3.5  # inches, a column of a two-column paper
 PAGE = 7.16
+SCORE = "score, 0 to 100"  # of axes
 SMALL = 7  # points; nothing is smaller, at the width that it is printed in
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so that files do not depend on the machine

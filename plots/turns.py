@@ -162,7 +162,7 @@ def draw(title: str, runs: Sequence[Run], folder: Path, name: str) -> list[Path]
             ax.set_xlabel("turn")
             ax.xaxis.get_major_locator().set_params(integer=True)
             ax.set_ylim(-3, 103)
-        picture.axes[0][0].set_ylabel("score, %")
+        picture.axes[0][0].set_ylabel(style.SCORE)
         few = all(sum(run.result.protocol == mode for run in runs) <= MOST_INTERVALS for mode in modes)
         picture.note("Vertical lines: 95 % intervals over samples" if few else "Intervals are in turns.csv")
         return style.save(picture.finish(columns=3), folder, name, ["png", "svg"])[:2]

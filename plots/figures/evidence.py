@@ -36,7 +36,7 @@ def picture(scores: Scores) -> Picture:
     )  # fmt: skip
     for (ax,), memory in zip(canvas.axes, scores.memories, strict=True):
         panel(ax, scores, memory)
-    canvas.axes[-1][0].set_xlabel("score, 0 to 100")
+    canvas.axes[-1][0].set_xlabel(style.SCORE)
     both = [
         "Filled: the question hidden while the prompt was compressed; hollow: shown. Ranks are with it hidden, where "
         "that was asked"

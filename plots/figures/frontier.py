@@ -26,7 +26,7 @@ WIDE = 6.75  # inches of two panels and a legend below them
 
 @dataclass(frozen=True)
 class Height:
-    """What stands on the y axis."""
+    """What stands on the y axis; scores are 0 to 100."""
 
     label: str
     falls: bool  # lower is better
@@ -73,7 +73,7 @@ def frontier(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
             picture.axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             picture.axes[0].yaxis.set_major_formatter(tick)
             picture.axes[0].minorticks_off()
-        picture.axes[0].set_ylabel(height.label)
+        picture.axes[0].set_ylabel(height.label if is_error else f"{height.label}, 0 to 100")
         explain(picture, axes[0], found[0])
         made.append(picture.finish(columns=3))
     return made
@@ -89,7 +89,7 @@ def sets_with_bytes(runs: Sequence[Run]) -> list[RunSet]:
 
 
 def height_of(run_set: RunSet) -> Height:
-    return Height("output error", True) if run_set.task == "fidelity" else Height("mean score in %", False)
+    return Height("output error", True) if run_set.task == "fidelity" else Height("mean score", False)
 
 
 def drawn_over(run_set: RunSet, axis: Axis, height: Height) -> list[Line]:

@@ -142,7 +142,7 @@ def xkv_score_vs_retention(runs: Sequence[Run], canvas: Canvas) -> list[Picture]
             for retention, y, _ in points:
                 bars = [[bar] for bar in y.bars]
                 picture.axes.errorbar(retention, y.mean, bars, capsize=2, **style.numbered(0, ""))
-            picture.axes.set(xlabel="mean retention over layers", ylabel="score in %")
+            picture.axes.set(xlabel="mean retention over layers", ylabel=style.SCORE)
             made.append(picture.finish())
     return made
 

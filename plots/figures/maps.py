@@ -66,7 +66,7 @@ def maps(canvas: Canvas, run_set: RunSet, title: str, chosen: dict[str, Run]) ->
         ax.set_yticks(some, [f"{table.depths[t]:g}" for t in some])
         overall = score_of(run.rows)
         ax.set_title(
-            style.wrapped(label if overall is None else f"{label} {overall.mean:.0f} %", int(wide * 18)), fontsize=7
+            style.wrapped(label if overall is None else f"{label}: {overall.mean:.0f}", int(wide * 18)), fontsize=7
         )
         ax.grid(visible=False)
         if i % columns == 0:
@@ -74,9 +74,7 @@ def maps(canvas: Canvas, run_set: RunSet, title: str, chosen: dict[str, Run]) ->
         if i + columns >= len(chosen):
             ax.set_xlabel("tokens")
     if image is not None:
-        picture.figure.colorbar(
-            image, ax=list(flat[: len(chosen)]), label="score in %", shrink=0.8, aspect=2 + 8 * rows
-        )
+        picture.figure.colorbar(image, ax=list(flat[: len(chosen)]), label=style.SCORE, shrink=0.8, aspect=2 + 8 * rows)
     picture.said.append("Lengths are those of the prompts, in tokens; beside each name its mean score")
     return picture.finish()
 

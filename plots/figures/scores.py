@@ -77,7 +77,7 @@ def panels(canvas: Canvas, run_set: RunSet, title: str, axis: Axis, apart: Calla
         if (level := full_score(run_set, dataset)) is not None:
             ax.axhline(level, color="black", linestyle="--", linewidth=0.9, label="Full", zorder=1)
         scale(ax, axis, [point.x for line in found for point in line.points])
-        ax.set(title=dataset if len(drawn) > 1 else "", ylabel="score in %" if i % columns == 0 else "")
+        ax.set(title=dataset if len(drawn) > 1 else "", ylabel=style.SCORE if i % columns == 0 else "")
     every = [line for _, found in drawn for line in found]
     explain(picture, axis, every)
     return picture.finish()
@@ -199,7 +199,7 @@ def mxb_bars(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
             if (level := full_score(run_set, dataset)) is not None:
                 ax.axhline(level, color="black", linestyle="--", linewidth=0.9, label="Full")
             ax.set_xticks(range(len(order)), [f"{m}x{b}" for m, b in order], rotation=45)
-            ax.set(xlabel="parts x bits, by bits in all", ylabel="score in %")
+            ax.set(xlabel="parts x bits, by bits in all", ylabel=style.SCORE)
             ax.grid(axis="x", visible=False)
             made.append(picture.finish())
     return made
@@ -294,7 +294,7 @@ def pareto(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
             draw_line(picture.axes, line)
         draw_front(picture, picture.axes, front_of_lines(found))
         scale(picture.axes, axis, [point.x for line in found for point in line.points])
-        picture.axes.set(ylabel="mean score in %")
+        picture.axes.set(ylabel=f"mean {style.SCORE}")
         explain(picture, axis, found)
         made.append(picture.finish())
     return made
@@ -333,7 +333,7 @@ def iterations(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
                     bars = [[bar] for bar in y.bars]
                     looks = style.numbered(i, "")
                     picture.axes.errorbar(timed[word][0], y.mean, bars, label=f"T = {word}", capsize=2, **looks)
-            picture.axes.set(xlabel="time to the second token in s", ylabel="score in %")
+            picture.axes.set(xlabel="time to the second token in s", ylabel=style.SCORE)
             made.append(picture.finish())
     return made
 

@@ -101,7 +101,7 @@ def page(runs: Sequence[Run], root: Path) -> str:
 
 
 def in_page_units(part: dict[str, Any]) -> dict[str, Any]:
-    """A part whose scores are percent where they are shares."""
+    """A part whose scores are 0 to 100 where they are shares."""
     by = METRICS[part["metric"]].scale
 
     def times(value: Any) -> Any:

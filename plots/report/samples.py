@@ -162,8 +162,8 @@ def middles(text: str, n: int) -> str:
     )
 
 
-def in_percent(row: SampleRow) -> float | None:
-    """A sample's score as the page shows it: percent, where it is a share."""
+def of_100(row: SampleRow) -> float | None:
+    """A sample's score as the page shows it: 0 to 100, where it is a share."""
     scale = METRICS[str(row.fields.get("metric", "score"))].scale
     return None if row.score is None else scale * row.score
 
@@ -173,7 +173,7 @@ def columns(run: Run, asked: Asked, detail: Detail) -> dict[str, Any]:
     rows = run.rows[: detail.rows]
     found: dict[str, list[Any]] = {
         "at": [asked.place(run, row) for row in rows],
-        "score": [rounded(in_percent(row)) for row in rows],
+        "score": [rounded(of_100(row)) for row in rows],
         "prediction": [cut(row.prediction, detail.characters) for row in rows],
         "generated": [row.generated_tokens for row in rows],
         "error": [row.error for row in rows],

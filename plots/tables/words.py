@@ -3,7 +3,7 @@
     †          a sample's ledger was over its budget; such a run is not ranked
     (k oom)    so many samples ran out of memory, or failed; the score is of the others
 
-CSV has a line per cell with everything that is known of it, unrounded; scores of 0 to 1 are in percent, as in tables.
+CSV has a line per cell with everything that is known of it, unrounded; scores of 0 to 1 are 0 to 100, as in tables.
 
 Not here: what a cell says (`plots/tables/generic.py`), how a table is printed (`results/sheet.py`).
 """
@@ -27,7 +27,7 @@ def sheet_of(pivot: Pivot) -> Sheet:
 
 def title(pivot: Pivot) -> str:
     value = value_named(pivot.value)
-    unit = " (percent)" if pivot.percent else f" ({value.unit})" if value.unit else ""
+    unit = " (0 to 100)" if pivot.percent else f" ({value.unit})" if value.unit else ""
     less = "" if pivot.against is None else f", difference to {pivot.against}"
     return f"{value.title}{less}{unit} by {' and '.join(pivot.row_keys)}, columns {' · '.join(pivot.column_keys)}"
 

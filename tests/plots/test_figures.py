@@ -212,7 +212,7 @@ def test_one_sample_has_no_bar(tmp_path: Path) -> None:
     assert not [each for each in segments if len(each) and not np.isnan(each).any()]
 
 
-def test_maps_stand_from_small_to_large_budgets_and_say_percent_and_true_lengths(tmp_path: Path) -> None:
+def test_maps_stand_from_small_to_large_budgets_and_say_their_mean_and_true_lengths(tmp_path: Path) -> None:
     """They stood in the order 0.2, 0.5, 0.1, called 337 tokens 500, and mixed 100 with 0 to 1."""
     for ratio in ("0.2", "0.5", "0.1"):
         for method in ("snapkv", "quest"):
@@ -223,9 +223,9 @@ def test_maps_stand_from_small_to_large_budgets_and_say_percent_and_true_lengths
         f"A needle by length and depth, ratio {ratio}, comm 1/8" for ratio in ("0.1", "0.2", "0.5")
     ]
     *maps, bar = made[0].figure.axes
-    assert [ax.get_title() for ax in maps] == ["Quest 50 %", "SnapKV (C) 50 %"]
+    assert [ax.get_title() for ax in maps] == ["Quest: 50", "SnapKV (C): 50"]
     assert [label.get_text() for label in maps[0].get_xticklabels()] == ["337"]
-    assert bar.get_ylabel() == "score in %" and bar.get_ylim() == (0, 100)
+    assert bar.get_ylabel() == "score, 0 to 100" and bar.get_ylim() == (0, 100)
 
 
 def test_recall_is_drawn_over_what_was_attended_to(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ async function readOverview() {
 }
 
 const lower = (metric) => metrics[metric].better === "lower";
-const isPercent = (metric) => metrics[metric].scale === 100;
-const digits = (metric) => (isPercent(metric) ? 1 : 3);
+const isShare = (metric) => metrics[metric].scale === 100;
+const digits = (metric) => (isShare(metric) ? 1 : 3);
 // A metric with its unit, and which direction is better where that is not plain.
-const inUnit = (metric) => `${metric}${isPercent(metric) ? ", %" : ""}${lower(metric) ? ", lower is better" : ""}`;
+const inUnit = (metric) => `${metric}${isShare(metric) ? ", 0 to 100" : ""}${lower(metric) ? ", lower is better" : ""}`;
 const byKey = (key) => runs.find((run) => run.key === key);
 const fullFor = (run) => runs.find((one) => one.full && one.group === run.group && one.task === run.task && one !== run);
 // Full attention first, then by name, and budgets in their order.
