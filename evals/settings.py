@@ -30,7 +30,7 @@ from engine.sampling.spec import Sampling
 from evals import outside
 from evals.typed import METHODS, build, convert, same_names, scorer_fields, scorer_values, values_of
 from methods.allocator import UNIFORM, Allocator
-from results.names import known, own_methods
+from results.names import FIRST, known, own_methods
 from tasks.prompt import CHATS, SCOPES
 
 ORDERS = ("drop_first", "quantise_first")  # of a composition; the first is usual
@@ -528,8 +528,13 @@ def methods_for(budget: str) -> list[str]:
 
 
 def every_method(budget: str, others: str = "") -> str:
-    """`${every_method:ratio,-random infllm_short}`, of an experiment: all but `random`, InfLLM by that preset."""
+    """`${every_method:ratio,-random infllm_short}`, of an experiment: all but `random`, InfLLM by that preset.
+
+    `-first` leaves out full attention and the methods that papers compare first.
+    """
     words = others.split()
+    if "-first" in words:
+        words += [f"-{name}" for name in ("full", *FIRST)]
     presets = {known(word): word for word in words if not word.startswith("-")}
     return ",".join(presets.get(name, name) for name in methods_for(budget) if f"-{name}" not in words)
 

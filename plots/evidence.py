@@ -25,15 +25,12 @@ from plots.kept import configured, samples_of, some
 from plots.stats import Corrected, Paired, corrected, paired
 from results import SampleRow
 from results.intervals import LEVEL
-from results.names import own_methods
+from results.names import FIRST, own_methods
 
 COLUMNS = ("set", "model", "scope", "memory", "method", "sample", "score", "device_bytes", "tokens", "cut_off")
 SHOWN, HIDDEN = "full_prompt", "context_only"
 WORDS = {SHOWN: "question shown", HIDDEN: "question hidden"}
 FULL = "full"
-FIRST = frozenset(  # what papers compare first
-    "snapkv pyramidkv adakv h2o tova streamingllm expected_attention keydiff kvzip quest pqcache kivi".split()
-)
 Place = tuple[str, str, str]  # scope, memory, method; the line of full attention has no memory
 Pair = tuple[str, str]
 

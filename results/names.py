@@ -19,6 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = "embedded"  # what `data_source` says of a set of ours
+FIRST = frozenset(  # methods that papers compare first; docs/results.md asks the others less
+    "snapkv pyramidkv adakv h2o tova streamingllm expected_attention keydiff kvzip quest pqcache kivi".split()
+)
 LENGTHS = ("short", "brief")  # behind a task's name: the same in fewer or shorter samples
 
 CARD = ("Names", "Asks", "Lengths", "Answers", "Licence")

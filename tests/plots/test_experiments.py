@@ -17,7 +17,7 @@ from evals.asked import ask_one
 from evals.overrides import CONF, check_overrides
 from evals.settings import Choice, Settings, load_class, methods_for, settings
 from evals.typed import build_params
-from results.names import known
+from results.names import FIRST, known
 
 FILES = sorted((CONF / "experiment").glob("*.yaml"))
 PAPERS = {
@@ -149,3 +149,15 @@ def test_the_page_of_results_has_every_method_at_five_budgets(name: str) -> None
     by_method = {known(cell["method"]) for cell in made}
     assert by_method == {*methods_for("ratio")}
     assert len({cell["ratio"] for cell in made}) == 5
+
+
+@pytest.mark.parametrize("name", ["docs", "needle"])
+def test_the_first_methods_and_the_others_are_all_that_take_a_byte_budget(name: str) -> None:
+    """But those whose least size is more than the others' budget."""
+    found = []
+    for words in (name, "others" if name == "needle" else f"others_{name}"):
+        made = [dict(word.split("=", 1) for word in cell) for cell in cells(f"experiment=evidence_{words}")]
+        found.append({cell["method"] for cell in made})
+    first, others = found
+    assert first == {"full", *FIRST} and not first & others
+    assert first | others == {*methods_for("memory")} - {"think", "shadowkv"}
