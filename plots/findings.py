@@ -111,9 +111,9 @@ The methods above, and those that papers compare less often, on the same samples
 shown to be better. In parentheses: the 95 % interval. A dash: the method needs more bytes, chooses by a question that
 is hidden, or needs a table that is not there for this model. Left out are methods whose least size is more than a
 quarter of the bytes (ShadowKV, ThinK), those that learned gates decide for (KVzap, Fast KVzip, DMS), and those that
-work while the answer grows. A method that fetches pays for its index with tokens that it might choose: ClusterKV's
-takes most of the bytes here, and by tokens it does better ([cited.md](cited.md)). Oracle reads every key: a reference,
-no method to deploy.
+work while the answer grows. A method that fetches pays for its index with tokens that it might choose;
+[cited.md](cited.md) counts tokens, and there an index costs none. Oracle reads every key: a reference, no method to
+deploy.
 
 All figures: {files}.
 """

@@ -1,6 +1,7 @@
 """docs/which-method.md: which method to take, by what somebody has, from the scores that stand beside two other pages.
 
-    python -m plots.which       the page, from docs/results/scores.csv.gz and docs/cited/scores.csv.gz
+    python -m plots.which                 the page, from docs/results/scores.csv.gz and docs/cited/scores.csv.gz
+    python -m plots.which --out FOLDER    the same from scores below another folder, of cited tasks where it has some
 
 A method is in front on a task where no method of the same situation is shown to be better. Who is in front on most
 tasks is taken; the mean distance to full attention stands beside it, since the first of a bad lot is in front too.
@@ -46,8 +47,8 @@ means that the budget is enough. A large one means that at this budget nothing i
 than another method. What one task says is a hint.
 
 The tasks: {asked}. Samples and tests are in [results.md](results.md). For another model or another kind of text run
-your own: `python run.py -m experiment=evidence_docs model=NAME`, then `python -m plots.findings runs` and
-`python -m plots.which`.
+your own: `python run.py -m experiment=evidence_docs model=NAME out=runs/mine`. Then
+`python -m plots.findings runs/mine --out mine` and `python -m plots.which --out mine` write both pages into `mine`.
 
 ## Every method
 
@@ -56,14 +57,7 @@ your own: `python run.py -m experiment=evidence_docs model=NAME`, then `python -
 "2 of 3, -12": among all methods in front on two of three tasks, and 12 points below full attention as a mean over the
 three. The second column says what a method takes beside its share of the bytes.
 
-## On the tasks that are cited now, by tokens
-
-A quarter of the prompt's tokens, the question in the prompt. A column of [cited.md](cited.md) counts where full
-attention can be told from guessing; some have few samples, which show large losses only.
-
-{today}
-
-## What scores do not say
+{today}## What scores do not say
 
 - **Time.** A method that drops tokens makes each step as short as its budget. One that fetches them adds a search and
   the time of the link to the host: [cost.md](cost.md). No method of these tables reads the prompt faster; where that
@@ -76,6 +70,15 @@ attention can be told from guessing; some have few samples, which show large los
   nothing: `python run.py --check model=NAME` says which methods run, [models.md](models.md) why.
 - **Several turns.** A method that dropped a token for the first question lacks it for the next: [turns.md](turns.md).
 - **Fewer bits instead of fewer tokens**, or both (`compose=kivi`): [byte-budget.md](byte-budget.md).
+"""
+TODAY = """\
+## On the tasks that are cited now, by tokens
+
+A quarter of the prompt's tokens, the question in the prompt. A column of [cited.md](cited.md) counts where full
+attention can be told from guessing; some have few samples, which show large losses only.
+
+{table}
+
 """
 
 
@@ -220,7 +223,8 @@ def spread(ns: Sequence[int]) -> str:
 
 
 def page(sets: Sequence[Scores], lines: Sequence[cited.Line]) -> str:
-    return HEAD.format(take=take(sets), every=every(sets), today=today(lines), asked=sources(sets))
+    cited_now = TODAY.format(table=today(lines)) if lines else ""
+    return HEAD.format(take=take(sets), every=every(sets), today=cited_now, asked=sources(sets))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -229,7 +233,8 @@ def main(arguments: Sequence[str]) -> int:
     out: Path = parser.parse_args(arguments).out
     try:
         sets = gathered(load(out / findings.NAME / findings.KEPT))
-        (out / NAME).write_text(page(sets, cited.load(out / cited.NAME / cited.KEPT)), encoding="utf-8")
+        values = out / cited.NAME / cited.KEPT
+        (out / NAME).write_text(page(sets, cited.load(values) if values.exists() else []), encoding="utf-8")
     except (ValueError, OSError) as error:
         say(f"plots.which: {error}", file=sys.stderr)
         return 2

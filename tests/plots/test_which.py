@@ -7,7 +7,7 @@ import pytest
 from plots import cited
 from plots.evidence import FULL, HIDDEN, SHOWN, gathered, load
 from plots.which import MOST, fetches, first, main, needs, page, standings, take, today
-from tests.plots.test_findings import DOCS, lines
+from tests.plots.test_findings import DOCS, lines, written
 
 
 def test_the_page_is_what_the_scores_make() -> None:
@@ -50,6 +50,14 @@ def test_losses_are_counted_where_full_attention_is_above_chance() -> None:
     table = today([*made("full", 0.5), *made("oracle", 0.5), *made("snapkv", 2.5), *made("pqcache", 0.5)])
     assert "| SnapKV | 1 of 1 | MRCR: one of its kind |" in table and "| PQCache | 0 of 1 | - |" in table
     assert "Oracle" not in table
+
+
+def test_a_folder_of_somebodys_own_scores_needs_none_of_cited_tasks(tmp_path: Path) -> None:
+    written(tmp_path, lines())
+    assert main(["--out", str(tmp_path)]) == 0
+    text = (tmp_path / "which-method.md").read_text()
+    assert "| PQCache | host memory |" in text and "cited now" not in text
+    assert "## On the tasks that are cited now" in (DOCS / "which-method.md").read_text()
 
 
 def test_scores_that_are_not_there_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
