@@ -83,7 +83,7 @@ bench: $(DONE) ## run every benchmarks/bench_*.py, one after the other
 
 .PHONY: results hour
 results: $(DONE) ## twelve methods on tasks that tell them apart, all others at one budget, hours on two cores, then docs/results.md and docs/which-method.md
-	@for task in docs needle two ruler shared others others_docs; do \
+	@for task in docs needle two ruler "ruler task.datasets=[fwe]" shared others others_docs; do \
 		$(BIN)/python run.py -m experiment=evidence_$$task out=runs/evidence $(ARGS) || exit 1; \
 	done
 	$(BIN)/python -m plots.findings runs/evidence
