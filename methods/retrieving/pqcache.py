@@ -562,7 +562,8 @@ def bring(rows: Sequence[PQCache], layer: int, ns: Sequence[int]) -> list[Packed
     trace, lane = rows[0].trace, rows[0].lane
     assert lane is not None
     sources = [row.quantisers[layer].codes for row in rows]
-    taken = lane.take(layer, sources, trace.device_of(layer))
+    kept = {at for row in rows for part in row.ways[layer] for at in part}
+    taken = lane.take(layer, sources, trace.device_of(layer), kept)
     here = [copies.of(source) for copies, source in zip(taken, sources, strict=True)]
     coming: dict[torch.device, dict[int, list[PackedCodes]]] = {}
     for row, n in zip(rows, ns, strict=True):
@@ -573,7 +574,6 @@ def bring(rows: Sequence[PQCache], layer: int, ns: Sequence[int]) -> list[Packed
                 more = above <= layer and row.store[layer].slides
                 of_device = coming.setdefault(trace.device_of(above), {})
                 of_device.setdefault(above, []).append(row.with_codes(above, n + more).codes)
-    kept = {at for row in rows for part in row.ways[layer] for at in part}
     for device, wanted in coming.items():
         lane.request(wanted, device, kept)
     return here
@@ -652,7 +652,8 @@ class PQSearch(Search):
     def table(self, copies: Copies | None) -> Tensor:
         """What kernels are told where copies lie there; where they did not come at once, wherever they are taken."""
         if copies is None:
-            found = self.lane.take(self.layer, self.sources, self.device)
+            kept = {*self.rows[0].ways[self.layer].own, *self.rows[0].ways[self.layer].ahead}
+            found = self.lane.take(self.layer, self.sources, self.device, kept)
         elif (table := self.tables.get((copies, copies.load))) is not None:
             return table
         else:

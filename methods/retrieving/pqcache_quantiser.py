@@ -239,9 +239,11 @@ class Lane:
                     left.append(each)
             self.coming[layer] = left
 
-    def take(self, layer: int, codes: Sequence[PackedCodes], device: torch.device) -> list[Copies]:
+    def take(
+        self, layer: int, codes: Sequence[PackedCodes], device: torch.device, kept: Collection[int]
+    ) -> list[Copies]:  # fmt: skip
         """What has the copies, on which the current stream waits; made anew where the codes are others by now."""
-        self.request({layer: codes}, device, kept=[*self.coming])
+        self.request({layer: codes}, device, kept)
         found = [copies for each in codes if (copies := self.copies(layer, each)) is not None]
         assert len(found) == len(codes), f"layer {layer}: {len(found)} of {len(codes)} are on their way"
         for copies in found:

@@ -519,6 +519,35 @@ def test_codes_are_on_their_way_some_layers_ahead(n_layers: int, first: list[lis
     assert len(lane.asked) <= 1 + len({*map(id, (way.own for way in rows[1].ways.values()))}) * 40 + 4 * n_layers
 
 
+class Unfinished:
+    """A clustering that nobody finds done before it is waited for."""
+
+    def __init__(self, future: Any) -> None:
+        self.result = future.result
+
+    def done(self) -> bool:
+        return False
+
+
+def test_only_the_next_layers_codes_lie_ahead_while_others_are_clustered() -> None:
+    """At the first step every layer gets its own codes, and those of layers that are through make room."""
+    q, k, v = random_tokens(340)
+    layers, lane = range(16), OnCpu()
+    trace = trace_of(k, v, 6, 300)
+    trace.shape = replace(trace.shape, n_layers=len(layers), attention_layers=tuple(layers))
+    for layer in layers[1:]:
+        trace.add(layer, k[:, :, layer : 300 + layer], v[:, :, layer : 300 + layer], Softmax(0.25))
+    row = variant((q, k, v), 300, PQCache.Plan(4, 60, 12, 2, 4), trace=trace)  # no generated token gets a code
+    row.lane = lane
+    row.pending = {layer: Unfinished(future) for layer, future in row.pending.items()}  # type: ignore[assignment]
+    for at in range(300, 303):
+        for layer in layers:
+            step(row, *token((q, k, v), at), at - 299, layer)
+            own, ahead = row.ways[layer]
+            assert {*lane.coming} <= {*own, *ahead}, (at, layer)
+    assert lane.asked[:13] == [[layer] for layer in layers[:13]]  # the first ones have theirs when the last ones ask
+
+
 def test_codes_beside_each_other_are_one_copy() -> None:
     shelf, own = Shelf(), PackedCodes(2, 3, 4, 70)
     shelf.rows[room_bytes(2, 3, 4, 70)] += 2
@@ -540,7 +569,7 @@ def test_codes_beside_each_other_are_one_copy() -> None:
         lane.request(wanted, torch.device("cpu"))
         assert lane.n_copies.pop() == n_copies and not lane.n_copies
         for layer, codes in wanted.items():
-            taken = lane.take(layer, codes, torch.device("cpu"))
+            taken = lane.take(layer, codes, torch.device("cpu"), wanted)
             for copies, each in zip(taken, codes, strict=True):
                 assert torch.equal(copies.of(each).codes(), each.codes())
         for each in (*first, *second, *other, own, late, larger):
