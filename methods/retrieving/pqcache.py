@@ -209,7 +209,7 @@ class PQCache(SelectiveAttention):
             tokens = cache.tokens - centroid_tokens(self.plan.b)
             self.store.cache_spec = replace(cache, tokens=tokens)
         self.pending, self.quantisers, self.own_layers, self.rounds = {}, {}, set(), {}
-        self.scored: dict[int, tuple[Sequence[PQCache], int, list[Coded]]] = {}  # by layer: with whom, and when
+        self.scored: dict[int, tuple[list[int], int, list[Coded]]] = {}  # by layer: with whom, by id, and when
         self.seconds, self.n_rebuilds = 0.0, 0
         self.lane = trace.once("PQCache's lane", Lane) if trace.device.type == "cuda" else None
         if self.lane is not None and self.lies_beside_others:
@@ -329,7 +329,7 @@ class PQCache(SelectiveAttention):
     def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> PQSearch | None:
         """The same again, of rows that were scored at once and keep their quantisers."""
         together, n_seen, coded = rows[0].scored.get(layer, ([], 0, []))
-        is_of_this_step = [*together] == [*rows] and n_seen == rows[0].store[layer].n_seen
+        is_of_this_step = together == [*map(id, rows)] and n_seen == rows[0].store[layer].n_seen
         if not is_of_this_step or not all(row.repeats for row in rows):
             return None
         return PQSearch(rows, layer, q, coded, scratch)
@@ -584,7 +584,7 @@ def select_keys(rows: Sequence[PQCache], layer: int, q: Tensor) -> list[Found]:
     ns = [row.candidates(layer) for row in rows]
     costs = [row.cost(row.quantisers[layer], n) for row, n in zip(rows, ns, strict=True)]
     codes = [row.coded(layer, copy) for row, copy in zip(rows, bring(rows, layer, ns), strict=True)]
-    rows[0].scored[layer] = rows, rows[0].store[layer].n_seen, codes
+    rows[0].scored[layer] = [*map(id, rows)], rows[0].store[layer].n_seen, codes
     newest = [row.store[layer].newest[0] for row in rows]
     keys, soft = newest[0] if len(rows) == 1 else torch.cat(newest), rows[0].trace.softmax[layer]
     scored = pq_keys_triton(q, keys, codes, soft.scale, soft.cap, soft.sink)

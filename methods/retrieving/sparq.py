@@ -297,14 +297,19 @@ class SparQ(SelectiveAttention):
                     other.lacking is not None and other.lacking.search is lacking.search for other in rows[i : i + n]
                 ), "rows that were searched together lie apart"
                 lacking.search.correct(out[i : i + n])
+            row.lacking = None  # which knows of other rows
         return ()
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """The mean of V takes the place of what was not attended to."""
-        if self.covered is None:
+        covered, lacking = self.covered, self.lacking
+        if lacking is not None:  # on a GPU, where other layers read this one's K and V
+            covered = lacking.search.covered[lacking.place]
+            covered, self.lacking = covered.masked_fill(covered < 0, 1), None
+        if covered is None:
             return out
         mean = self.means[layer].repeat_interleave(self.trace.shape.g, 1)  # (1, h, 1, d_h)
-        return torch.lerp(mean, out.float(), self.covered.view(1, -1, 1, 1)).to(out.dtype)
+        return torch.lerp(mean, out.float(), covered.view(1, -1, 1, 1)).to(out.dtype)
 
     def report(self) -> dict[str, Any]:
         shape = self.trace.shape
@@ -340,6 +345,8 @@ def select_keys(rows: Sequence[SparQ], layer: int, q: Tensor) -> list[Selection]
 
 class ColumnSearch(Search):
     """Rows of one kind, on a GPU, and what takes the place of what they did not attend to."""
+
+    covered: Tensor  # (rows, h), -1 where nothing is missing
 
     def __init__(self, rows: Sequence[SparQ], layer: int, q: Tensor, scratch: Scratch | None = None) -> None:
         searched: list[Columns] = []

@@ -6,10 +6,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+import engine.decode
 from benchmarks.pretend.cuda import Machine
 from engine.books.ledger import Entry
 from engine.decode import decode
@@ -19,6 +22,7 @@ from kernels import select_attend
 from kernels.select_attend import Piece, Table, Work
 from methods.retrieving.pqcache import PQSearch
 from methods.retrieving.quest import PageSearch
+from methods.retrieving.sparq import SparQ
 from tests import conformance
 from tests.pretend.test_methods import moved
 
@@ -222,6 +226,26 @@ def test_a_row_that_evicts_has_launches_of_its_own(machine: Machine, monkeypatch
     assert max(ages) >= 3, ages
     monkeypatch.setattr(Steady, "holds", lambda *_: False)
     assert (ids, books) == steps(machine, *names)[:2]
+
+
+def test_the_mean_of_values_stands_in_where_other_layers_read_the_same_tokens(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There no launch of all rows corrects what was attended to: each row does."""
+    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    attend, outs = engine.decode.attend_groups, list[Tensor]()
+
+    def noting(*args: Any) -> Tensor:
+        outs.append(attend(*args))
+        return outs[-1]
+
+    monkeypatch.setattr(engine.decode, "attend_groups", noting)
+    ids, books, _ = steps(machine, "sparq", "sparq")
+    expected, outs = outs, []
+    monkeypatch.setattr(SparQ, "after_rows_on_gpu", SparQ.after_rows)
+    assert (ids, books) == steps(machine, "sparq", "sparq")[:2]
+    for out, right in zip(outs, expected, strict=True):
+        torch.testing.assert_close(out, right)
 
 
 @pytest.mark.slow
