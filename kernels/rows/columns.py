@@ -29,7 +29,7 @@ from kernels.topk import pack_key
 TOKENS = 256  # of one program
 HELD = 8192  # logits of a group that four warps hold
 ROW = 13  # numbers of a row, as the kernels read them
-COMPARED = 64  # numbers that all others are compared with at once: of more registers spill
+COMPARED = 32  # numbers that all others are compared with at once: of more registers spill (sm_100)
 
 
 class Columns(NamedTuple):
