@@ -183,7 +183,8 @@ class Steady:
 
     def take_step(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, step: int | None) -> Tensor:
         """The whole step, where it holds and rows do nothing but take in their tokens and search as they did."""
-        n, brought = q.shape[0], list[list[Tensor]]()  # `len` takes longer
+        n = q.shape[0]  # which `len` takes longer to say
+        brought: list[list[Tensor]] = []
         with stretches(self.index) as begin:
             begin("append")
             self.keep(k, v)
