@@ -219,6 +219,10 @@ class Scores:
         """Whether a method that loses all that full attention answers is shown to be worse."""
         return self.answered(scope, memory) >= self.least_lost(scope)
 
+    def is_tight(self, scope: str, memory: str) -> bool:
+        """Whether a method must lose more than half of what full attention answers before that is shown."""
+        return self.answered(scope, memory) < 2 * self.least_lost(scope)
+
     @property
     def is_comparable(self) -> bool:
         return all(self.has_room(*column) for column in self.columns)

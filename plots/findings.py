@@ -263,7 +263,7 @@ def section(scores: Scores, every: Sequence[str] = ()) -> str:
         f"{asked.about} {scores.model}; {ns}.{left_out(scores, every)}",
         f"    python run.py -m experiment={asked.experiment}",
     ]
-    if tight := [c for c in scores.columns if scores.answered(*c) < 2 * scores.least_lost(c[0])]:
+    if tight := [column for column in scores.columns if scores.is_tight(*column)]:
         parts.append(what_can_be_lost(scores, min(tight, key=lambda column: scores.answered(*column))))
     if not scores.is_comparable:
         return "\n\n".join(parts) + "\n"

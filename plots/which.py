@@ -44,7 +44,8 @@ In a cell: the methods in front on most tasks, and in parentheses how far they s
 mean over the tasks. A method is in front on a task where no other method of the row is shown to be better (paired
 test, corrected over all pairs); methods in front on as many tasks stand in the order of that mean. A small distance
 means that the budget is enough. A large one means that at this budget nothing is good, and more bytes are worth more
-than another method. What one task says is a hint.
+than another method. What one task says is a hint. A task counts where a method that loses half of what full attention
+answers would be shown to lose.
 
 The tasks: {asked}. Samples and tests are in [results.md](results.md). For another model or another kind of text run
 your own: `python run.py -m experiment=evidence_docs model=NAME out=runs/mine`. Then
@@ -113,9 +114,9 @@ def shared(sets: Sequence[Scores]) -> list[Scores]:
 
 
 def standings(sets: Sequence[Scores], scope: str, memory: str, has_host: bool) -> dict[str, Standing]:
-    """Of the methods that such a machine can run, the best first; tasks that full attention cannot do are left out."""
+    """Of the methods that such a machine can run, the best first; what full attention hardly does does not count."""
     found: dict[str, list[tuple[bool, float]]] = {}
-    asked = [one for one in shared(sets) if (scope, memory, FULL) in one.of and one.has_room(scope, memory)]
+    asked = [one for one in shared(sets) if (scope, memory, FULL) in one.of and not one.is_tight(scope, memory)]
     for one in asked:
         mine = {p: each for p, each in one.of.items() if p[2] == FULL or has_host or not fetches(p[2])}
         best, worse = replace(one, of=mine).groups(scope, memory)
@@ -212,7 +213,7 @@ def today(lines: Sequence[cited.Line]) -> str:
 def sources(sets: Sequence[Scores]) -> str:
     """The tasks, with model and number of samples."""
     found = []
-    for one in filter(lambda one: one.is_comparable, shared(sets)):
+    for one in (one for one in shared(sets) if not all(one.is_tight(*column) for column in one.columns)):
         name = one.asked.title[0].lower() + one.asked.title[1:]
         found.append(f"{name} ({one.model}, n = {spread([one.n(*column) for column in one.columns])})")
     return "; ".join(found)

@@ -32,8 +32,10 @@ def test_a_method_that_is_best_of_what_may_run_is_in_front_though_another_beats_
     assert "PQCache (0); 1 task |" in table and "SnapKV (-42); 1 task |" in table
 
 
-def test_a_task_that_full_attention_cannot_do_counts_for_nobody() -> None:
-    sets = gathered(lines({FULL: (0.2, 0.2), "pqcache": (0.2, 0.2), "snapkv": (0.1, 0.1)}))
+@pytest.mark.parametrize("level", [0.2, 0.5], ids=["cannot do", "does too seldom for half of it to be seen lost"])
+def test_a_task_that_full_attention_hardly_does_counts_for_nobody(level: float) -> None:
+    sets = gathered(lines({FULL: (level, level), "pqcache": (level, level), "snapkv": (0.1, 0.1)}))
+    assert sets[0].has_room(SHOWN, "0.25") == (level == 0.5)
     assert standings(sets, SHOWN, "0.25", has_host=True) == {} and first({}) == "-"
 
 
