@@ -93,8 +93,8 @@ REGISTER = """\
 {n} comparisons were fixed in [plots/contrasts.py](../plots/contrasts.py). "Known before" is the number of the task's
 samples, the first ones, whose scores were known when the comparison was chosen. Only later samples test it, and n is
 their number. p is corrected over all {n}; one without samples counts as if its p were the largest. Intervals are not
-corrected. Ranks and groups further down are corrected over the pairs at a budget alone, and may tell two methods apart
-that this table does not.
+corrected. Groups further down are corrected over the pairs at a budget alone, and the ranks in figures over a method's
+own comparisons. So groups may tell two methods apart that this table does not, and ranks two that groups do not.
 
 {table}
 """
