@@ -195,16 +195,16 @@ class _Batch(HearsChoices):
         self.calls: dict[int, Call] = {}  # of this step, by layer, where a row wants to look ahead
 
     def group(self) -> None:
-        """Runs of rows of one class, as slices of the batch."""
+        """Divide the rows: by how they take steps, and by class."""
         self.looks_ahead = any(row.wants_lookahead for row in self.rows)
         self.hears = any(row.wants_input for row in self.rows)
         self.compressing = [row for row in self.rows if row.of_answers]
-        self.whole = Portion(self.rows)
         self.portions = portions_of(self.rows, self.are_steady)
+        self.whole = self.portions[0] if len(self.portions) == 1 else Portion(self.rows)
 
     def settle(self) -> None:
         """Bring all steps into the books."""
-        for portion in (self.whole, *self.portions):
+        for portion in self.portions:
             portion.unwritten.settle()
 
     def only(self, keep: list[int], ids: Tensor) -> Tensor:

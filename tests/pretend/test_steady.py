@@ -18,6 +18,7 @@ from engine.books.ledger import Entry
 from engine.decode import decode
 from engine.layouts.steady import Steady
 from engine.row import Row
+from engine.selection import Search
 from kernels import select_attend
 from kernels.select_attend import Piece, Table, Work
 from methods.retrieving.pqcache import PQSearch
@@ -56,6 +57,18 @@ def steps(
             done = decode(model, trace, rows, max_new_tokens=N_NEW, on_step=note)
     apart = [after - before for before, after in pairwise(sent)]
     return [x.ids for x in done.answers], [x.store.ledger.entries for x in rows], apart
+
+
+def ages_of(kind: type[Search], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many steps behind the one that was told each search of a kind is, from now on."""
+    ages, find = list[int](), kind.find
+
+    def noting(search: Search, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
+        ages.append(age)
+        find(search, q, k_new, v_new, age)
+
+    monkeypatch.setattr(kind, "find", noting)
+    return ages
 
 
 BATCHES = {
@@ -180,14 +193,7 @@ def test_rows_search_by_codes_as_they_were_told(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
 ) -> None:
     """Windows that slide and others, which code the newest token or do not."""
-    ages = list[int]()
-    find = PQSearch.find
-
-    def noting(search: PQSearch, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
-        ages.append(age)
-        find(search, q, k_new, v_new, age)
-
-    monkeypatch.setattr(PQSearch, "find", noting)
+    ages = ages_of(PQSearch, monkeypatch)
     ids, books, _ = steps(machine, *names)
     assert max(ages) >= 2, ages
     monkeypatch.setattr(Steady, "holds", lambda *_: False)
@@ -214,14 +220,7 @@ def test_rows_search_and_bring_as_they_were_told(
 
 
 def test_a_row_that_evicts_has_launches_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    ages, names = list[int](), ("h2o method.generated=inside", "quest")
-    find = PageSearch.find
-
-    def noting(search: PageSearch, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
-        ages.append(age)
-        find(search, q, k_new, v_new, age)
-
-    monkeypatch.setattr(PageSearch, "find", noting)
+    ages, names = ages_of(PageSearch, monkeypatch), ("h2o method.generated=inside", "quest")
     ids, books, _ = steps(machine, *names)
     assert max(ages) >= 3, ages
     monkeypatch.setattr(Steady, "holds", lambda *_: False)
