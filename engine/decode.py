@@ -326,8 +326,8 @@ def attend_groups(
         changes: list[tuple[Row, Change]] = []
         for kind, at in groups:
             changes += behind_rows(kind, rows[at], layer, out if len(groups) == 1 else out[at], weights[at], on_gpu)
-        if changes and steady is not None:
-            steady.forget()
+        if steady is not None:
+            steady.forget() if changes else steady.learn()
         held = Held(rows, parts, changes, step)
         if readers is not None:
             readers.hold(layer, held)

@@ -396,12 +396,19 @@ def kv_heads(rows: Sequence[Sequence[Tokens]]) -> int:
 
 
 def growing_table(
-    q: Tensor, rows: Sequence[Sequence[Tokens]], more: Sequence[Sequence[int]], scratch: Scratch
+    q: Tensor, rows: Sequence[Sequence[Tokens]], more: Sequence[Sequence[int]], scratch: Scratch,
+    logits: Sequence[Tensor | None] = (),
 ) -> tuple[Table, int]:  # fmt: skip
-    """A table of parts that have so many tokens more at every step, and for how many steps it has all items."""
+    """A table of parts that have so many tokens more at every step, and for how many steps it has all items.
+
+    Of a row with `logits` the last part alone may grow.
+    """
     h_kv = kv_heads(rows)
     own = [
-        [(*piece[:7], n, piece[8]) for piece, n in zip(pieces_of(parts, i, q, h_kv, None), ns, strict=True)]
+        [
+            (*piece[:7], n, piece[8])
+            for piece, n in zip(pieces_of(parts, i, q, h_kv, logits[i] if logits else None), ns, strict=True)
+        ]
         for i, (parts, ns) in enumerate(zip(rows, more, strict=True))
     ]
     table = table_of(Work(), own, q, h_kv, value_width(rows))

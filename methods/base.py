@@ -44,6 +44,7 @@ from methods.rules import Coding, Rules
 
 if TYPE_CHECKING:  # slow to import, and a refused command needs none of them
     from engine.attend import Part
+    from engine.caches.eviction import Learning
     from engine.passes.probe import Probe
     from engine.prefill import Thinning
     from engine.store import Store
@@ -329,7 +330,25 @@ class SelectiveAttention(Rules, ABC):
             return ()
         return [row.behind(layer, given) for row, given in zip(rows, weights, strict=True)]
 
-    after_rows_on_gpu = after_rows  # overridden where all rows together need fewer launches
+    @classmethod
+    def after_rows_on_gpu(
+        cls, rows: Sequence[Self], layer: int, out: Tensor, weights: Sequence[Tensor | None]
+    ) -> Sequence[Change | None]:
+        """The same where a GPU works: rows that say what they learn do so together."""
+        if cls.learns is SelectiveAttention.learns:
+            return cls.after_rows(rows, layer, out, weights)
+        from engine.caches.eviction import learn_rows
+
+        given = ((row, x) for row, x in zip(rows, weights, strict=True) if x is not None)
+        found = [row.learns(layer, x) for row, x in given]
+        learn_rows([each for each in found if each is not None])
+        return ()
+
+    def learns(self, layer: int, weights: Tensor, ahead: int = 0) -> "Learning | None":
+        """What the layer learns from weights (1, h, n), on a GPU in place of `behind`; None: nothing.
+
+        The step is the one just made, or one that is so many ahead of it.
+        """
 
     def after_step(self) -> Iterable[tuple[int, Change]]:
         """What leaves which layer once a step has gone through all of them, for methods whose budget is `of_answers`.
@@ -379,8 +398,13 @@ class SelectiveAttention(Rules, ABC):
 
     @property
     def repeats(self) -> bool:
-        """Whether most steps only add their token to what is resident, and search again as they did."""
-        return self.is_still or type(self).search_again.__func__ is not SelectiveAttention.search_again.__func__
+        """Whether most steps only add their token to what is resident, learn or search as they did."""
+        kind, base = type(self), SelectiveAttention
+        if self.is_still:
+            return True
+        if self.wants_weights:
+            return kind.learns is not base.learns and self.drops
+        return kind.search_again.__func__ is not base.search_again.__func__
 
     def at_once(self, layer: int, m: int) -> int:
         """How many of the next `m` tokens this layer may read in one call, 1 where they have to come alone."""

@@ -1,45 +1,136 @@
 """On an accelerator: rows that learn from a step's weights, and evict by them, all in one go.
 
+Rows of all methods that add up alike share their launches. Where the steps to come are like the last one, kernels are
+told once (`Learner`): sums and positions stay where they are and are written over.
+
 Not here: the arithmetic (`kernels/rows/weights.py`), what a method makes of its sums (`methods`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from engine.layouts.slots import Slots
-from kernels.rows.weights import Held, Row, receive_rows
+from kernels.rows.weights import Held, Receiving, Row, receive_rows
+
+ALL = (0, 1 << 31)  # positions
+NEVER = 1 << 62  # more tokens than any layer holds
 
 
 class Learning(NamedTuple):
-    """What one row's layer learns from a step."""
-
-    layer: Slots
-    weights: Tensor  # (1, h, n)
-    before: Tensor | None = None  # (1, owners, n - 1), what its tokens had received before
-    candidates: tuple[int, int] | None = None  # positions, the last one exclusive, of which each head evicts one
-    held_bytes: int = 0  # of what is learnt
-
-
-def learn_rows(rows: Sequence[Learning], owners: int, reduce: str) -> list[Tensor]:
-    """What the tokens of each row received, (1, owners, tokens), slot by slot as the layer has them from now on.
+    """What one row's layer learns from a step.
 
     A token that leaves is of its head's lowest sum, of equal ones the higher position; one owner speaks for all heads.
     """
-    found = receive_rows([asked(row) for row in rows], owners, reduce)
-    for row, (_, positions, evicted) in zip(rows, found, strict=True):
-        row.layer.meter.hold(row.held_bytes)
-        if positions is not None and evicted is not None:
-            row.layer.has_evicted(positions, evicted)
-    return [sums if evicted is None else sums[..., :-1] for sums, _, evicted in found]
+
+    layer: Slots
+    weights: Tensor  # (1, h, n)
+    owners: int  # heads that have sums of their own
+    reduce: str  # one of `REDUCTIONS`: how a step's weights of an owner's query heads are added to its sums
+    before: Tensor | None = None  # (1, owners, n - 1), what its tokens had received before
+    most: int = NEVER  # tokens that a head holds; of more it evicts one behind the step
+    candidates: tuple[int, int] = ALL  # positions, the last one exclusive, of which it does
+    token_bytes: int = 0  # of what is learnt of one token, for all heads
+    keep: Callable[[Tensor], None] | None = None  # takes sums (1, owners, tokens), as slots are from then on
+
+    @property
+    def n(self) -> int:
+        return self.weights.shape[2]
+
+    @property
+    def evicts(self) -> bool:
+        return self.n > self.most
+
+
+def learn_rows(rows: Sequence[Learning]) -> None:
+    """Of a step that was just made."""
+    for some in alike(rows):
+        first = rows[some[0]]
+        found = receive_rows([asked(rows[i]) for i in some], first.owners, first.reduce)
+        for i, (sums, positions, evicted) in zip(some, found, strict=True):
+            row = rows[i]
+            note(row, row.n, positions, evicted)
+            if row.keep is not None:
+                row.keep(sums[..., :-1] if row.evicts else sums)
+
+
+def alike(rows: Sequence[Learning]) -> list[list[int]]:
+    """Which rows are worked for in one launch."""
+    places: dict[tuple[int, str], list[int]] = {}
+    for i, row in enumerate(rows):
+        places.setdefault((row.owners, row.reduce), []).append(i)
+    return [*places.values()]
 
 
 def asked(row: Learning) -> Row:
     """As the kernels take it."""
     at = row.layer
-    if row.candidates is None:
+    if not row.evicts:
         return Row(row.weights, row.before)
-    held = Held(at.k, at.v, at.kept_positions, at.n_kept, at.start)
     assert at.n_window == at.n_seen - at.start > 0, f"layer {at.index} has a window that slid"
+    held = Held(at.k, at.v, at.kept_positions, at.n_kept, at.start)
     return Row(row.weights, row.before, held, *row.candidates)
+
+
+def note(row: Learning, n: int, positions: Tensor | None, evicted: Tensor | None) -> None:
+    """Enter a step over `n` tokens into the layer's books: what is held, and who left."""
+    row.layer.meter.hold(row.token_bytes * n)
+    if row.evicts:
+        assert positions is not None and evicted is not None, "nobody left"
+        row.layer.has_evicted(positions, evicted)
+
+
+class Learner:
+    """What rows learn at steps that are alike: each has as many tokens as at the last one, or one more every time."""
+
+    def __init__(self, rows: Sequence[Learning], more: Sequence[int], n_steps: int) -> None:
+        """Rows as they will be at the next step; `more` tokens come to each at every step, and `n_steps` at most."""
+        self.rows, self.more = rows, more
+        for row, grows in zip(rows, more, strict=True):
+            if not row.evicts and grows:
+                n_steps = min(n_steps, row.most - row.n + grows)
+            elif row.evicts == (grows > 0):
+                n_steps = 0  # it fills up or slides as no row does that learns
+        self.n_steps = n_steps
+        if n_steps == 0:
+            return
+        self.sums = [self.memory(row, grows) for row, grows in zip(rows, more, strict=True)]
+        self.told: list[tuple[list[int], Receiving]] = []
+        for some in alike(rows):
+            first, own = rows[some[0]], [self.asked(i) for i in some]
+            grown = [more[i] for i in some]
+            self.told.append((some, Receiving(own, first.owners, first.reduce, grown, n_steps)))
+
+    def memory(self, row: Learning, grows: int) -> Tensor:
+        """Where a row's sums are from now on."""
+        sums = row.weights.new_empty(1, row.owners, row.n + grows * self.n_steps)
+        if row.before is not None:
+            sums[..., : row.n - 1] = row.before
+        if row.keep is not None:
+            row.keep(sums[..., : row.n - 1])
+        return sums
+
+    def asked(self, i: int) -> Row:
+        """As the kernels take it at the next step."""
+        row, sums, at = self.rows[i], self.sums[i], self.rows[i].layer
+        before = None if row.before is None else sums[..., : row.n - 1]
+        if not row.evicts:
+            return Row(row.weights, before, sums=sums)
+        assert at.kept_positions is not None and at.n_kept == row.n - 1, (at.n_kept, row.n)
+        held = Held(at.k, at.v, at.kept_positions, at.n_kept, at.start, at.kept_positions)
+        return Row(row.weights, before, held, *row.candidates, sums)
+
+    def take(self, age: int) -> None:
+        """Learn, so many steps behind the last one that was told."""
+        for _, receiving in self.told:
+            receiving.take(age - 1)
+
+    def write(self, age: int) -> None:
+        """Bring such a step into the books of layers that have taken in its token."""
+        for some, receiving in self.told:
+            for i, (_, positions, evicted) in zip(some, receiving.outcomes, strict=True):
+                row, n = self.rows[i], self.rows[i].n + self.more[i] * (age - 1)
+                note(row, n, positions, evicted)
+                if row.keep is not None and self.more[i]:
+                    row.keep(self.sums[i][..., :n])

@@ -49,7 +49,7 @@ def portions_of(rows: Sequence[Row], are_steady: Sequence[bool]) -> list[Portion
 
 def may_be_steady(row: Row) -> bool:
     """Whether steps of all layers may be like those before them."""
-    if not (row.repeats and row.is_stored) or row.wants_weights or row.store.checked_for:
+    if not (row.repeats and row.is_stored) or row.store.checked_for:
         return False
     layers = [row.store[layer] for layer in row.trace.shape.attention_layers]
     return all(at.growing() is not None and all(map(is_told, at.resident())) for at in layers)

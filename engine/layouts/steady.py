@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.attend import Part
 from engine.books.spans import stretches
 from engine.books.unwritten import Unwritten
+from engine.caches.eviction import Learner, Learning
 from engine.layouts.fetching import Fetching
 from engine.layouts.layer import Layer
 from engine.row import Row
@@ -23,10 +25,12 @@ from engine.rows import Bringer
 from engine.selection import Search
 from engine.softmax import Softmax
 from kernels.rows.append import Places
+from kernels.rows.weights import Softening
 from kernels.scratch import Scratch
 from kernels.select_attend import attend_table, growing_table, point_to
 
 MOST_MISSES = 3  # steps in a row that were told in vain
+MOST_LOGITS = 256  # steps for which logits of a row that grows have room
 
 
 @dataclass
@@ -75,6 +79,8 @@ class Steady:
         are_stored = all(row.is_stored and not row.store.checked_for for row in rows)
         self.n_misses = 0 if are_stored else MOST_MISSES
         self.age, self.n_steps = 0, 0  # steps since it was told, and for how many it holds
+        self.learner: Learner | None = None
+        self.softening: Softening | None = None  # where rows want weights
 
     def tell(self, parts: Sequence[Sequence[Part]], fetched: Sequence[Sequence[Part]], q: Tensor) -> None:
         """Remember the step at hand for those to come: all parts of each row, the fetched ones last."""
@@ -83,7 +89,7 @@ class Steady:
         self.layers = [row.store[self.index] for row in self.rows]
         found = [at.growing() for at in self.layers]
         growing = [each for each in found if each is not None]
-        if any(row.wants_weights for row in self.rows) or len(growing) < len(found):
+        if len(growing) < len(found):
             return
         if not all(is_told(part) for own in parts for part in own):
             return
@@ -96,10 +102,18 @@ class Steady:
             for own, idx in zip(tokens[told.at], told.search.idx, strict=True):
                 own[-1] = replace(own[-1], idx=idx)
         more = [[*each.more, *(0 for _ in own)] for each, own in zip(growing, fetched, strict=True)]
-        self.table, n_steps = growing_table(q, tokens, more, self.scratch)
+        self.more, wants = [sum(each) for each in more], any(row.wants_weights for row in self.rows)
+        # Logits of a part behind one that grows would move.
+        moves = any(row.wants_weights and any(each[:-1]) for row, each in zip(self.rows, more, strict=True))
+        if wants and (moves or not self.is_still):
+            return
+        self.logits = self.room_for_logits(q, parts) if wants else []
+        self.table, n_steps = growing_table(q, tokens, more, self.scratch, self.logits)
+        self.softening = Softening(self.logits, self.more, MOST_LOGITS) if wants else None
         places = [[place[:3] for place in each.places] for each in growing]
         self.places = Places.of(places, q.device, [[ring for *_, ring in each.places] for each in growing])
-        self.marks = [(at.start, at.n_seen) for at in self.layers]
+        self.marks = [(at.start, at.n_seen, 0) for at in self.layers]
+        self.rings = [(at.queries, i) for i, at in enumerate(self.layers) if at.queries is not None]
         self.chosen: list[Chosen | None] = []
         self.at = [0] * self.table.n_pieces  # where positions lie
         piece = -1
@@ -109,6 +123,7 @@ class Steady:
             self.chosen.append(None if idx is None else Chosen(piece, lying(got[0]), idx.shape, idx.stride()))
             self.at[piece] = 0 if idx is None else idx.data_ptr()
         limits = [each.n_steps for each in growing] + [told.search.n_steps for told in self.searches]
+        limits += [MOST_LOGITS] if wants else []
         if self.searches:  # generated tokens may be chosen once the window is full and has none of the prompt
             stays = zip(self.layers, growing, fetched, strict=True)
             limits += [
@@ -118,19 +133,49 @@ class Steady:
             ]
         self.n_steps = max(0, min(n_steps, *limits))
 
+    def room_for_logits(self, q: Tensor, parts: Sequence[Sequence[Part]]) -> list[Tensor | None]:
+        """Where rows that want weights have their logits (h, n), with room for those of steps to come."""
+        h, numbers = q.shape[1], [sum(part.n_tokens() for part in own) for own in parts]
+        each = zip(self.rows, numbers, self.more, strict=True)
+        rooms = [n + MOST_LOGITS * more if row.wants_weights else 0 for row, n, more in each]
+        flat = self.scratch.take("logits", q.device, torch.float32, h * sum(rooms)).split([h * n for n in rooms])
+        places = zip(flat, rooms, numbers, strict=True)
+        return [x.view(h, room)[:, :n] if room else None for x, room, n in places]
+
+    def learn(self) -> None:
+        """Tell kernels, behind the step that was told, what rows learn from those to come."""
+        if not self.n_steps or self.softening is None:
+            return
+        rows, more = list[Learning](), list[int]()
+        for row, x, grows in zip(self.rows, self.logits, self.more, strict=True):
+            if x is None:
+                continue
+            room = x.as_strided((1, x.shape[0], x.shape[1] + grows), (0, *x.stride()))
+            found = row.learns(self.index, room, 1)
+            if found is None:
+                return self.forget()
+            rows.append(found)
+            more.append(grows)
+        self.learner = Learner(rows, more, self.n_steps)
+        self.n_steps = self.learner.n_steps
+        evicting = {id(row.layer) for row in rows if row.evicts}
+        self.marks = [(at.start, at.n_seen, int(id(at) in evicting)) for at in self.layers]
+
     def searching(
         self, fetched: Sequence[Sequence[Part]], q: Tensor
     ) -> list[Told] | None:  # fmt: skip
         """How rows search, class by class, that do nothing but take in tokens and fetch; None where one does more."""
-        if any(at.queries is not None for at in self.layers):
+        if any(at.queries is not None and len(at.queries) < at.queries.w for at in self.layers):
             return None
         found: list[Told] = []
         for kind, at in self.groups:
             rows, layers = self.rows[at], self.layers[at]
             if not any(layer.can_fetch for layer in layers):
-                if not all(row.is_still_at(self.index) for row in rows):
+                if not all(row.is_still_at(self.index) or row.wants_weights for row in rows):
                     return None
                 continue
+            if any(row.wants_weights for row in rows):
+                return None
             fetch = zip(layers, fetched[at], strict=True)
             alike = all(layer.can_fetch and layer.can_refetch(own) for layer, own in fetch)
             search = kind.search_rows(rows, self.index, q[at], self.scratch) if alike else None
@@ -147,6 +192,7 @@ class Steady:
     def forget(self) -> None:
         """The steps to come are others."""
         self.age = self.n_steps = 0
+        self.learner = self.softening = None
 
     def holds(self, q: Tensor) -> bool:
         """Whether the step at hand may be like the one that was told."""
@@ -162,10 +208,8 @@ class Steady:
     def is_as_it_was(self) -> bool:
         """Whether layers have done nothing else since; the books have all of their steps."""
         index, age = self.index, self.age
-        for row, at, (start, n_seen) in zip(self.rows, self.layers, self.marks, strict=True):
-            if row.store.placed[index] is not at or at.start != start or at.n_seen != n_seen + age:
-                return False
-            if row.wants_weights:
+        for row, at, (start, n_seen, moves) in zip(self.rows, self.layers, self.marks, strict=True):
+            if row.store.placed[index] is not at or at.start != start + moves * age or at.n_seen != n_seen + age:
                 return False
         return True
 
@@ -202,6 +246,11 @@ class Steady:
                 if told.search.corrects:
                     begin("after")
                     told.search.correct(out[told.at])
+            if self.learner is not None:
+                begin("after")
+                self.learner.take(self.age)
+        for queries, i in self.rings:
+            queries.push(q, i)
         self.newest = k, v
         self.unwritten.add(self.write, step, self.age, brought)
         self.n_settled = self.unwritten.n_settled
@@ -219,6 +268,8 @@ class Steady:
             for row, layer, cost, idx, count in each:
                 row.store.spend(index, cost)
                 layer.refetch(idx, count)
+        if self.learner is not None:
+            self.learner.write(age)
         for row in rows:
             row.store.close(index, step)
 
@@ -245,7 +296,9 @@ class Steady:
         out, lse = attend_table(q, self.table, soft.scale, soft.cap, age=self.age)
         if soft.sink is not None:
             n = self.table.n_rows
-            out[:n], _ = soft.finish(out[:n], lse)
+            out[:n], lse = soft.finish(out[:n], lse)
+        if self.softening is not None:
+            self.softening.take(lse, self.age)
         return out
 
 

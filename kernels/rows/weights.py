@@ -25,7 +25,7 @@ from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
 
 REDUCTIONS = ("sum", "mean", "max")  # of an owner's query heads, as `add_received` counts them
 BLOCK = 512  # slots of one program
-FIELDS = 16  # numbers of a row
+FIELDS = 20  # numbers of a row
 
 
 class Held(NamedTuple):
@@ -36,6 +36,7 @@ class Held(NamedTuple):
     kept: Tensor | None  # positions (1, h_kv, n_kept) of the first slots; None: the slots' own numbers
     n_kept: int
     start: int  # position in the slot behind them
+    left: Tensor | None = None  # where positions of those that stay are written, which may be over `kept`
 
 
 class Row(NamedTuple):
@@ -46,6 +47,7 @@ class Row(NamedTuple):
     held: Held | None = None  # of rows that evict
     low: int = 0
     stop: int = 1 << 31
+    sums: Tensor | None = None  # where they are written, (1, owners, n or more), which may be over `before`
 
 
 class Outcome(NamedTuple):
@@ -56,106 +58,165 @@ class Outcome(NamedTuple):
     evicted: Tensor | None = None  # (1, h_kv, 1) position that left
 
 
+class Softening:
+    """Logits that become weights where they lie, as the kernel is told once: rows may grow from step to step."""
+
+    def __init__(self, logits: Sequence[Tensor | None], more: Sequence[int] = (), n_steps: int = 0) -> None:
+        """Scaled logits (h, n) of each row; at each of the steps to come a row has `more` tokens."""
+        some = [(i, x) for i, x in enumerate(logits) if x is not None]
+        self.base, longest = some[0][1], 0
+        numbers = list[int]()
+        for i, x in some:
+            grows = more[i] if more else 0
+            numbers += distance(x, self.base), x.shape[1], i, x.stride(0), grows
+            longest = max(longest, x.shape[1] + grows * n_steps)
+        self.table = upload(numbers, self.base.device)
+        self.grid = len(some), cdiv(longest, BLOCK)
+
+    def take(self, lse: Tensor, age: int = 0) -> None:
+        """Given the log-sum-exps of all rows (rows, h, 1), so many steps behind the one that was told."""
+        soften[(*self.grid, lse.shape[1])](self.base, lse, self.table, age, BLOCK)
+
+
 def soften_rows(logits: Sequence[Tensor | None], lse: Tensor) -> list[Tensor | None]:
     """Weights (1, h, n) in place of scaled logits (h, n), given the rows' log-sum-exps (rows, h, 1)."""
-    some = [(i, x) for i, x in enumerate(logits) if x is not None]
-    if some:
-        base, h = some[0][1], lse.shape[1]
-        table = upload([number for i, x in some for number in (distance(x, base), x.shape[1], i)], base.device)
-        longest = max(x.shape[1] for _, x in some)
-        soften[(len(some), cdiv(longest, BLOCK), h)](base, lse, table, BLOCK)
+    if any(x is not None for x in logits):
+        Softening(logits).take(lse)
     return [None if x is None else x.unsqueeze(0) for x in logits]
 
 
-@jit
-def soften(logits, lse, table, BLOCK: tl.constexpr):
-    at, head, h = table + tl.program_id(0) * 3, tl.program_id(2).to(tl.int64), tl.num_programs(2)
-    n, slot = tl.load(at + 1), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    where = logits + tl.load(at) + head * n + slot
+@jit(unspecialized=("age",))
+def soften(logits, lse, table, age, BLOCK: tl.constexpr):
+    at, head, h = table + tl.program_id(0) * 5, tl.program_id(2).to(tl.int64), tl.num_programs(2)
+    n, slot = tl.load(at + 1) + tl.load(at + 4) * age, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    where = logits + tl.load(at) + head * tl.load(at + 3) + slot
     joined = tl.load(lse + tl.load(at + 2) * h + head)
     tl.store(where, tl.exp(tl.load(where, slot < n, other=float("-inf")) - joined), slot < n)
 
 
+class Receiving:
+    """What tokens receive, as the kernels are told once: steps later a row may have more tokens, or evicts again.
+
+    At each of the steps to come the positions that may go, and that of the newest token, are those behind the last.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], owners: int, reduce: str, more: Sequence[int] = (), n_steps: int = 0
+    ) -> None:
+        """Rows that do not say where their outcomes go get memory for as many tokens as they have."""
+        assert all(row.sums is not None or not each for row, each in zip(rows, more, strict=False)), "no room to grow"
+        self.base = rows[0].weights
+        device, h, lengths = self.base.device, self.base.shape[1], [row.weights.shape[2] for row in rows]
+        evicting = [row.held for row in rows if row.held is not None]
+        self.k, self.v = (evicting[0].k, evicting[0].v) if evicting else (self.base, self.base)
+        self.h_kv, self.d_h = self.k.shape[1], self.k.shape[3] if evicting else 0
+        self.owners, self.evicts, self.form = owners, bool(evicting), (h // owners, REDUCTIONS.index(reduce))
+        sums, left = places_of(rows, owners, self.h_kv)
+        self.evicted = torch.empty(len(rows), self.h_kv, 1, dtype=torch.int64, device=device)
+        grows = more or [0] * len(rows)
+        self.n_blocks = cdiv(max(n + each * n_steps for n, each in zip(lengths, grows, strict=True)), BLOCK)
+        self.lowest = torch.empty(len(rows), owners, self.n_blocks, 2, dtype=torch.int64, device=device)
+        numbers = [
+            x
+            for row, mine, to, each in zip(rows, sums, left, grows, strict=True)
+            for x in fields(row, self.base, self.k, self.v, mine, to, each)
+        ]
+        self.table = upload(numbers, device)
+        self.outcomes = [
+            Outcome(mine, to, self.evicted[i : i + 1]) if row.held is not None else Outcome(mine)
+            for i, (row, mine, to) in enumerate(zip(rows, sums, left, strict=True))
+        ]
+
+    def take(self, age: int = 0) -> list[Outcome]:
+        """Add up, and let tokens go, so many steps behind the one that was told."""
+        n_rows = len(self.outcomes)
+        add_received[(n_rows, self.n_blocks, self.owners)](
+            self.base, self.lowest, self.table, *self.form, age, FIELDS, BLOCK
+        )
+        if self.evicts:
+            evict_lowest[(n_rows, self.h_kv)](
+                self.base, self.k, self.v, self.lowest, self.evicted, self.table, self.owners, self.n_blocks, self.d_h,
+                age, FIELDS, BLOCK, power_of_2(self.n_blocks), power_of_2(self.d_h),
+            )  # fmt: skip
+        return self.outcomes
+
+
 def receive_rows(rows: Sequence[Row], owners: int, reduce: str) -> list[Outcome]:
     """Add up what each token received, and let one token of each head go where a row says where it holds them."""
-    base = rows[0].weights
-    device, h = base.device, base.shape[1]
-    evicting = [row.held for row in rows if row.held is not None]
-    k, v = (evicting[0].k, evicting[0].v) if evicting else (base, base)
-    h_kv, d_h = k.shape[1], k.shape[3] if evicting else 0
-    lengths = [row.weights.shape[2] for row in rows]
-    flat = torch.empty(owners * sum(lengths), dtype=torch.float32, device=device)
-    sums = [x.view(1, owners, -1) for x in flat.split([owners * n for n in lengths])]
-    positions = torch.empty(h_kv * sum(n - 1 for n in lengths), dtype=torch.int64, device=device)
-    left = [x.view(1, h_kv, -1) for x in positions.split([h_kv * (n - 1) for n in lengths])]
-    evicted = torch.empty(len(rows), h_kv, 1, dtype=torch.int64, device=device)
-    n_blocks = cdiv(max(lengths), BLOCK)
-    lowest = torch.empty(len(rows), owners, n_blocks, 2, dtype=torch.int64, device=device)
-    numbers = [fields(row, base, k, v, *to) for row, *to in zip(rows, sums, left, strict=True)]
-    table = upload([x for row in numbers for x in row], device)
-    add_received[(len(rows), n_blocks, owners)](
-        base, lowest, table, h // owners, REDUCTIONS.index(reduce), FIELDS, BLOCK
-    )
-    if evicting:
-        evict_lowest[(len(rows), h_kv)](
-            base, k, v, lowest, positions, evicted, table, owners, n_blocks, d_h, FIELDS, BLOCK,
-            power_of_2(n_blocks), power_of_2(d_h),
-        )  # fmt: skip
-    return [
-        Outcome(mine, left[i], evicted[i : i + 1]) if row.held is not None else Outcome(mine)
-        for i, (row, mine) in enumerate(zip(rows, sums, strict=True))
+    return Receiving(rows, owners, reduce).take()
+
+
+def places_of(rows: Sequence[Row], owners: int, h_kv: int) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Where sums and positions of each row go: memory that it says, or new."""
+    device, lengths = rows[0].weights.device, [row.weights.shape[2] for row in rows]
+    own = [0 if row.sums is not None else owners * n for row, n in zip(rows, lengths, strict=True)]
+    flat = torch.empty(sum(own), dtype=torch.float32, device=device).split(own)
+    sums = [x.view(1, owners, -1) if row.sums is None else row.sums for row, x in zip(rows, flat, strict=True)]
+    own = [
+        0 if row.held is None or row.held.left is not None else h_kv * (n - 1)
+        for row, n in zip(rows, lengths, strict=True)
     ]
+    flat = torch.empty(sum(own), dtype=torch.int64, device=device).split(own)
+    left = [
+        None if row.held is None else x.view(1, h_kv, -1) if row.held.left is None else row.held.left
+        for row, x in zip(rows, flat, strict=True)
+    ]
+    return sums, left
 
 
-def fields(row: Row, base: Tensor, k: Tensor, v: Tensor, sums: Tensor, left: Tensor) -> list[int]:
+def fields(
+    row: Row, base: Tensor, k: Tensor, v: Tensor, sums: Tensor, left: Tensor | None, more: int
+) -> list[int]:  # fmt: skip
     """The numbers of a row, as the kernels read them."""
     n, before = row.weights.shape[2], row.before
-    assert row.weights.is_contiguous(), row.weights.stride()
-    numbers = [n, distance(row.weights, base), distance(sums, base), 0, 0]
+    assert row.weights.stride(2) == 1 and sums.stride(2) == 1, (row.weights.stride(), sums.stride())
+    numbers = [
+        n, distance(row.weights, base), row.weights.stride(1), distance(sums, base), sums.stride(1), more, 0, 0,
+    ]  # fmt: skip
     if before is not None:
         assert before.shape[2] == n - 1 and before.stride(2) == 1, (before.shape, before.stride())
-        numbers[3:] = distance(before, base), before.stride(1)
-    if row.held is None:
+        numbers[6:] = distance(before, base), before.stride(1)
+    if row.held is None or left is None:
         return [*numbers, *[0] * (FIELDS - len(numbers))]
     held, kept = row.held, row.held.kept
     assert held.k.stride() == held.v.stride() and held.k.stride(2) == k.shape[3], (held.k.stride(), held.v.stride())
-    assert kept is None or kept.stride(2) == 1, kept.stride()
+    assert left.stride(2) == 1 and (kept is None or kept.stride(2) == 1), (left.stride(), kept)
     return [
-        *numbers, *((0, 0) if kept is None else (kept.data_ptr(), kept.stride(1))), held.n_kept, held.start, row.low,
-        row.stop, 1, distance(held.k, k), distance(held.v, v), held.k.stride(1), int(left.storage_offset()),
+        *numbers, 1, *((0, 0) if kept is None else (kept.data_ptr(), kept.stride(1))), left.data_ptr(), left.stride(1),
+        held.n_kept, held.start, row.low, row.stop, distance(held.k, k), distance(held.v, v), held.k.stride(1),
     ]  # fmt: skip
 
 
 @jit
-def positions_of(at, head, slot, real):
+def positions_of(at, head, slot, real, age):
     """Positions of a row's slots."""
-    kept, n_kept = tl.load(at + 5), tl.load(at + 7)
-    those = kept.to(tl.pointer_type(tl.int64)) + head * tl.load(at + 6)
+    kept, n_kept = tl.load(at + 9), tl.load(at + 13)
+    those = kept.to(tl.pointer_type(tl.int64)) + head * tl.load(at + 10)
     named = tl.load(those + slot, real & (slot < n_kept) & (kept != 0), other=0)
-    return tl.where(slot < n_kept, tl.where(kept == 0, slot, named), tl.load(at + 8) + slot - n_kept)
+    return tl.where(slot < n_kept, tl.where(kept == 0, slot, named), tl.load(at + 14) + age + slot - n_kept)
 
 
-@jit
-def add_received(weights, lowest, table, g, reduction, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+@jit(unspecialized=("age",))
+def add_received(weights, lowest, table, g, reduction, age, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     """Sums of a block of slots, and the lowest of them that may go, in the upper half of a number below 0."""
     row, block, owner = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at, slot = table + row * FIELDS, block * BLOCK + tl.arange(0, BLOCK)
-    n = tl.load(at)
+    n = tl.load(at) + tl.load(at + 5) * age
     real = slot < n
-    mine = weights + tl.load(at + 1)
+    mine, of_head = weights + tl.load(at + 1), tl.load(at + 2)
     total, highest = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for i in range(g):
-        x = tl.load(mine + (owner * g + i) * n + slot, real, other=0.0)
+        x = tl.load(mine + (owner * g + i) * of_head + slot, real, other=0.0)
         total += x
         highest = tl.maximum(highest, x)
     received = tl.where(reduction == 2, highest, tl.where(reduction == 1, total / g, total))
-    stride = tl.load(at + 4)
+    stride = tl.load(at + 7)
     if stride != 0:
-        received += tl.load(weights + tl.load(at + 3) + owner * stride + slot, slot < n - 1, other=0.0)
-    tl.store(weights + tl.load(at + 2) + owner * n + slot, received, real)
-    if tl.load(at + 11) != 0:
-        position = positions_of(at, owner, slot, real)
-        may_go = real & (position >= tl.load(at + 9)) & (position < tl.load(at + 10))
+        received += tl.load(weights + tl.load(at + 6) + owner * stride + slot, slot < n - 1, other=0.0)
+    tl.store(weights + tl.load(at + 3) + owner * tl.load(at + 4) + slot, received, real)
+    if tl.load(at + 8) != 0:
+        position = positions_of(at, owner, slot, real, age)
+        may_go = real & (position >= tl.load(at + 15)) & (position < tl.load(at + 16) + age)
         bits = received.to(tl.int32, bitcast=True).to(tl.int64)  # sums are not negative: their bits rise with them
         key = tl.where(may_go, (bits << 32) | (0x7FFFFFFF - position), 0x7FFFFFFFFFFFFFFF)
         least = tl.min(key, 0)
@@ -164,15 +225,15 @@ def add_received(weights, lowest, table, g, reduction, FIELDS: tl.constexpr, BLO
         tl.store(found + 1, tl.max(tl.where(key == least, slot, -1), 0).to(tl.int64))
 
 
-@jit
+@jit(unspecialized=("age",))
 def evict_lowest(
-    weights, k, v, lowest, positions, evicted, table, owners, n_blocks, d_h,
+    weights, k, v, lowest, evicted, table, owners, n_blocks, d_h, age,
     FIELDS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The newest token of a KV head takes the slot of the one that leaves."""
     row, head, h_kv = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     at, every = table + row * FIELDS, tl.arange(0, BLOCKS)
-    if tl.load(at + 11) != 0:
+    if tl.load(at + 8) != 0:
         n, owner = tl.load(at), head * owners // h_kv
         last = n - 1
         found = lowest + ((row * owners + owner) * n_blocks + every) * 2
@@ -181,17 +242,22 @@ def evict_lowest(
         of_least = there & (key == tl.min(key, 0))
         hole = tl.max(tl.where(of_least, tl.load(found + 1, there, other=-1), -1), 0)
         one = tl.arange(0, 1)
-        tl.store(evicted + row * h_kv + head + one, positions_of(at, head, hole + one, one < 1))
-        newest = tl.max(positions_of(at, head, last + one, one < 1), 0)
-        for start in range(0, last, BLOCK):
-            slot = start + tl.arange(0, BLOCK)
-            those = positions_of(at, head, slot, slot < last)
-            to = positions + tl.load(at + 15) + head * last + slot
-            tl.store(to, tl.where(slot == hole, newest, those), slot < last)
+        tl.store(evicted + row * h_kv + head + one, positions_of(at, head, hole + one, one < 1, age))
+        newest = tl.max(positions_of(at, head, last + one, one < 1, age), 0)
+        left = tl.load(at + 11)
+        to = left.to(tl.pointer_type(tl.int64)) + head * tl.load(at + 12)
+        tl.debug_barrier()  # positions may be written over those that were read
+        if left == tl.load(at + 9):
+            tl.store(to + hole + one, newest + one * 0, hole + one < last)
+        else:
+            for start in range(0, last, BLOCK):
+                slot = start + tl.arange(0, BLOCK)
+                those = positions_of(at, head, slot, slot < last, age)
+                tl.store(to + slot, tl.where(slot == hole, newest, those), slot < last)
         column = tl.arange(0, WIDTH)
-        stride, inside = tl.load(at + 14), column < d_h
-        keys, values = k + tl.load(at + 12) + head * stride, v + tl.load(at + 13) + head * stride
+        stride, inside = tl.load(at + 19), column < d_h
+        keys, values = k + tl.load(at + 17) + head * stride, v + tl.load(at + 18) + head * stride
         tl.store(keys + hole * d_h + column, tl.load(keys + last * d_h + column, inside), inside)
         tl.store(values + hole * d_h + column, tl.load(values + last * d_h + column, inside), inside)
-        sums = weights + tl.load(at + 2) + owner * n
+        sums = weights + tl.load(at + 3) + owner * tl.load(at + 4)
         tl.store(sums + hole, tl.load(sums + last))

@@ -16,12 +16,11 @@ Fails     on long answers: sums of the prompt, which all later tokens looked at,
 Figures   drop while decoding: #D34794, bowtie, --
 """
 
-from collections.abc import Sequence
-from typing import Self
+from functools import partial
 
 from torch import Tensor
 
-from engine.caches.eviction import Learning, learn_rows
+from engine.caches.eviction import Learning
 from engine.observe import ColumnSums, Observation
 from engine.placement import Change, Placement
 from engine.selection import Cost
@@ -73,17 +72,9 @@ class H2ODecode(CuttingMethod):
     def reorder(self, layer: int, slots: Tensor) -> None:
         self.sums[layer] = self.sums[layer].gather(-1, slots)
 
-    @classmethod
-    def after_rows_on_gpu(
-        cls, rows: Sequence[Self], layer: int, out: Tensor, weights: Sequence[Tensor | None]
-    ) -> Sequence[Change | None]:
-        """All rows add up."""
-        h_kv = rows[0].trace.shape.h_kv
-        given = [x for x in weights if x is not None]
-        learning = [Learning(row.store[layer], x, row.sums[layer]) for row, x in zip(rows, given, strict=True)]
-        for row, sums in zip(rows, learn_rows(learning, h_kv, "sum"), strict=True):
-            row.sums[layer] = sums
-        return [Change(cost=Cost(held_bytes=SUM_BYTES * row.sums[layer].numel())) for row in rows]
+    def learns(self, layer: int, weights: Tensor, ahead: int = 0) -> Learning:
+        at, h_kv, keep = self.store[layer], self.trace.shape.h_kv, partial(self.sums.__setitem__, layer)
+        return Learning(at, weights, h_kv, "sum", self.sums[layer], token_bytes=SUM_BYTES * h_kv, keep=keep)
 
     def behind(self, layer: int, weights: Tensor | None) -> Change:
         """Add up what each token got."""

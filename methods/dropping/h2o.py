@@ -27,13 +27,13 @@ Figures   drop while decoding: #BE3383, down, -
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Self
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.budget import Budget, split
-from engine.caches.eviction import Learning, learn_rows
+from engine.caches.eviction import Learning
 from engine.checks import each_one_of, share, tokens
 from engine.errors import ConfigError
 from engine.observe import ColumnSums, Observation
@@ -117,7 +117,7 @@ class H2O(ScoringMethod):
         return "H2O evicts while it decodes; use method.generated=on_top with it" if inside else ""
 
     def setup(self) -> None:
-        self.sums = {}
+        self.sums, self.wants_weights = {}, not self.is_still
 
     @classmethod
     def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
@@ -157,27 +157,15 @@ class H2O(ScoringMethod):
     def is_still(self) -> bool:
         return self.variant.is_full or self.params.generated == "on_top"
 
-    @classmethod
-    def after_rows_on_gpu(
-        cls, rows: Sequence[Self], layer: int, out: Tensor, weights: Sequence[Tensor | None]
-    ) -> Sequence[Change | None]:
-        """Rows that reduce alike learn in one launch."""
-        learning: dict[str, list[tuple[H2O, Learning]]] = {}
-        for row, given in zip(rows, weights, strict=True):
-            if not row.is_still:
-                assert given is not None, "H2O learns from the weights"
-                learning.setdefault(row.params.reduce, []).append((row, row.learning(layer, given)))
-        for reduce, some in learning.items():
-            found = learn_rows([each for _, each in some], rows[0].trace.shape.h_kv, reduce)
-            for (row, _), sums in zip(some, found, strict=True):
-                row.sums[layer] = sums
-        return ()
-
-    def learning(self, layer: int, weights: Tensor) -> Learning:
-        """What the layer learns from a step; once the cache is full, a token leaves it."""
-        at, plan, n = self.store[layer], self.plan, weights.shape[-1]
-        candidates = (plan.n_sink, at.n_seen - plan.n_recent) if n > plan.tokens else None
-        return Learning(at, weights, self.sums[layer], candidates, SCORE_BYTES * self.trace.shape.h_kv * n)
+    def learns(self, layer: int, weights: Tensor, ahead: int = 0) -> Learning | None:
+        at, plan, h_kv = self.store[layer], self.plan, self.trace.shape.h_kv
+        if self.is_still:
+            return None
+        return Learning(
+            at, weights, h_kv, self.params.reduce, self.sums[layer], plan.tokens,
+            (plan.n_sink, at.n_seen + ahead - plan.n_recent), SCORE_BYTES * h_kv,
+            partial(self.sums.__setitem__, layer),
+        )  # fmt: skip
 
     def behind(self, layer: int, weights: Tensor | None) -> Change | None:
         """Add up what each token got; once the cache is full, the lowest score leaves it."""

@@ -21,12 +21,11 @@ Figures   drop while decoding: #CA2F42, plus, --
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from torch import Tensor
 
 from engine.budget import Budget, BudgetRequest
-from engine.caches.eviction import Learning, learn_rows
+from engine.caches.eviction import Learning
 from engine.checks import each_one_of
 from engine.observe import MeanWeights, Observation
 from engine.placement import Change, Evict, Kept, Placement, Stay
@@ -38,8 +37,6 @@ from methods.scorers import lowest_slot
 from methods.scoring import ScoringMethod
 
 LAST_QUERY = MeanWeights(1)
-
-EVERY = (0, 1 << 31)  # positions
 
 
 class TOVA(ScoringMethod):
@@ -114,19 +111,9 @@ class TOVA(ScoringMethod):
     def is_still(self) -> bool:
         return self.variant.is_full or not self.wants_weights
 
-    @classmethod
-    def after_rows_on_gpu(
-        cls, rows: Sequence[Self], layer: int, out: Tensor, weights: Sequence[Tensor | None]
-    ) -> Sequence[Change | None]:
-        """All rows evict."""
-        full = [
-            Learning(row.store[layer], given, candidates=EVERY)
-            for row, given in zip(rows, weights, strict=True)
-            if row.wants_weights and given is not None and given.shape[-1] > row.plan.tokens
-        ]
-        if full:
-            learn_rows(full, 1, "mean")
-        return ()
+    def learns(self, layer: int, weights: Tensor, ahead: int = 0) -> Learning | None:
+        """One set of scores for all heads, which is forgotten behind the step."""
+        return Learning(self.store[layer], weights, 1, "mean", most=self.plan.tokens) if self.wants_weights else None
 
     def behind(self, layer: int, weights: Tensor | None) -> Change | None:
         """Once there are more than `tokens`, the one that this step looked at least leaves every head."""

@@ -119,8 +119,6 @@ class DMS(OverScorer):
                 found[i] = Judged(row.goes(own))
         return found
 
-    after_rows_on_gpu = after_rows
-
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store[layer].n_seen
         end = n - 1 if self.params.decode else self.trace.s_prompt

@@ -5,7 +5,16 @@ import torch
 from torch import Tensor
 
 from kernels.jit import triton
-from kernels.rows.weights import BLOCK, REDUCTIONS, Held, Row, receive_rows, soften_rows
+from kernels.rows.weights import (
+    BLOCK,
+    REDUCTIONS,
+    Held,
+    Receiving,
+    Row,
+    Softening,
+    receive_rows,
+    soften_rows,
+)
 from methods.scorers import lowest_slot, reduce_group
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
@@ -85,3 +94,58 @@ def test_the_least_token_leaves_and_the_newest_takes_its_slot(owners: int, dtype
             assert torch.equal(buffer, old.scatter(2, moved, old[:, :, n - 1 : n]))
         mine = hole[:, :owners]
         torch.testing.assert_close(sums[..., :-1], received.scatter(-1, mine, received[..., -1:])[..., :-1])
+
+
+@pytest.mark.parametrize("owners", [H_KV, 1])
+def test_rows_told_once_learn_what_rows_told_anew_learn(owners: int) -> None:
+    """Three steps of a row that evicts at each, over its own sums and positions, and of one that has a token more."""
+    n, n_grown, n_steps = 40, BLOCK - 1, 3  # so that the second row comes to need another block
+    at = held(n, n - 1, 5, torch.float32, named=True)
+    room = torch.zeros(1, H, n_grown + n_steps, device=GPU)
+    rooms = [torch.zeros(1, H, n, device=GPU), room[..., :n_grown]]
+    sums = [draw(1, owners, n, seed=1).abs(), draw(1, owners, n_grown + n_steps, seed=2).abs()]
+    assert at.kept is not None
+    kept = at.kept.clone()
+    mine = at._replace(k=at.k.clone(), v=at.v.clone(), kept=kept, left=kept)
+    told = Receiving(
+        [
+            Row(rooms[0], sums[0][..., : n - 1], mine, 30, 995, sums[0]),
+            Row(rooms[1], sums[1][..., : n_grown - 1], sums=sums[1]),
+        ],
+        owners, "sum", [0, 1], n_steps,
+    )  # fmt: skip
+    before = [sums[0][..., : n - 1].clone(), sums[1][..., : n_grown - 1].clone()]
+    for age in range(n_steps):
+        weights = [weights_of(n, seed=age), weights_of(n_grown + age, seed=10 + age)]
+        rooms[0].copy_(weights[0])
+        room[..., : n_grown + age] = weights[1]
+        k, v = draw(1, H_KV, 1, D, seed=20 + age), draw(1, H_KV, 1, D, seed=30 + age)
+        for where in (at, mine):
+            where.k[:, :, n - 1 : n], where.v[:, :, n - 1 : n] = k, v
+        first, second = receive_rows(
+            [
+                Row(weights[0], before[0], at._replace(start=at.start + age), 30, 995 + age),
+                Row(weights[1], before[1]),
+            ],
+            owners, "sum",
+        )  # fmt: skip
+        assert first.positions is not None and first.evicted is not None
+        found = told.take(age)
+        assert found[0].evicted is not None and torch.equal(found[0].evicted, first.evicted)
+        assert found[0].positions is kept and torch.equal(kept, first.positions)
+        assert torch.equal(mine.k, at.k) and torch.equal(mine.v, at.v)
+        before = [first.sums[..., :-1], second.sums]
+        assert torch.equal(sums[0][..., :-1], before[0])
+        assert torch.equal(sums[1][..., : n_grown + age], before[1])
+        at = at._replace(kept=first.positions)
+
+
+def test_logits_of_a_row_that_grows_become_weights() -> None:
+    n, n_steps = BLOCK - 1, 2
+    room = torch.zeros(H, n + n_steps, device=GPU)
+    told = Softening([None, room[:, :n]], [0, 1], n_steps)
+    for age in range(n_steps + 1):
+        x = draw(H, n + age, seed=age)
+        room[:, : n + age] = x
+        told.take(torch.stack([torch.zeros(H, device=GPU), x.logsumexp(-1)]).unsqueeze(-1), age)
+        torch.testing.assert_close(room[:, : n + age], x.softmax(-1), rtol=1e-5, atol=1e-7)

@@ -15,6 +15,7 @@ from torch import Tensor
 import engine.decode
 from benchmarks.pretend.cuda import Machine
 from engine.books.ledger import Entry
+from engine.caches.eviction import Learner
 from engine.decode import decode
 from engine.layouts.steady import Steady
 from engine.row import Row
@@ -219,8 +220,44 @@ def test_rows_search_and_bring_as_they_were_told(
     assert (ids, books) == steps(machine, *names)[:2]
 
 
-def test_a_row_that_evicts_has_launches_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    ages, names = ages_of(PageSearch, monkeypatch), ("h2o method.generated=inside", "quest")
+LEARNERS = [
+    ("h2o method.generated=inside", "tova", "quest"),
+    pytest.param(("h2o_decode", "h2o method.generated=inside method.reduce=max", "full"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("names", LEARNERS, ids=["rows that evict", "a row that grows"])
+def test_rows_learn_and_evict_as_they_were_told(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
+) -> None:
+    """Sums and positions are written over, and a search beside them goes on."""
+    ages, take = list[int](), Learner.take
+
+    def noting(learner: Learner, age: int) -> None:
+        ages.append(age)
+        take(learner, age)
+
+    held = dict[int, list[Tensor]]()
+
+    def hold(n_steps: int, rows: Sequence[Row]) -> None:
+        if n_steps in (N_NEW - 3, N_NEW - 1):
+            layers = [row.store[layer] for row in rows for layer in row.trace.shape.attention_layers]
+            held[n_steps] = [x.clone() for at in layers for x in (at.positions(), at.keys())]
+
+    monkeypatch.setattr(Learner, "take", noting)
+    ids, books, sent = steps(machine, *names)
+    assert max(ages) >= 3 and sent[-2:] == [0, 0], (ages, sent)
+    assert (ids, books) == steps(machine, *names, asks=hold)[:2]
+    found, held = held, {}
+    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    assert (ids, books) == steps(machine, *names, asks=hold)[:2]
+    assert [*found] == [*held]
+    for mine, anew in zip([*found.values()], [*held.values()], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(mine, anew, strict=True))
+
+
+def test_a_row_that_is_told_anew_has_launches_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ages, names = ages_of(PageSearch, monkeypatch), ("quest method.page_generated=true", "quest")
     ids, books, _ = steps(machine, *names)
     assert max(ages) >= 3, ages
     monkeypatch.setattr(Steady, "holds", lambda *_: False)
