@@ -336,8 +336,8 @@ class NoGpu:
 class Compiler:
     """Takes the place of Triton's launch, and compiles each specialisation once per architecture."""
 
-    def __init__(self, sass: bool) -> None:
-        self.sass = sass
+    def __init__(self, sass: bool, say: Callable[[Compiled], None]) -> None:
+        self.sass, self.say = sass, say
         self.arch, self.where = 0, ""
         self.found: dict[Key, Compiled] = {}
         self.launch = triton.runtime.JITFunction.run
@@ -367,6 +367,11 @@ class Compiler:
         if key in self.found:
             return
         made = self.found[key] = Compiled(kernel.fn.__name__, self.arch, constants, dtypes, self.where)
+        self.assemble(made, kernel, args, grid, kwargs)
+        self.say(made)
+
+    def assemble(self, made: Compiled, kernel: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any]) -> None:
+        """What becomes of a specialisation."""
         said = StringIO()
         try:
             with redirect_stdout(said), triton.knobs.nvidia.scope():
@@ -419,10 +424,11 @@ def loads_of(cubin: bytes) -> dict[str, int]:
 
 
 def compile_all(
-    architectures: Sequence[int], shapes: Sequence[str], lengths: Sequence[int], sites: Sequence[str], sass: bool
-) -> list[Compiled]:
-    """Every specialisation that these launch sites ask for."""
-    compiler = Compiler(sass)
+    architectures: Sequence[int], shapes: Sequence[str], lengths: Sequence[int], sites: Sequence[str], sass: bool,
+    say: Callable[[Compiled], None] = lambda _: None,
+) -> list[Compiled]:  # fmt: skip
+    """Every specialisation that these launch sites ask for; `say` gets each as soon as it is there."""
+    compiler = Compiler(sass, say)
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder  # an earlier result would not say what ptxas said
         for arch in architectures:
@@ -442,8 +448,12 @@ def line_of(made: Compiled) -> str:
     if made.error:
         return f"{head}: FAILED {made.error} ({made.where})"
     loads = "".join(f", {n} loads of {bits} bits" for bits, n in sorted(made.loads.items(), key=lambda x: -int(x[0])))
-    spilled = f"SPILLS {made.spilled} bytes" if made.spilled else "no spill"
+    spilled = f"SPILLS {made.spilled} bytes ({made.where})" if made.spilled else "no spill"
     return f"{head}: {made.registers} registers, {spilled}, {made.shared} bytes shared, {made.warps} warps{loads}"
+
+
+def say(made: Compiled) -> None:
+    print(line_of(made), flush=True)  # noqa: T201
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -457,9 +467,11 @@ def main(words: Sequence[str] | None = None) -> int:
     if triton is None or INTERPRETED:
         print("error: this needs Triton, and TRITON_INTERPRET unset", file=sys.stderr)  # noqa: T201
         return 2
-    found = compile_all(asked.arch, asked.shapes, asked.lengths, asked.only, asked.sass)
-    for made in sorted(found, key=lambda made: (made.kernel, made.arch, str(made.constants))):
-        print(line_of(made))  # noqa: T201
+    # Whole it takes many minutes: a line as soon as there is one, and what is wrong once more behind them.
+    found = compile_all(asked.arch, asked.shapes, asked.lengths, asked.only, asked.sass, say)
+    wrong = [made for made in found if made.error or made.spilled]
+    for made in sorted(wrong, key=lambda made: (made.kernel, made.arch, str(made.constants))):
+        say(made)
     missing = sorted(kernels() - {made.kernel for made in found}) if asked.only == [*SITES] else []
     n_failed, n_spilling = sum(bool(made.error) for made in found), sum(made.spilled > 0 for made in found)
     print(  # noqa: T201
