@@ -221,7 +221,7 @@ def weight_sites(shape: Shape, s: int) -> None:
     for owners in sorted({shape.h_kv, 1}):
         held = weights.Held(k, k, positions(1, shape.h_kv, n - 1), n - 1, s)
         before = empty(1, owners, n - 1, dtype=torch.float32)
-        weights.receive_rows([weights.Row(got, before, held, 32, s)] * 2, owners, "sum")
+        weights.receive_rows([weights.Row(got, owners, "sum", before, held, 32, s)] * 2)
 
 
 def code_sites(shape: Shape, s: int) -> None:

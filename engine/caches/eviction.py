@@ -1,6 +1,6 @@
 """On an accelerator: rows that learn from a step's weights, and evict by them, all in one go.
 
-Rows of all methods that add up alike share their launches. Where the steps to come are like the last one, kernels are
+Rows of all methods share their launches. Where the steps to come are like the last one, kernels are
 told once (`Learner`): sums and positions stay where they are and are written over.
 
 Not here: the arithmetic (`kernels/rows/weights.py`), what a method makes of its sums (`methods`).
@@ -45,32 +45,20 @@ class Learning(NamedTuple):
 
 def learn_rows(rows: Sequence[Learning]) -> None:
     """Of a step that was just made."""
-    for some in alike(rows):
-        first = rows[some[0]]
-        found = receive_rows([asked(rows[i]) for i in some], first.owners, first.reduce)
-        for i, (sums, positions, evicted) in zip(some, found, strict=True):
-            row = rows[i]
-            note(row, row.n, positions, evicted)
-            if row.keep is not None:
-                row.keep(sums[..., :-1] if row.evicts else sums)
-
-
-def alike(rows: Sequence[Learning]) -> list[list[int]]:
-    """Which rows are worked for in one launch."""
-    places: dict[tuple[int, str], list[int]] = {}
-    for i, row in enumerate(rows):
-        places.setdefault((row.owners, row.reduce), []).append(i)
-    return [*places.values()]
+    for row, (sums, positions, evicted) in zip(rows, receive_rows([asked(row) for row in rows]), strict=True):
+        note(row, row.n, positions, evicted)
+        if row.keep is not None:
+            row.keep(sums[..., :-1] if row.evicts else sums)
 
 
 def asked(row: Learning) -> Row:
     """As the kernels take it."""
     at = row.layer
     if not row.evicts:
-        return Row(row.weights, row.before)
+        return Row(row.weights, row.owners, row.reduce, row.before)
     assert at.n_window == at.n_seen - at.start > 0, f"layer {at.index} has a window that slid"
     held = Held(at.k, at.v, at.kept_positions, at.n_kept, at.start)
-    return Row(row.weights, row.before, held, *row.candidates)
+    return Row(row.weights, row.owners, row.reduce, row.before, held, *row.candidates)
 
 
 def note(row: Learning, n: int, positions: Tensor | None, evicted: Tensor | None) -> None:
@@ -96,11 +84,8 @@ class Learner:
         if n_steps == 0:
             return
         self.sums = [self.memory(row, grows) for row, grows in zip(rows, more, strict=True)]
-        self.told: list[tuple[list[int], Receiving]] = []
-        for some in alike(rows):
-            first, own = rows[some[0]], [self.asked(i) for i in some]
-            grown = [more[i] for i in some]
-            self.told.append((some, Receiving(own, first.owners, first.reduce, grown, n_steps)))
+        asked = [self.asked(row, sums) for row, sums in zip(rows, self.sums, strict=True)]
+        self.told = Receiving(asked, more, n_steps)
 
     def memory(self, row: Learning, grows: int) -> Tensor:
         """Where a row's sums are from now on."""
@@ -111,26 +96,24 @@ class Learner:
             row.keep(sums[..., : row.n - 1])
         return sums
 
-    def asked(self, i: int) -> Row:
+    def asked(self, row: Learning, sums: Tensor) -> Row:
         """As the kernels take it at the next step."""
-        row, sums, at = self.rows[i], self.sums[i], self.rows[i].layer
-        before = None if row.before is None else sums[..., : row.n - 1]
+        at, before = row.layer, None if row.before is None else sums[..., : row.n - 1]
         if not row.evicts:
-            return Row(row.weights, before, sums=sums)
+            return Row(row.weights, row.owners, row.reduce, before, sums=sums)
         assert at.kept_positions is not None and at.n_kept == row.n - 1, (at.n_kept, row.n)
         held = Held(at.k, at.v, at.kept_positions, at.n_kept, at.start, at.kept_positions)
-        return Row(row.weights, before, held, *row.candidates, sums)
+        return Row(row.weights, row.owners, row.reduce, before, held, *row.candidates, sums)
 
     def take(self, age: int) -> None:
         """Learn, so many steps behind the last one that was told."""
-        for _, receiving in self.told:
-            receiving.take(age - 1)
+        self.told.take(age - 1)
 
     def write(self, age: int) -> None:
         """Bring such a step into the books of layers that have taken in its token."""
-        for some, receiving in self.told:
-            for i, (_, positions, evicted) in zip(some, receiving.outcomes, strict=True):
-                row, n = self.rows[i], self.rows[i].n + self.more[i] * (age - 1)
-                note(row, n, positions, evicted)
-                if row.keep is not None and self.more[i]:
-                    row.keep(self.sums[i][..., :n])
+        outcomes = zip(self.rows, self.more, self.sums, self.told.outcomes, strict=True)
+        for row, grows, sums, (_, positions, evicted) in outcomes:
+            n = row.n + grows * (age - 1)
+            note(row, n, positions, evicted)
+            if row.keep is not None and grows:
+                row.keep(sums[..., :n])

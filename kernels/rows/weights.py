@@ -25,7 +25,7 @@ from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
 
 REDUCTIONS = ("sum", "mean", "max")  # of an owner's query heads, as `add_received` counts them
 BLOCK = 512  # slots of one program
-FIELDS = 20  # numbers of a row
+FIELDS = 23  # numbers of a row
 
 
 class Held(NamedTuple):
@@ -43,6 +43,8 @@ class Row(NamedTuple):
     """What one row's tokens received in this step."""
 
     weights: Tensor  # (1, h, n)
+    owners: int  # heads that have sums of their own
+    reduce: str  # of an owner's query heads, one of REDUCTIONS
     before: Tensor | None = None  # (1, owners, n - 1), what they had received before; None: only this step counts
     held: Held | None = None  # of rows that evict
     low: int = 0
@@ -100,22 +102,20 @@ class Receiving:
     At each of the steps to come the positions that may go, and that of the newest token, are those behind the last.
     """
 
-    def __init__(
-        self, rows: Sequence[Row], owners: int, reduce: str, more: Sequence[int] = (), n_steps: int = 0
-    ) -> None:
+    def __init__(self, rows: Sequence[Row], more: Sequence[int] = (), n_steps: int = 0) -> None:
         """Rows that do not say where their outcomes go get memory for as many tokens as they have."""
         assert all(row.sums is not None or not each for row, each in zip(rows, more, strict=False)), "no room to grow"
         self.base = rows[0].weights
-        device, h, lengths = self.base.device, self.base.shape[1], [row.weights.shape[2] for row in rows]
+        device, lengths = self.base.device, [row.weights.shape[2] for row in rows]
         evicting = [row.held for row in rows if row.held is not None]
         self.k, self.v = (evicting[0].k, evicting[0].v) if evicting else (self.base, self.base)
         self.h_kv, self.d_h = self.k.shape[1], self.k.shape[3] if evicting else 0
-        self.owners, self.evicts, self.form = owners, bool(evicting), (h // owners, REDUCTIONS.index(reduce))
-        sums, left = places_of(rows, owners, self.h_kv)
+        self.owners, self.evicts = max(row.owners for row in rows), bool(evicting)
+        sums, left = places_of(rows, self.h_kv)
         self.evicted = torch.empty(len(rows), self.h_kv, 1, dtype=torch.int64, device=device)
         grows = more or [0] * len(rows)
         self.n_blocks = cdiv(max(n + each * n_steps for n, each in zip(lengths, grows, strict=True)), BLOCK)
-        self.lowest = torch.empty(len(rows), owners, self.n_blocks, 2, dtype=torch.int64, device=device)
+        self.lowest = torch.empty(len(rows), self.owners, self.n_blocks, 2, dtype=torch.int64, device=device)
         numbers = [
             x
             for row, mine, to, each in zip(rows, sums, left, grows, strict=True)
@@ -130,9 +130,7 @@ class Receiving:
     def take(self, age: int = 0) -> list[Outcome]:
         """Add up, and let tokens go, so many steps behind the one that was told."""
         n_rows = len(self.outcomes)
-        add_received[(n_rows, self.n_blocks, self.owners)](
-            self.base, self.lowest, self.table, *self.form, age, FIELDS, BLOCK
-        )
+        add_received[(n_rows, self.n_blocks, self.owners)](self.base, self.lowest, self.table, age, FIELDS, BLOCK)
         if self.evicts:
             evict_lowest[(n_rows, self.h_kv)](
                 self.base, self.k, self.v, self.lowest, self.evicted, self.table, self.owners, self.n_blocks, self.d_h,
@@ -141,17 +139,17 @@ class Receiving:
         return self.outcomes
 
 
-def receive_rows(rows: Sequence[Row], owners: int, reduce: str) -> list[Outcome]:
+def receive_rows(rows: Sequence[Row]) -> list[Outcome]:
     """Add up what each token received, and let one token of each head go where a row says where it holds them."""
-    return Receiving(rows, owners, reduce).take()
+    return Receiving(rows).take()
 
 
-def places_of(rows: Sequence[Row], owners: int, h_kv: int) -> tuple[list[Tensor], list[Tensor | None]]:
+def places_of(rows: Sequence[Row], h_kv: int) -> tuple[list[Tensor], list[Tensor | None]]:
     """Where sums and positions of each row go: memory that it says, or new."""
     device, lengths = rows[0].weights.device, [row.weights.shape[2] for row in rows]
-    own = [0 if row.sums is not None else owners * n for row, n in zip(rows, lengths, strict=True)]
+    own = [0 if row.sums is not None else row.owners * n for row, n in zip(rows, lengths, strict=True)]
     flat = torch.empty(sum(own), dtype=torch.float32, device=device).split(own)
-    sums = [x.view(1, owners, -1) if row.sums is None else row.sums for row, x in zip(rows, flat, strict=True)]
+    sums = [x.view(1, row.owners, -1) if row.sums is None else row.sums for row, x in zip(rows, flat, strict=True)]
     own = [
         0 if row.held is None or row.held.left is not None else h_kv * (n - 1)
         for row, n in zip(rows, lengths, strict=True)
@@ -168,14 +166,15 @@ def fields(
     row: Row, base: Tensor, k: Tensor, v: Tensor, sums: Tensor, left: Tensor | None, more: int
 ) -> list[int]:  # fmt: skip
     """The numbers of a row, as the kernels read them."""
-    n, before = row.weights.shape[2], row.before
+    (_, h, n), before = row.weights.shape, row.before
     assert row.weights.stride(2) == 1 and sums.stride(2) == 1, (row.weights.stride(), sums.stride())
     numbers = [
+        row.owners, h // row.owners, REDUCTIONS.index(row.reduce),
         n, distance(row.weights, base), row.weights.stride(1), distance(sums, base), sums.stride(1), more, 0, 0,
     ]  # fmt: skip
     if before is not None:
         assert before.shape[2] == n - 1 and before.stride(2) == 1, (before.shape, before.stride())
-        numbers[6:] = distance(before, base), before.stride(1)
+        numbers[-2:] = distance(before, base), before.stride(1)
     if row.held is None or left is None:
         return [*numbers, *[0] * (FIELDS - len(numbers))]
     held, kept = row.held, row.held.kept
@@ -190,33 +189,34 @@ def fields(
 @jit
 def positions_of(at, head, slot, real, age):
     """Positions of a row's slots."""
-    kept, n_kept = tl.load(at + 9), tl.load(at + 13)
-    those = kept.to(tl.pointer_type(tl.int64)) + head * tl.load(at + 10)
+    kept, n_kept = tl.load(at + 12), tl.load(at + 16)
+    those = kept.to(tl.pointer_type(tl.int64)) + head * tl.load(at + 13)
     named = tl.load(those + slot, real & (slot < n_kept) & (kept != 0), other=0)
-    return tl.where(slot < n_kept, tl.where(kept == 0, slot, named), tl.load(at + 14) + age + slot - n_kept)
+    return tl.where(slot < n_kept, tl.where(kept == 0, slot, named), tl.load(at + 17) + age + slot - n_kept)
 
 
 @jit(unspecialized=("age",))
-def add_received(weights, lowest, table, g, reduction, age, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+def add_received(weights, lowest, table, age, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     """Sums of a block of slots, and the lowest of them that may go, in the upper half of a number below 0."""
     row, block, owner = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at, slot = table + row * FIELDS, block * BLOCK + tl.arange(0, BLOCK)
-    n = tl.load(at) + tl.load(at + 5) * age
+    g, reduction = tl.load(at + 1), tl.load(at + 2)
+    n = tl.where(owner < tl.load(at), tl.load(at + 3) + tl.load(at + 8) * age, 0)
     real = slot < n
-    mine, of_head = weights + tl.load(at + 1), tl.load(at + 2)
+    mine, of_head = weights + tl.load(at + 4), tl.load(at + 5)
     total, highest = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for i in range(g):
         x = tl.load(mine + (owner * g + i) * of_head + slot, real, other=0.0)
         total += x
         highest = tl.maximum(highest, x)
     received = tl.where(reduction == 2, highest, tl.where(reduction == 1, total / g, total))
-    stride = tl.load(at + 7)
+    stride = tl.load(at + 10)
     if stride != 0:
-        received += tl.load(weights + tl.load(at + 6) + owner * stride + slot, slot < n - 1, other=0.0)
-    tl.store(weights + tl.load(at + 3) + owner * tl.load(at + 4) + slot, received, real)
-    if tl.load(at + 8) != 0:
+        received += tl.load(weights + tl.load(at + 9) + owner * stride + slot, slot < n - 1, other=0.0)
+    tl.store(weights + tl.load(at + 6) + owner * tl.load(at + 7) + slot, received, real)
+    if tl.load(at + 11) != 0:
         position = positions_of(at, owner, slot, real, age)
-        may_go = real & (position >= tl.load(at + 15)) & (position < tl.load(at + 16) + age)
+        may_go = real & (position >= tl.load(at + 18)) & (position < tl.load(at + 19) + age)
         bits = received.to(tl.int32, bitcast=True).to(tl.int64)  # sums are not negative: their bits rise with them
         key = tl.where(may_go, (bits << 32) | (0x7FFFFFFF - position), 0x7FFFFFFFFFFFFFFF)
         least = tl.min(key, 0)
@@ -227,16 +227,17 @@ def add_received(weights, lowest, table, g, reduction, age, FIELDS: tl.constexpr
 
 @jit(unspecialized=("age",))
 def evict_lowest(
-    weights, k, v, lowest, evicted, table, owners, n_blocks, d_h, age,
+    weights, k, v, lowest, evicted, table, most_owners, n_blocks, d_h, age,
     FIELDS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The newest token of a KV head takes the slot of the one that leaves."""
     row, head, h_kv = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     at, every = table + row * FIELDS, tl.arange(0, BLOCKS)
-    if tl.load(at + 8) != 0:
-        n, owner = tl.load(at), head * owners // h_kv
+    if tl.load(at + 11) != 0:
+        n, owners = tl.load(at + 3), tl.load(at)
+        owner = head * owners // h_kv
         last = n - 1
-        found = lowest + ((row * owners + owner) * n_blocks + every) * 2
+        found = lowest + ((row * most_owners + owner) * n_blocks + every) * 2
         there = every < n_blocks
         key = tl.load(found, there, other=0x7FFFFFFFFFFFFFFF)
         of_least = there & (key == tl.min(key, 0))
@@ -244,10 +245,10 @@ def evict_lowest(
         one = tl.arange(0, 1)
         tl.store(evicted + row * h_kv + head + one, positions_of(at, head, hole + one, one < 1, age))
         newest = tl.max(positions_of(at, head, last + one, one < 1, age), 0)
-        left = tl.load(at + 11)
-        to = left.to(tl.pointer_type(tl.int64)) + head * tl.load(at + 12)
+        left = tl.load(at + 14)
+        to = left.to(tl.pointer_type(tl.int64)) + head * tl.load(at + 15)
         tl.debug_barrier()  # positions may be written over those that were read
-        if left == tl.load(at + 9):
+        if left == tl.load(at + 12):
             tl.store(to + hole + one, newest + one * 0, hole + one < last)
         else:
             for start in range(0, last, BLOCK):
@@ -255,9 +256,9 @@ def evict_lowest(
                 those = positions_of(at, head, slot, slot < last, age)
                 tl.store(to + slot, tl.where(slot == hole, newest, those), slot < last)
         column = tl.arange(0, WIDTH)
-        stride, inside = tl.load(at + 19), column < d_h
-        keys, values = k + tl.load(at + 17) + head * stride, v + tl.load(at + 18) + head * stride
+        stride, inside = tl.load(at + 22), column < d_h
+        keys, values = k + tl.load(at + 20) + head * stride, v + tl.load(at + 21) + head * stride
         tl.store(keys + hole * d_h + column, tl.load(keys + last * d_h + column, inside), inside)
         tl.store(values + hole * d_h + column, tl.load(values + last * d_h + column, inside), inside)
-        sums = weights + tl.load(at + 3) + owner * tl.load(at + 4)
+        sums = weights + tl.load(at + 6) + owner * tl.load(at + 7)
         tl.store(sums + hole, tl.load(sums + last))

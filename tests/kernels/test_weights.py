@@ -48,7 +48,7 @@ def test_what_tokens_receive_adds_up(reduce: str) -> None:
     lengths = [3, BLOCK + 1]
     weights = [weights_of(n, seed=n) for n in lengths]
     before = [None, draw(1, H_KV, lengths[1], seed=9).abs()[..., :-1]]  # sums that dropped one have rows further apart
-    found = receive_rows([Row(w, b) for w, b in zip(weights, before, strict=True)], H_KV, reduce)
+    found = receive_rows([Row(w, H_KV, reduce, b) for w, b in zip(weights, before, strict=True)])
     for w, b, (sums, positions, evicted) in zip(weights, before, found, strict=True):
         expected = reduce_group(w, H_KV, reduce)
         if b is not None:
@@ -68,14 +68,14 @@ def held(n: int, n_kept: int, seed: int, dtype: torch.dtype, named: bool) -> Hel
 @pytest.mark.parametrize("owners", [H_KV, 1])
 def test_the_least_token_leaves_and_the_newest_takes_its_slot(owners: int, dtype: torch.dtype) -> None:
     shapes = [(7, 6, True), (40, 30, True), (2 * BLOCK + 3, 2 * BLOCK, False), (9, 8, True)]
-    rows, stays = [], Row(weights_of(11, seed=3))  # which has no token to lose
+    rows, stays = [], Row(weights_of(11, seed=3), H, "max")  # which has no token to lose
     for seed, (n, n_kept, named) in enumerate(shapes):
         at = held(n, n_kept, 10 * seed, dtype, named)
         low, stop = (0, 1 << 31) if seed % 2 else (20, 1000 - 2)
-        rows.append(Row(weights_of(n, seed), None, at, low, stop))
+        rows.append(Row(weights_of(n, seed), owners, "mean", None, at, low, stop))
     rows[3] = rows[3]._replace(low=999, stop=1000)  # the newest itself leaves
     before = [(row.held.k.clone(), row.held.v.clone()) for row in rows if row.held is not None]
-    found = receive_rows([*rows[:2], stays, *rows[2:]], owners, "mean")
+    found = receive_rows([*rows[:2], stays, *rows[2:]])
     assert found.pop(2).positions is None
     for row, (old_k, old_v), (sums, left, evicted) in zip(rows, before, found, strict=True):
         n, at = row.weights.shape[2], row.held
@@ -103,16 +103,16 @@ def test_rows_told_once_learn_what_rows_told_anew_learn(owners: int) -> None:
     at = held(n, n - 1, 5, torch.float32, named=True)
     room = torch.zeros(1, H, n_grown + n_steps, device=GPU)
     rooms = [torch.zeros(1, H, n, device=GPU), room[..., :n_grown]]
-    sums = [draw(1, owners, n, seed=1).abs(), draw(1, owners, n_grown + n_steps, seed=2).abs()]
+    sums = [draw(1, owners, n, seed=1).abs(), draw(1, H, n_grown + n_steps, seed=2).abs()]
     assert at.kept is not None
     kept = at.kept.clone()
     mine = at._replace(k=at.k.clone(), v=at.v.clone(), kept=kept, left=kept)
     told = Receiving(
         [
-            Row(rooms[0], sums[0][..., : n - 1], mine, 30, 995, sums[0]),
-            Row(rooms[1], sums[1][..., : n_grown - 1], sums=sums[1]),
+            Row(rooms[0], owners, "sum", sums[0][..., : n - 1], mine, 30, 995, sums[0]),
+            Row(rooms[1], H, "max", sums[1][..., : n_grown - 1], sums=sums[1]),
         ],
-        owners, "sum", [0, 1], n_steps,
+        [0, 1], n_steps,
     )  # fmt: skip
     before = [sums[0][..., : n - 1].clone(), sums[1][..., : n_grown - 1].clone()]
     for age in range(n_steps):
@@ -124,11 +124,10 @@ def test_rows_told_once_learn_what_rows_told_anew_learn(owners: int) -> None:
             where.k[:, :, n - 1 : n], where.v[:, :, n - 1 : n] = k, v
         first, second = receive_rows(
             [
-                Row(weights[0], before[0], at._replace(start=at.start + age), 30, 995 + age),
-                Row(weights[1], before[1]),
-            ],
-            owners, "sum",
-        )  # fmt: skip
+                Row(weights[0], owners, "sum", before[0], at._replace(start=at.start + age), 30, 995 + age),
+                Row(weights[1], H, "max", before[1]),
+            ]
+        )
         assert first.positions is not None and first.evicted is not None
         found = told.take(age)
         assert found[0].evicted is not None and torch.equal(found[0].evicted, first.evicted)
