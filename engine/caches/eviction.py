@@ -45,7 +45,8 @@ class Learning(NamedTuple):
 
 def learn_rows(rows: Sequence[Learning]) -> None:
     """Of a step that was just made."""
-    for row, (sums, positions, evicted) in zip(rows, receive_rows([asked(row) for row in rows]), strict=True):
+    found = receive_rows([asked(row) for row in rows]) if rows else ()
+    for row, (sums, positions, evicted) in zip(rows, found, strict=True):
         note(row, row.n, positions, evicted)
         if row.keep is not None:
             row.keep(sums[..., :-1] if row.evicts else sums)
