@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kernels.build import dtypes, library
-from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl, triton
+from kernels.jit import INTERPRETED, architecture, cdiv, jit, power_of_2, tl, triton
 
 # Of gathered K and V with their logits and masks.
 CHUNK_BYTES = 32 << 20
@@ -249,7 +249,7 @@ def call_native(
 PROGRAMS = 528  # four for each of the 132 processors of an H100; a room of 4 bytes a listed key or block for each
 LISTED, TILE = 1024, 64  # keys or blocks looked at, and keys attended to, at a time
 TILE_OF_WIDE = 32  # of heads of 128 channels and more, whose 64 keys sm_100 has no registers for
-HELD = 16384  # numbers of the sums of all queries that a program attends for at once
+HELD = 16384  # numbers of the sums of all queries of a program; of wide heads sm_100 has room for half as many
 KEYS, QUERIES = 64, 32  # of a program that adds up what keys get, in shared memory; of wide heads half as many
 
 
@@ -271,7 +271,9 @@ def attend_kept_triton(
     pairs = torch.empty(h, n_items, dtype=torch.int64, device=q.device)
     programs, width = min(PROGRAMS, h * n_items), power_of_2(max(d_h, d_v), 16)
     block = power_of_2(kept.block, 16)
-    rows = min(block, max(16, HELD // width))
+    held = HELD // 2 if width > 128 and architecture(q.device) >= 100 else HELD
+    rows = min(block, max(16, held // width))
+    assert s * d_v < 1 << 31, f"places of {s} tokens do not fit 32 bits"
     masks, strides = masks_of(kept)
     room = torch.empty(programs, cdiv(s, kept.block_k), dtype=torch.int32, device=q.device)
     attend_listed[(programs,)](
@@ -351,6 +353,7 @@ def attend_listed(
         tl.debug_barrier()  # the list is read by other threads than wrote it
         n *= unit
         owner = head // g * s
+        own_v = v + owner * d_v
         n_pairs = tl.zeros((TILE,), tl.int32)
         for part in range(PARTS):
             low = first + part * ROWS
@@ -386,7 +389,7 @@ def attend_listed(
                 weights = tl.where(seen, tl.exp(logits - higher[:, None]), 0.0)
                 shrink = tl.exp(highest - higher)
                 values = tl.load(
-                    v + (owner + token[:, None]) * d_v + column[None], there[:, None] & (column < d_v)[None], other=0.0
+                    own_v + (token[:, None] * d_v + column[None]), there[:, None] & (column < d_v)[None], other=0.0
                 )
                 if WIDE:
                     values = values.to(tl.float32)

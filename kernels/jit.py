@@ -117,14 +117,17 @@ def fit_rows(width: int, most: int, held: int = 16384) -> tuple[int, int]:
 SHARED = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
 
 
-def shared_memory(device: torch.device) -> int:
-    """What a program of this device can have; tensors without memory stand for those of Triton's target."""
+def architecture(device: torch.device) -> int:
+    """A GPU's, such as 90; of tensors without memory that of Triton's target, of an interpreter the latest."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        arch = 10 * major + minor
-    else:
-        arch = triton.runtime.driver.active.get_current_target().arch if device.type == "meta" else max(SHARED)
-    return SHARED.get(arch, min(SHARED.values()))
+        return 10 * major + minor
+    return triton.runtime.driver.active.get_current_target().arch if device.type == "meta" else max(SHARED)
+
+
+def shared_memory(device: torch.device) -> int:
+    """What a program of this device can have."""
+    return SHARED.get(architecture(device), min(SHARED.values()))
 
 
 def distance(x: Tensor, start: Tensor) -> int:

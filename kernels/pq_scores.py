@@ -369,14 +369,14 @@ def tables_of_rows(
             least = tl.minimum(least, here)
     if home != 0:
         codes = home.to(tl.pointer_type(tl.uint8)) + head * tl.load(at + 8) + part * tl.load(at + 9)
-        token = newest + tl.load(at + 10)
+        token = (newest + tl.load(at + 10)).to(tl.int32)
         if PLANES == 0:
             tl.store(codes + token, nearest.to(tl.uint8))
         else:
             first = codes + token // 64 * (8 * PLANES) + token % 64 // 8
             for j in range(PLANES):
                 byte = tl.load(first + 8 * j).to(tl.int32)
-                tl.store(first + 8 * j, (byte | (((nearest >> j) & 1) << (token % 8).to(tl.int32))).to(tl.uint8))
+                tl.store(first + 8 * j, (byte | (((nearest >> j) & 1) << (token % 8))).to(tl.uint8))
 
 
 @jit(unspecialized=("newest",))
