@@ -61,6 +61,7 @@ class Spans(NamedTuple):
     starts: Tensor  # (h_kv,) int64
     counts: Tensor  # (h_kv,) int64
     longest: int  # no head has more
+    step: int = 0  # how much further on both are at the next step, where several steps' lie behind each other
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +121,7 @@ class Tokens:
     def _unrolled(self, x: Tensor) -> Tensor:
         """The spans of K or V beside each other, (1, h_kv, longest, d_h)."""
         assert self.spans is not None
-        starts, _, longest = self.spans
+        starts, _, longest, _ = self.spans
         rows = starts[:, None] + torch.arange(longest, device=x.device)
         owner = torch.arange(len(starts), device=x.device)[:, None] if x.shape[1] > 1 else 0
         return x[0][owner, rows.clamp(max=x.shape[2] - 1)].unsqueeze(0)
@@ -243,7 +244,7 @@ def packed_part(part: Tokens) -> tuple[int, ...]:
     size, h_kv, s = k.element_size(), k.shape[1], k.shape[2]
     heads, n, where, late_numbers, rows, spans, bias = h_kv, s, 0, (0, 0, 0, 0), NEVER, (0, 0), (0, 0)
     if part.spans is not None:
-        starts, counts, n = part.spans
+        starts, counts, n, _ = part.spans
         assert starts.is_contiguous() and counts.is_contiguous(), (starts.stride(), counts.stride())
         heads, spans = len(counts), (starts.data_ptr(), counts.data_ptr())
     if idx is not None:
@@ -279,7 +280,7 @@ WIDE_ROWS, WIDE_TILE, WIDE_WARPS = 16, 32, 8
 MOVING = 5  # numbers of a piece that may be others at the next step,
 COLUMNS = 8  # and all that stand in front of its record, as `find_item` reads them
 ROWS_AT_MOST = 1 << 20  # of a batch: a query's number is a row's below, an address from there on
-RECORD = 26  # numbers of a record, as `attend_items` reads them
+RECORD = 27  # numbers of a record, as `attend_items` reads them
 
 Piece = tuple[int, int, int, int, int, int, int, int, tuple[int, ...]]
 """What kernels read of some tokens of one row: how many there are; where chosen ones are, the row of their query or its
@@ -528,11 +529,11 @@ def record_of(part: Tokens, q: Tensor, h_kv: int) -> tuple[int, ...]:
         k_late, v_late = part.late
         check_stretch(k_late, v_late, q, v_strides[2])
         late = elements(k_late), elements(v_late), k_late.stride(1), v_late.stride(1), k.shape[2]
-    mask, near = (0, 0, 0), (0, 0, 0, 0)
+    mask, near, spans = (0, 0, 0), (0, 0, 0, 0), (0, 0, 0)
     if part.mask is not None and idx is None:
         stride, heads = part.mask.stride(1), part.mask.shape[1]
         mask = part.mask.data_ptr(), stride * (heads // h_kv), stride if heads == q.shape[1] else 0
-    slots = spans = 0, 0
+    slots = 0, 0
     if part.near is not None:
         k_near, v_near, where = part.near
         check_stretch(k_near, v_near, q, v_strides[2])
@@ -540,9 +541,9 @@ def record_of(part: Tokens, q: Tensor, h_kv: int) -> tuple[int, ...]:
         near = elements(k_near), elements(v_near), k_near.stride(1), v_near.stride(1)
         slots = where.data_ptr(), where.stride(0) * (len(where) > 1)
     if part.spans is not None:
-        starts, counts, _ = part.spans
+        starts, counts, _, step = part.spans
         assert starts.is_contiguous() and counts.is_contiguous(), (starts.stride(), counts.stride())
-        spans = starts.data_ptr(), counts.data_ptr()
+        spans = starts.data_ptr(), counts.data_ptr(), step
     bias_at = bias_step = 0
     if part.bias is not None:
         check_bias(part.bias, part.n_heads(), part.n_tokens())
@@ -557,7 +558,7 @@ def check_stretch(k: Tensor, v: Tensor, q: Tensor, v_row: int) -> None:
     assert k.dtype == v.dtype == q.dtype, (k.dtype, v.dtype)
 
 
-PLAIN = (0, 0, 0, 0, 0, NEVER, *[0] * 13)  # the rest of a record of tokens beside each other, and nothing else
+PLAIN = (0, 0, 0, 0, 0, NEVER, *[0] * 14)  # the rest of a record of tokens beside each other, and nothing else
 
 
 @jit
@@ -610,13 +611,14 @@ def attend_items(
     v_near = tl.multiple_of(tl.load(at + 17) + head * tl.load(at + 19) - here, LANES)
     slots_at = tl.load(at + 20)
     starts_at, counts_at = tl.load(at + 22), tl.load(at + 23)
-    bias_at = tl.load(at + 24)
-    biases = bias_at.to(tl.pointer_type(tl.float32)) + (head * reps + j) * tl.load(at + 25)
+    bias_at = tl.load(at + 25)
+    biases = bias_at.to(tl.pointer_type(tl.float32)) + (head * reps + j) * tl.load(at + 26)
     first, last = begin.to(tl.int32), tl.minimum(begin + split, n).to(tl.int32)
     start_row = tl.zeros((), tl.int64)
     if counts_at != 0:
-        last = tl.minimum(last, tl.load(counts_at.to(tl.pointer_type(tl.int64)) + head).to(tl.int32))
-        start_row += tl.load(starts_at.to(tl.pointer_type(tl.int64)) + head)
+        of_step = tl.load(at + 24) * age + head
+        last = tl.minimum(last, tl.load(counts_at.to(tl.pointer_type(tl.int64)) + of_step).to(tl.int32))
+        start_row += tl.load(starts_at.to(tl.pointer_type(tl.int64)) + of_step)
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside, mine = column < d_h, (row >= first_head) & (row < last_head)
     value_column = tl.arange(0, VALUES)

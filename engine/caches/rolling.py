@@ -45,9 +45,16 @@ class Rolling:
         if first not in self.ahead:
             self.ahead.clear()
             self.ahead[first] = self.tables(kept, first)
-        starts, counts, late_starts, late_counts, window_starts, window_counts = self.ahead[first][n_window - first]
-        late = Spans(late_starts, late_counts, min(self.n_late, n_window)) if self.n_late else None
-        return Spans(starts, counts, kept.longest), late, Spans(window_starts, window_counts, n_window)
+        table = self.ahead[first]
+        starts, counts, late_starts, late_counts, window_starts, window_counts = table[n_window - first]
+        step = table.stride(0)
+        late = Spans(late_starts, late_counts, min(self.n_late, n_window), step) if self.n_late else None
+        return Spans(starts, counts, kept.longest, step), late, Spans(window_starts, window_counts, n_window, step)
+
+    def n_ahead(self, n_window: int) -> int:
+        """For how many windows behind this one spans lie behind each other, as long as late tokens are as many."""
+        left = AHEAD - 1 - n_window % AHEAD
+        return min(left, self.n_late - n_window) if n_window < self.n_late else left
 
     def tables(self, kept: Spans, first: int) -> Tensor:
         """Starts and counts of kept rows, of late first tokens, and of the window, for windows from `first` on."""

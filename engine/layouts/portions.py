@@ -10,7 +10,7 @@ Not here: a step of a portion (`engine/decode.py`).
 from collections.abc import Sequence
 
 from engine.books.unwritten import Unwritten
-from engine.layouts.steady import Steady, is_told
+from engine.layouts.steady import Steady, is_fixed
 from engine.row import Row
 from kernels.scratch import Scratch
 
@@ -52,4 +52,4 @@ def may_be_steady(row: Row) -> bool:
     if not (row.repeats and row.is_stored) or row.store.checked_for:
         return False
     layers = [row.store[layer] for layer in row.trace.shape.attention_layers]
-    return all(at.growing() is not None and all(map(is_told, at.resident())) for at in layers)
+    return all(at.growing() is not None and all(map(is_fixed, at.resident())) for at in layers)

@@ -194,7 +194,8 @@ class Marked(Slots):
         return layer
 
     def growing(self) -> Growing | None:
-        return None  # the mask grows as well
+        grown = super().growing()  # the mask has room for all
+        return grown if grown is None or self.bias is None else grown._replace(more=(0, *grown.more))
 
     def hide(self, mask: Tensor) -> None:
         """Where this is False (1, h, n_kept), a query head does not see a kept token."""

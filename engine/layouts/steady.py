@@ -91,9 +91,10 @@ class Steady:
         growing = [each for each in found if each is not None]
         if len(growing) < len(found):
             return
-        if not all(is_told(part) for own in parts for part in own):
+        if any(len(got) > 1 or not all(map(is_told, got)) for got in fetched) or not q.is_contiguous():
             return
-        if any(len(own) > 1 for own in fetched) or not q.is_contiguous():
+        each = zip(parts, fetched, strict=True)
+        if not all(is_fixed(part) for own, got in each for part in own[: len(own) - len(got)]):
             return
         searches = self.searching(fetched, q)
         self.searches, self.is_still = searches or [], searches is not None
@@ -317,9 +318,14 @@ def bringers(
     ]
 
 
+def is_fixed(part: Part) -> bool:
+    """Whether kernels read nothing that another step makes anew of what a layer holds, which says how it grows."""
+    return part.packed is part.channels is part.q is None
+
+
 def is_told(part: Part) -> bool:
-    """Whether kernels read nothing of it that another step makes anew, but for positions."""
-    return part.packed is part.channels is part.q is part.bias is None and (part.mask is None or part.idx is not None)
+    """The same of what was fetched, but for positions."""
+    return is_fixed(part) and part.bias is None and (part.mask is None or part.idx is not None)
 
 
 def lying(part: Part) -> tuple[Any, ...]:

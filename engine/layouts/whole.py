@@ -126,7 +126,13 @@ class RaggedView(View):
         return [replace(view, spans=kept), *first, window]
 
     def growing(self) -> Growing | None:
-        return None if self.rolling is not None else super().growing()
+        grown, rolling = super().growing(), self.rolling
+        if grown is None or rolling is None:
+            return grown
+        of_view, of_window = grown.more
+        late = (int(self.n_window < rolling.n_late),) if rolling.n_late else ()
+        n_steps = min(grown.n_steps, rolling.n_ahead(self.n_window))
+        return Growing((of_view, *late, of_window), grown.places, n_steps)
 
     def positions(self) -> Tensor:
         kept, window = self.positions_kept(), self.positions_window()

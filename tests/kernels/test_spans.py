@@ -44,7 +44,7 @@ def exact(q: Tensor, parts: list[Tokens], scale: float, g: int) -> tuple[Tensor,
         keys, values = [], []
         for part in parts:
             assert part.spans is not None
-            owner, (starts, counts, _) = head // g, part.spans
+            owner, (starts, counts, *_) = head // g, part.spans
             at = slice(int(starts[owner]), int(starts[owner] + counts[owner]))
             of = owner if part.k.shape[1] > 1 else 0
             keys.append(part.k[0, of, at].double())

@@ -15,6 +15,7 @@ from torch import Tensor
 import engine.decode
 from benchmarks.pretend.cuda import Machine
 from engine.books.ledger import Entry
+from engine.caches import rolling
 from engine.caches.eviction import Learner
 from engine.decode import decode
 from engine.layouts.steady import Steady
@@ -76,6 +77,11 @@ BATCHES = {
     "full": ("full",),
     "rows that drop": ("snapkv", "adakv"),
     "windows that slide": ("streamingllm method.generated=inside",),
+    "heads that roll": ("duo_attention", "snapkv"),
+    "tokens with a weight, and hidden ones": (
+        "attention_matching",
+        "h2o method.generated=on_top method.reduce=query_head",
+    ),
 }
 
 
@@ -89,6 +95,22 @@ def test_a_step_like_the_one_before_sends_nothing_and_says_the_same(
     expected_ids, expected, told = steps(machine, *names)
     assert ids == expected_ids and books == expected
     assert min(told) > 0
+
+
+def test_heads_roll_beyond_the_rows_that_were_worked_out(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two or three steps' rows lie behind each other here, and those behind them are others."""
+    monkeypatch.setattr(rolling, "AHEAD", 3)
+    told, tell = list[int](), Steady.tell
+
+    def telling(steady: Steady, *more: object) -> None:
+        tell(steady, *more)  # type: ignore[arg-type]
+        told.append(steady.n_steps)
+
+    monkeypatch.setattr(Steady, "tell", telling)
+    ids, books, _ = steps(machine, "duo_attention")
+    assert max(told) == 2, told
+    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    assert (ids, books) == steps(machine, "duo_attention")[:2]
 
 
 @pytest.mark.parametrize("names", [("full", "snapkv"), ("pqcache",)], ids=["rows that keep", "a row that searches"])
