@@ -175,15 +175,15 @@ def quantiser_sites(shape: Shape, s: int) -> None:
 def search_sites(shape: Shape, s: int) -> None:
     scale, q, k = shape.d_h**-0.5, empty(2, shape.h, 1, shape.d_h), empty(1, shape.h_kv, s, shape.d_h)
     late, mean = empty(1, shape.h_kv, 64, shape.d_h), empty(1, shape.h_kv, 1, shape.d_h, dtype=torch.float32)
-    searched = logits.Searched(k, late, s + 9, 32, s)
+    searched = logits.table_of([logits.Searched(k, late, s + 9, 32, s)] * 2, q.device)
     for agg in logits.AGGREGATES[:4]:
-        logits.weigh_logits(*logits.token_logits(q, [searched] * 2, scale, **shape.weighing), shape.h_kv, agg)
+        logits.weigh_logits(*logits.token_logits(q, searched, scale, **shape.weighing), searched, agg)
     for agg in ("query_head", "group_max", "group_mean"):
         basis, partial = empty(shape.h_kv, shape.d_h, 25), empty(shape.h_kv, s, 25)
         logits.channel_keys(q, basis.float(), partial.float(), agg)
     for heads, per_head in ((shape.h, False), (shape.h_kv, True)):
         means = empty(s // 128, heads, shape.d_h, dtype=torch.float32)
-        logits.block_keys(q, [means] * 2, len(means), per_head)
+        logits.block_keys(q, logits.blocks_of([means] * 2), len(means), per_head)
     for prompt in (k[0].mT, empty(shape.h_kv, shape.d_h, s)):
         row = columns.Columns(prompt, late, mean, s + 9, 32, s, s // 10)
         told = columns.table_of([row] * 2, q.device)

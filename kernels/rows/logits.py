@@ -28,6 +28,7 @@ from kernels.topk import pack_key
 
 AGGREGATES = ("query_head", "group_sum", "group_max", "group_logit_mean", "group_mean")
 TOKENS, WIDE_HEAD = 64, 256  # of one program; numbers of a head that is read in one piece
+ROW = 9  # numbers of a row that searches tokens, as the kernels read them
 
 
 class Searched(NamedTuple):
@@ -38,49 +39,68 @@ class Searched(NamedTuple):
     n: int  # tokens
     start: int  # the first candidate
     stop: int  # behind the last one
+    grows: bool = False  # with every token there is a candidate more
 
 
-def token_logits(
-    q: Tensor, rows: Sequence[Searched], scale: float, cap: float = 0.0, sink: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, log-sum-exps of blocks of them, and the integers that `weigh_logits` wants."""
-    n, h, _, d_h = q.shape
-    h_kv, s, q = rows[0].k.shape[1], max(row.n for row in rows), q.contiguous()
+class Table(NamedTuple):
+    """What kernels are told of rows, for steps to come too: at each every row has one token more."""
+
+    numbers: Tensor
+    start: Tensor  # from which they count where keys lie
+    s: int  # tokens of the row with most
+
+
+def table_of(rows: Sequence[Searched], device: torch.device) -> Table:
+    start = rows[0].k
     numbers = [
         number
         for row in rows
         for number in (
-            distance(row.k, q), row.k.stride(1), distance(row.late, q), row.late.stride(1), row.k.shape[2],
-            row.n, row.start, row.stop,
+            distance(row.k, start), row.k.stride(1), distance(row.late, start), row.late.stride(1), row.k.shape[2],
+            row.n, row.start, row.stop, int(row.grows),
         )
     ]  # fmt: skip
+    return Table(upload(numbers, device), start, max(row.n for row in rows))
+
+
+def token_logits(
+    q: Tensor, told: Table, scale: float, cap: float = 0.0, sink: Tensor | None = None, age: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Logits, and log-sum-exps of blocks of them, so many steps behind the one of the table."""
+    n, h, _, d_h = q.shape
+    h_kv, s, q = told.start.shape[1], told.s + age, q.contiguous()
     width = power_of_2(d_h)
-    tokens, n_warps = fit_rows(width, TOKENS)
-    table, n_blocks = upload(numbers, q.device), cdiv(s, tokens)
+    tokens, n_warps = fit_rows(width, TOKENS, 8192 if cap else 16384)  # 256 capped numbers of 64 tokens spill (sm_100)
+    n_blocks = cdiv(s, tokens)
     logits = torch.empty(n, h, s, dtype=torch.float32, device=q.device)
     lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
     multiply_tokens[(n, n_blocks, h_kv)](
-        q, table, logits, lses, scale, cap, s, d_h, h // h_kv, tokens, width, cap > 0, num_warps=n_warps
-    )
-    return logits, with_sink(lses, sink), table
+        q, told.start, told.numbers, logits, lses, scale, cap, age, s, d_h, h // h_kv, ROW, tokens, width, cap > 0,
+        num_warps=n_warps,
+    )  # fmt: skip
+    return logits, with_sink(lses, sink)
 
 
-def weigh_logits(logits: Tensor, lses: Tensor, table: Tensor, h_kv: int, agg: str) -> Tensor:
+def weigh_logits(logits: Tensor, lses: Tensor, told: Table, agg: str, age: int = 0) -> Tensor:
     """Keys of the candidates by the softmax over all tokens, as a group's heads agree."""
     n, h, s = logits.shape
-    how, block = AGGREGATES.index(agg), 256
+    how, h_kv, block = AGGREGATES.index(agg), told.start.shape[1], 256
     keys = torch.empty(n, h if how == 0 else h_kv, s, dtype=torch.int64, device=logits.device)
     weigh_tokens[(n, cdiv(s, block), h_kv)](
-        logits, lses, table, keys, s, lses.shape[2], h // h_kv, how, block, power_of_2(lses.shape[2])
+        logits, lses, told.numbers, keys, age, s, lses.shape[2], h // h_kv, ROW, how, block, power_of_2(lses.shape[2])
     )
     return keys
 
 
-def channel_keys(q: Tensor, basis: Tensor, keys: Tensor, agg: str) -> Tensor:
-    """Keys by queries turned to the channels of `basis` (h_kv, d_h, c), times partial keys (h_kv, s, c) float32."""
+def channel_keys(q: Tensor, basis: Tensor, keys: Tensor, agg: str, found: Tensor | None = None) -> Tensor:
+    """Keys by queries turned to the channels of `basis` (h_kv, d_h, c), times partial keys (h_kv, s, c) float32.
+
+    Into `found`, where it is given.
+    """
     (n, h, _, d_h), (h_kv, s, c) = q.shape, keys.shape
     how, q, basis, keys = AGGREGATES.index(agg), q.contiguous(), basis.contiguous(), keys.contiguous()
-    found = torch.empty(n, h if how == 0 else h_kv, s, dtype=torch.int64, device=q.device)
+    if found is None:
+        found = torch.empty(n, h if how == 0 else h_kv, s, dtype=torch.int64, device=q.device)
     # A wide head's numbers are a power of two and a rest, since registers hold no more.
     width = power_of_2(d_h // 2 + 1) if d_h > WIDE_HEAD else power_of_2(d_h)
     rest = power_of_2(d_h - width) if d_h > width else 0
@@ -91,34 +111,48 @@ def channel_keys(q: Tensor, basis: Tensor, keys: Tensor, agg: str) -> Tensor:
     return found
 
 
-def block_keys(q: Tensor, means: Sequence[Tensor], n_blocks: int, per_head: bool) -> Tensor:
-    """Keys by queries times each row's means of blocks (≥ n_blocks, heads, d_h) float32: (n, h or 1, n_blocks)."""
+class Blocks(NamedTuple):
+    """Means of blocks of each row, as the kernel is told of them."""
+
+    numbers: Tensor
+    start: Tensor  # the first row's (blocks, heads, d_h), from which they count where means lie
+
+
+def blocks_of(means: Sequence[Tensor]) -> Blocks:
+    return Blocks(upload([distance(x, means[0]) for x in means], means[0].device), means[0])
+
+
+def block_keys(q: Tensor, told: Blocks, n_blocks: int, per_head: bool, keys: Tensor | None = None) -> Tensor:
+    """Keys by queries times each row's means of blocks (≥ n_blocks, heads, d_h) float32: (n, h or 1, n_blocks).
+
+    Into `keys`, where they are given.
+    """
     n, h, _, d_h = q.shape
-    heads, q = means[0].shape[1], q.contiguous()
-    table = upload([distance(x, means[0]) for x in means], q.device)
-    keys = torch.empty(n, h if per_head else 1, n_blocks, dtype=torch.int64, device=q.device)
+    heads, q = told.start.shape[1], q.contiguous()
+    if keys is None:
+        keys = torch.empty(n, h if per_head else 1, n_blocks, dtype=torch.int64, device=q.device)
     width = power_of_2(d_h)
     blocks, n_warps = fit_rows(width, 32, 16384 if per_head else 8192)  # a total beside them
     multiply_blocks[(n, cdiv(n_blocks, blocks), heads if per_head else 1)](
-        q, means[0], table, keys, n_blocks, heads, h // heads, d_h, per_head, blocks, width, num_warps=n_warps
+        q, told.start, told.numbers, keys, n_blocks, heads, h // heads, d_h, per_head, blocks, width, num_warps=n_warps
     )
     return keys
 
 
-@jit
+@jit(unspecialized=("age", "s"))
 def multiply_tokens(
-    q, table, logits, lses, scale, cap, s, d_h, g,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr, CAPPED: tl.constexpr,
+    q, origin, table, logits, lses, scale, cap, age, s, d_h, g,
+    ROW: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     row, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    at = table + row * 8
+    at = table + row * ROW
     k = tl.load(at) + head * tl.load(at + 1)
     late = tl.load(at + 2) + head * tl.load(at + 3)
-    behind, n = tl.load(at + 4), tl.load(at + 5)
+    behind, n = tl.load(at + 4), tl.load(at + 5) + age
     token, column = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
     inside, real = column < d_h, token < n
     from_k = tl.where(token < behind, k + token.to(tl.int64) * d_h, late + (token - behind).to(tl.int64) * d_h)
-    keys = tl.load(q + from_k[:, None] + column[None], real[:, None] & inside[None], other=0.0).to(tl.float32)
+    keys = tl.load(origin + from_k[:, None] + column[None], real[:, None] & inside[None], other=0.0).to(tl.float32)
     for i in range(g):
         query_head = (row * tl.num_programs(2) + head) * g + i
         query = tl.load(q + query_head * d_h + column, inside, other=0.0).to(tl.float32)
@@ -133,14 +167,15 @@ def multiply_tokens(
         tl.store(lses + query_head * tl.num_programs(1) + block, lse)
 
 
-@jit
+@jit(unspecialized=("age", "s"))
 def weigh_tokens(
-    logits, lses, table, keys, s, n_blocks, g, HOW: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr
-):
+    logits, lses, table, keys, age, s, n_blocks, g,
+    ROW: tl.constexpr, HOW: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     row, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    at = table + row * 8
+    at = table + row * ROW
     token, every = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCKS)
-    is_candidate = (token >= tl.load(at + 6)) & (token < tl.load(at + 7))
+    is_candidate = (token >= tl.load(at + 6)) & (token < tl.load(at + 7) + age * tl.load(at + 8))
     merged = tl.zeros((TOKENS,), tl.float32)
     none = tl.full((TOKENS,), 0x7FFFFFFFFFFFFFFF, tl.int64)
     for i in range(g):

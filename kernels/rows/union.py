@@ -182,16 +182,20 @@ class Bringing:
         self.told = upload(told, device)
         self.grids = union_grid(asks, h_kv), bring_grid(asks, self.start)
         self.shape, self.ages = (LATER, len(asks), h_kv, 3 + ages), ages
-        self.left: list[Tensor] = []  # counts of the epochs to come, zeros
+        self.left = self.unused()
 
     def take(self, later: int) -> Tensor:
         """So many epochs later than the asks: counts (n, h_kv, 3 + ages)."""
         if not self.left:
-            self.left = [*torch.zeros(self.shape, dtype=torch.int32, device=self.start.device)]
+            self.left = self.unused()
         counts, ages = self.left.pop(), self.ages
         union_tokens[self.grids[0]](self.asked, counts, ages, later, power_of_2(ages + 1), ASK, TILE)
         bring_tokens[self.grids[1]](self.start, self.told, counts, later, 3 + ages, *self.sizes)
         return counts
+
+    def unused(self) -> list[Tensor]:
+        """Counts of the epochs to come, zeros."""
+        return [*torch.zeros(self.shape, dtype=torch.int32, device=self.start.device)]
 
 
 @jit(unspecialized=("later",))

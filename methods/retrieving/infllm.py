@@ -47,13 +47,14 @@ from engine.checks import refuse_cap, tokens
 from engine.errors import ConfigError
 from engine.observe import BandLogits, BandSums, Observation
 from engine.placement import Offloaded, Release
-from engine.selection import Cost, FeedSelection, Found, Selection
+from engine.selection import Cost, FeedSelection, Found, Search, Selection
 from engine.shapes import Checkpoint, ModelShape
 from engine.turns.feed import Feed
 from kernels.gather import gather_tokens
 from kernels.pages import expand_keys_triton
-from kernels.rows.logits import block_keys
-from kernels.topk import top_keys, top_stable
+from kernels.rows.logits import block_keys, blocks_of
+from kernels.scratch import Scratch, empty
+from kernels.topk import KeyChoice, top_stable
 from methods.base import SelectiveAttention, Variant
 
 CHOICES = (
@@ -268,6 +269,21 @@ class InfLLM(SelectiveAttention):
             q = torch.cat([q[i : i + 1] if row.q_far is None else row.q_far for i, row in enumerate(rows)])
         return select_blocks(rows, layer, q)
 
+    @classmethod
+    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
+        is_alike = all(row.repeats and row.plan.k for row in rows) and rows[0].n_blocks[layer]
+        return BlockSearch(rows, layer, q, scratch) if is_alike else None
+
+    @property
+    def repeats(self) -> bool:
+        """Blocks of the prompt alone stay what they are, at true positions."""
+        return self.variant.is_full or not (self.grows or self.turns)
+
+    @property
+    def is_stored(self) -> bool:
+        """Far tokens are turned at every step, and what the query gives to local ones may be added up there."""
+        return not self.turns and not (self.grows and self.params.repr_score == "logit")
+
     def kind(self, layer: int) -> Hashable:
         heads, plan = self.means[layer].shape[1], self.plan
         return self.n_blocks[layer], heads, plan.n_sink, plan.block_len, self.params.per_head
@@ -299,9 +315,12 @@ class InfLLM(SelectiveAttention):
         """What is fetched, of tokens (1 or h, n)."""
         if tokens is None:
             return Selection(cost=self.cost(layer))
-        idx = tokens.unsqueeze(0) if len(tokens) > 1 else tokens.expand(1, self.trace.shape.h_kv, -1)
         turned = partial(self.brought_near, layer, tokens, self.q_far) if self.turns else None
-        return Selection(idx, self.cost(layer), turned=turned)
+        return Selection(self.of_heads(tokens), self.cost(layer), turned=turned)
+
+    def of_heads(self, tokens: Tensor) -> Tensor:
+        """Tokens (1 or h, n) as heads fetch them: (1, h_kv or h, n)."""
+        return tokens.unsqueeze(0) if len(tokens) > 1 else tokens.expand(1, self.trace.shape.h_kv, -1)
 
     def brought_near(self, layer: int, positions: Tensor, q: Tensor | None, fetched: Part) -> Part:
         """Where far tokens are at one distance, those that were fetched come there too."""
@@ -456,17 +475,41 @@ def official_layout(params: InfLLM.Params, budget: Budget, n_repr: int) -> InfLL
 
 def select_blocks(rows: Sequence[InfLLM], layer: int, q: Tensor) -> list[Selection]:
     """Tokens of the best blocks of rows that have as many of them, on a GPU."""
-    first = rows[0]
-    n_blocks, plan = first.n_blocks[layer], first.plan
-    means = [row.means[layer][:n_blocks] for row in rows]
-    counts = [min(n_blocks, row.plan.k) for row in rows]
-    if n_blocks == 0 or max(counts) == 0:
+    if rows[0].n_blocks[layer] == 0 or not any(row.plan.k for row in rows):
         return [row.chosen(layer, None) for row in rows]
-    keys = top_keys(block_keys(q, means, n_blocks, first.params.per_head), counts)
-    stop = plan.n_sink + n_blocks * plan.block_len
-    tokens = expand_keys_triton(keys, plan.n_sink, plan.block_len, stop)
-    ranked = zip(rows, counts, strict=True)
-    return [row.chosen(layer, tokens[i, :, : k * plan.block_len]) for i, (row, k) in enumerate(ranked)]
+    search = BlockSearch(rows, layer, q)
+    search.choose(q)
+    return [row.chosen(layer, tokens) for row, tokens in zip(rows, search.each, strict=True)]
+
+
+class BlockSearch(Search):
+    """Rows with as many blocks, on a GPU."""
+
+    def __init__(self, rows: Sequence[InfLLM], layer: int, q: Tensor, scratch: Scratch | None = None) -> None:
+        self.n_blocks, self.per_head = rows[0].n_blocks[layer], rows[0].params.per_head
+        self.start, self.block_len = rows[0].plan.n_sink, rows[0].plan.block_len
+        self.blocks = blocks_of([row.means[layer] for row in rows])
+        self.spent = [row.cost(layer) for row in rows]
+        n, heads, ks = len(rows), q.shape[1] if self.per_head else 1, [min(self.n_blocks, row.plan.k) for row in rows]
+        room = empty if scratch is None else scratch.take
+        self.keys = room("keys", q.device, torch.int64, n, heads, self.n_blocks)
+        self.choice = None if min(ks) == self.n_blocks else KeyChoice(n, heads, ks, q.device, scratch)
+        self.tokens = torch.empty(n, heads, max(ks) * self.block_len, dtype=torch.int64, device=q.device)
+        self.each = [self.tokens[i, :, : k * self.block_len] for i, k in enumerate(ks)]
+        self.idx = [row.of_heads(tokens) for row, tokens in zip(rows, self.each, strict=True)]
+
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
+        self.choose(q)
+
+    def choose(self, q: Tensor) -> None:
+        keys = block_keys(q, self.blocks, self.n_blocks, self.per_head, self.keys)
+        if self.choice is not None:
+            keys = self.choice.take(keys, self.n_blocks)
+        stop = self.start + self.n_blocks * self.block_len
+        expand_keys_triton(keys, self.start, self.block_len, stop, self.tokens)
+
+    def costs(self, age: int) -> Sequence[Cost]:
+        return self.spent
 
 
 def observed_band(params: InfLLM.Params, plan: InfLLM.Plan) -> Observation:

@@ -27,12 +27,13 @@ from engine.books.footprint import Footprint, held
 from engine.budget import Budget, key_bytes, split
 from engine.checks import each_one_of, share, tokens
 from engine.placement import Offloaded
-from engine.selection import Cost, Found, Selection
+from engine.selection import Cost, Found, Search, Selection
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from engine.store import Store
-from kernels.rows.logits import Searched, token_logits, weigh_logits
-from kernels.topk import top_keys
+from kernels.rows.logits import Searched, table_of, token_logits, weigh_logits
+from kernels.scratch import Scratch
+from kernels.topk import KeyChoice
 from methods.base import SelectiveAttention
 
 AGGREGATES = ("group_sum", "query_head", "group_max", "group_logit_mean")
@@ -134,11 +135,29 @@ class Oracle(SelectiveAttention):
                 row.weights = soft.weights(logits[i].flatten(0, 1), (-1,))  # (h, n)
         return chosen
 
+    @classmethod
+    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
+        """Once every row chooses as many tokens as it may."""
+        if not all(row.repeats for row in rows):
+            return None
+        search = TokenSearch(rows, layer, q, scratch)
+        fills = zip(rows, search.idx, strict=True)
+        return search if all(0 < idx.shape[2] == row.plan.k for row, idx in fills) else None
+
+    @property
+    def repeats(self) -> bool:
+        """Mass that is spread is corrected behind every step."""
+        return self.variant.is_full or self.params.lost_mass == "renormalise"
+
     def kind(self, layer: int) -> Hashable:
         return self.params.agg if self.trace.device.type == "cuda" else None
 
     def cost(self, layer: int) -> Cost:
-        return Cost(searched_bytes=key_bytes(self.trace.shape, self.store[layer].n_seen))
+        return self.cost_of(self.store[layer].n_seen)
+
+    def cost_of(self, n: int) -> Cost:
+        """Keys of all `n` tokens are read."""
+        return Cost(searched_bytes=key_bytes(self.trace.shape, n))
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """With `lost_mass: spread` the weights stay as they are, and dropped tokens share what is missing evenly."""
@@ -157,22 +176,45 @@ class Oracle(SelectiveAttention):
 
 def select_keys(rows: Sequence[Oracle], layer: int, q: Tensor) -> list[Selection]:
     """The best tokens of rows whose groups agree in one way, on a GPU: positions in the lower halves."""
-    searched = []
-    for row in rows:
-        at = row.store[layer]
-        stop = at.n_seen - at.n_window
-        searched.append(Searched(row.trace.keys(layer), at.host.late[0], at.n_seen, row.plan.n_sink, stop))
-    soft = rows[0].trace.softmax[layer]
-    logits, lses, table = token_logits(q, searched, soft.scale, soft.cap, soft.sink)
-    counts = [max(0, min(row.plan.k, at.stop - at.start)) for row, at in zip(rows, searched, strict=True)]
-    keys = weigh_logits(logits, lses, table, rows[0].trace.shape.h_kv, rows[0].params.agg)
-    best = top_keys(keys, counts)
+    search = TokenSearch(rows, layer, q)
+    logits = search.choose(q)
     for i, row in enumerate(rows):
         if row.params.lost_mass == "spread":
-            row.weights = soft.weights(logits[i, :, : searched[i].n], (-1,))
-    return [
-        Selection(best[i : i + 1, :, :k], row.cost(layer)) for i, (row, k) in enumerate(zip(rows, counts, strict=True))
-    ]
+            row.weights = search.soft.weights(logits[i, :, : search.lengths[i]], (-1,))
+    return [Selection(idx, cost) for idx, cost in zip(search.idx, search.costs(0), strict=True)]
+
+
+class TokenSearch(Search):
+    """Rows whose groups agree in one way, on a GPU."""
+
+    def __init__(self, rows: Sequence[Oracle], layer: int, q: Tensor, scratch: Scratch | None = None) -> None:
+        searched: list[Searched] = []
+        for row in rows:
+            at, keys = row.store[layer], row.trace.keys(layer)
+            stop = at.n_seen - at.n_window
+            searched.append(Searched(keys, at.host.late[0], at.n_seen, row.plan.n_sink, stop, at.slides))
+        self.rows, self.lengths, self.told = rows, [row.n for row in searched], table_of(searched, q.device)
+        self.soft, self.agg, shape = rows[0].trace.softmax[layer], rows[0].params.agg, rows[0].trace.shape
+        heads = shape.h if self.agg == "query_head" else shape.h_kv
+        ks = [max(0, min(row.plan.k, own.stop - own.start)) for row, own in zip(rows, searched, strict=True)]
+        self.choice = KeyChoice(len(rows), heads, ks, q.device, scratch) if max(ks) else None
+        out = q.new_empty(len(rows), heads, 0, dtype=torch.int64) if self.choice is None else self.choice.out
+        self.idx = [out[i : i + 1, :, :k] for i, k in enumerate(ks)]
+
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
+        self.choose(q, age)
+
+    def choose(self, q: Tensor, age: int = 0) -> Tensor:
+        """Returns the logits (n, h, s) of all tokens."""
+        soft = self.soft
+        logits, lses = token_logits(q, self.told, soft.scale, soft.cap, soft.sink, age)
+        keys = weigh_logits(logits, lses, self.told, self.agg, age)
+        if self.choice is not None:
+            self.choice.take(keys, self.told.s + age)
+        return logits
+
+    def costs(self, age: int) -> Sequence[Cost]:
+        return [row.cost_of(n + age) for row, n in zip(self.rows, self.lengths, strict=True)]
 
 
 def all_logits(stores: Sequence[Store], layer: int, q: Tensor, soft: Softmax) -> Tensor:

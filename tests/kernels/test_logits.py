@@ -11,8 +11,17 @@ from kernels.jit import triton
 from kernels.pages import expand_keys_ref, expand_keys_triton, page_bounds_ref, page_keys_ref, page_keys_triton
 from kernels.pq_codes import PackedCodes, pq_codes_ref
 from kernels.pq_scores import Coded, pq_keys_ref, pq_keys_triton
+from kernels.rows import logits as searches
 from kernels.rows.columns import Columns, blend, component_keys, cover, find_components, table_of
-from kernels.rows.logits import AGGREGATES, Searched, block_keys, channel_keys, token_logits, weigh_logits
+from kernels.rows.logits import (
+    AGGREGATES,
+    Searched,
+    block_keys,
+    blocks_of,
+    channel_keys,
+    token_logits,
+    weigh_logits,
+)
 from kernels.topk import best_keys, pack_keys_ref, top_stable_ref
 from methods.retrieving.oracle import token_scores
 from methods.retrieving.sparq import covered_mass, query_weights, top_components
@@ -74,7 +83,7 @@ def test_clusters(agg: str) -> None:
 @pytest.mark.parametrize("per_head", [False, True])
 def test_blocks(per_head: bool, d: int) -> None:
     q, means = draw(N, H, 1, d, seed=0), [draw(40, H_KV, d, seed=i) for i in range(N)]
-    ours = block_keys(q, means, 37, per_head)
+    ours = block_keys(q, blocks_of(means), 37, per_head)
     for i, mean in enumerate(means):
         scores = q[i].view(H_KV, -1, d) @ mean[:37].permute(1, 2, 0)  # (h_kv, g, blocks)
         scores = scores.flatten(0, 1) if per_head else scores.sum((0, 1)).unsqueeze(0)
@@ -94,14 +103,20 @@ def test_channels(agg: str, d: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("agg", AGGREGATES[:4])
 @pytest.mark.parametrize(("cap", "about"), KINDS)
-def test_all_tokens(agg: str, dtype: torch.dtype, cap: float, about: float | None) -> None:
-    """The rows share a prompt and have generated as much, but not the same, and their windows are of two lengths."""
+@pytest.mark.parametrize("age", [0, 3])
+def test_all_tokens(agg: str, dtype: torch.dtype, cap: float, about: float | None, age: int) -> None:
+    """The rows share a prompt and have generated as much, but not the same, and their windows are of two lengths.
+
+    So many steps behind the one that was told: every row has as many tokens more, the second as many candidates.
+    """
     q, prompt = draw(N, H, 1, D, seed=0, dtype=dtype), draw(1, H_KV, 130, D, seed=1, dtype=dtype)
     late = [draw(1, H_KV, 9, D, seed=2 + i, dtype=dtype) for i in range(N)]
     rows = [Searched(prompt, late[i], 136, 4, 100 + 20 * i) for i in range(N)]
     soft = Softmax(0.3, cap, None if about is None else draw(H, seed=9) + about)
-    logits, lses, table = token_logits(q, rows, 0.3, cap, soft.sink)
-    ours = weigh_logits(logits, lses, table, H_KV, agg)
+    earlier = [row._replace(n=row.n - age, stop=row.stop - age * i, grows=i > 0) for i, row in enumerate(rows)]
+    told = searches.table_of(earlier, q.device)
+    logits, lses = token_logits(q, told, 0.3, cap, soft.sink, age)
+    ours = weigh_logits(logits, lses, told, agg, age)
     for i, row in enumerate(rows):
         keys = torch.cat([prompt, late[i][:, :, :6]], 2).float()
         right = soft.bent(q[i : i + 1].float().view(1, H_KV, -1, D) @ keys.mT)

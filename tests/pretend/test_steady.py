@@ -178,10 +178,11 @@ def test_rows_that_fetch_are_told_where_positions_lie(machine: Machine, monkeypa
         return out
 
     monkeypatch.setattr(Steady, "attend", noting)
-    ids, books, _ = steps(machine, "oracle", "snapkv")
+    names = "oracle method.lost_mass=spread", "snapkv"
+    ids, books, _ = steps(machine, *names)
     assert sum(found) >= 2
     monkeypatch.setattr(Steady, "holds", lambda *_: False)
-    assert (ids, books) == steps(machine, "oracle", "snapkv")[:2]
+    assert (ids, books) == steps(machine, *names)[:2]
 
 
 @pytest.mark.parametrize("names", [("infinigen",), ("infinigen", "infinigen", "snapkv")], ids=["one", "several"])
@@ -227,10 +228,12 @@ SEARCHES = [
     ("quest", "quest comm=1/8", "quest method.agg=group_max", "snapkv"),
     pytest.param(("clusterkv", "clusterkv method.cache_steps=0", "full"), marks=pytest.mark.slow),
     pytest.param(("sparq", "sparq method.generated=inside", "sparq method.reallocate=false"), marks=pytest.mark.slow),
+    ("infllm", "infllm method.per_head=true"),
+    ("oracle", "oracle method.generated=on_top", "oracle method.agg=query_head"),
 ]
 
 
-@pytest.mark.parametrize("names", SEARCHES, ids=["pages of two lengths", "clusters", "columns"])
+@pytest.mark.parametrize("names", SEARCHES, ids=["pages of two lengths", "clusters", "columns", "blocks", "tokens"])
 def test_rows_search_and_bring_as_they_were_told(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
 ) -> None:

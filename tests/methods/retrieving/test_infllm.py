@@ -321,6 +321,27 @@ def test_weights_are_asked_for_only_where_a_block_can_form_in_time(n_new: int, w
     assert not row_of(kind, logit, trace, request(tokens=1), n_new=n_new).wants_weights
 
 
+@pytest.mark.parametrize(
+    ("changed", "n_new", "repeats", "is_stored"),
+    [
+        ({}, 5, True, True),
+        ({}, 6, False, True),
+        ({"repr_score": "logit"}, 6, False, False),
+        ({"position": "fixed"}, 5, False, False),
+    ],
+    ids=["true positions", "a block from weights", "a block from logits", "one distance"],
+)
+def test_steps_repeat_while_no_block_can_form_and_no_token_is_turned(
+    changed: dict[str, Any], n_new: int, repeats: bool, is_stored: bool
+) -> None:
+    q, k, v = tokens(100)
+    trace = watched(q, k, v, 100, BandSums(21), BandLogits(21))
+    trace.turn = {0: lambda x, by: rotated(x, by, 10_000.0)}
+    params = replace(PARAMS, block_len=8, **changed)
+    row = row_of(planned(InfLLM.Plan(4, 21, 8, 3, 2)), params, trace, request(tokens=1), n_new=n_new)
+    assert (row.repeats, row.is_stored) == (repeats, is_stored)
+
+
 def test_of_equal_scores_the_earlier_token_and_block_are_chosen() -> None:
     q, k, v = tokens(101)
     _, positions = representatives(torch.zeros(4, 72), k, 4, 8, 2)
