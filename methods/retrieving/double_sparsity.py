@@ -258,6 +258,10 @@ class DoubleSparsity(NeedsCalibration, LabelSearch):
             queries = quantised(queries.gather(2, channels.expand(len(q), -1, -1)), self.params.label_bits)
         return queries if self.plan.per_head else queries.unflatten(1, (h_kv, -1)).sum(2)
 
+    @property
+    def n_asking(self) -> int:
+        return self.trace.shape.h if self.plan.per_head else self.trace.shape.h_kv
+
     @classmethod
     def extends(cls, params: Params) -> bool:
         return super().extends(params) and params.heavy is None

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from engine.budget import Budget
 from engine.placement import Offloaded
-from engine.selection import Cost, Found, Selection
+from engine.selection import Cost, Found, Search, Selection
 from kernels.labels import by_channel, label_top
 from kernels.rows.logits import channel_keys
-from kernels.topk import top_keys
+from kernels.scratch import Scratch, empty
+from kernels.topk import KeyChoice
 from methods.base import SelectiveAttention, Variant
 
 
@@ -77,7 +78,12 @@ class LabelSearch(SelectiveAttention):
 
     @abstractmethod
     def asked(self, layer: int, q: Tensor) -> Tensor:
-        """What of queries (n, h, 1, d_h) `Labels.turn` is applied to: (n, heads, …), heads as many as select."""
+        """What of queries (n, h, 1, d_h) `Labels.turn` is applied to: (n, `n_asking`, …)."""
+
+    @property
+    @abstractmethod
+    def n_asking(self) -> int:
+        """Heads that select for themselves."""
 
     def n_chosen(self, n: int) -> int:
         """How many of `n` tokens that compete are fetched."""
@@ -107,9 +113,26 @@ class LabelSearch(SelectiveAttention):
     @classmethod
     def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         """Rows with the same labels are searched at once."""
-        ks = [row.take_in(layer) for row in rows]
-        found = best(rows[0].labels[layer], rows[0].asked(layer, q), rows[0].n_searched(layer), ks)
+        for row in rows:
+            row.take_in(layer)
+        if q.is_cuda:
+            search = ProductSearch(rows, layer, q)
+            search.choose(q)
+            return [Selection(idx, cost) for idx, cost in zip(search.idx, search.spent, strict=True)]
+        first, n = rows[0], rows[0].n_searched(layer)
+        labels = first.labels[layer]
+        weights = weights_of(labels, first.asked(layer, q))
+        found = [label_top(weights[i : i + 1], labels.keys, n, row.n_best(n)) for i, row in enumerate(rows)]
         return [Selection(idx, row.cost(layer)) for row, idx in zip(rows, found, strict=True)]
+
+    @classmethod
+    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
+        return ProductSearch(rows, layer, q, scratch) if all(row.repeats for row in rows) else None
+
+    @property
+    def repeats(self) -> bool:
+        """Labels of the prompt alone stay what they are."""
+        return self.variant.is_full or not self.competes
 
     def kind(self, layer: int) -> Hashable:
         return id(self.labels[layer].keys)
@@ -117,12 +140,15 @@ class LabelSearch(SelectiveAttention):
     def n_searched(self, layer: int) -> int:
         return self.store[layer].n_seen if self.competes else self.trace.s_prompt
 
-    def take_in(self, layer: int) -> int:
-        """Label the current token where it competes: how many tokens are to be fetched."""
-        at, n = self.store[layer], self.n_searched(layer)
-        if self.competes:
-            self.labels[layer].keys[:, n - 1 : n] = self.label_keys(layer, at.newest[0])
+    def n_best(self, n: int) -> int:
+        """How many of `n` tokens are fetched."""
         return min(self.n_chosen(n), n)
+
+    def take_in(self, layer: int) -> None:
+        """Label the current token where it competes."""
+        if self.competes:
+            n = self.n_searched(layer)
+            self.labels[layer].keys[:, n - 1 : n] = self.label_keys(layer, self.store[layer].newest[0])
 
     def cost(self, layer: int) -> Cost:
         """All labels stay and are read."""
@@ -130,14 +156,32 @@ class LabelSearch(SelectiveAttention):
         return Cost(n_bytes, n_bytes)
 
 
-def best(labels: Labels, asked: Tensor, n: int, ks: Sequence[int]) -> list[Tensor]:
-    """For rows of asked (rows, heads, c') the `ks` best of the first `n` tokens: positions (1, heads, k) each."""
-    if asked.is_cuda:  # positions in the lower halves
-        keys = channel_keys(asked.unsqueeze(2), labels.turn, labels.keys[:, :n], "query_head")
-        found = top_keys(keys, ks)
-        return [found[i : i + 1, :, :k] for i, k in enumerate(ks)]
-    weights = weights_of(labels, asked)
-    return [label_top(weights[i : i + 1], labels.keys, n, k) for i, k in enumerate(ks)]
+class ProductSearch(Search):
+    """Rows with the same labels, on a GPU: positions in the lower halves."""
+
+    def __init__(self, rows: Sequence[LabelSearch], layer: int, q: Tensor, scratch: Scratch | None = None) -> None:
+        self.first, self.layer, self.n = rows[0], layer, rows[0].n_searched(layer)
+        self.labels = self.first.labels[layer]
+        self.partial, self.spent = self.labels.keys[:, : self.n], [row.cost(layer) for row in rows]
+        heads, ks = self.first.n_asking, [row.n_best(self.n) for row in rows]
+        is_all = min(ks) == self.n
+        room = empty if scratch is None or is_all else scratch.take
+        self.keys = room("keys", q.device, torch.int64, len(rows), heads, self.n)
+        self.choice = None if is_all else KeyChoice(len(rows), heads, ks, q.device, scratch)
+        out = self.keys if self.choice is None else self.choice.out
+        self.idx = [out[i : i + 1, :, :k] for i, k in enumerate(ks)]
+
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
+        self.choose(q)
+
+    def choose(self, q: Tensor) -> None:
+        asked = self.first.asked(self.layer, q).unsqueeze(2)
+        channel_keys(asked, self.labels.turn, self.partial, "query_head", self.keys)
+        if self.choice is not None:
+            self.choice.take(self.keys, self.n)
+
+    def costs(self, age: int) -> Sequence[Cost]:
+        return self.spent
 
 
 def weights_of(labels: Labels, asked: Tensor) -> Tensor:

@@ -182,6 +182,10 @@ class Loki(NeedsCalibration, LabelSearch):
             return q[:, :, 0]
         return q[:, :, 0].float().unflatten(1, (self.trace.shape.h_kv, -1)).sum(2)  # a sum of logits is that of queries
 
+    @property
+    def n_asking(self) -> int:
+        return self.trace.shape.h if self.params.granularity == "query_head" else self.trace.shape.h_kv
+
     @classmethod
     def extends(cls, params: Params) -> bool:
         return super().extends(params) and params.top_k is None

@@ -229,11 +229,15 @@ SEARCHES = [
     pytest.param(("clusterkv", "clusterkv method.cache_steps=0", "full"), marks=pytest.mark.slow),
     pytest.param(("sparq", "sparq method.generated=inside", "sparq method.reallocate=false"), marks=pytest.mark.slow),
     ("infllm", "infllm method.per_head=true"),
+    ("loki", "loki method.granularity=kv_head"),
+    pytest.param(("double_sparsity", "double_sparsity method.granularity=kv_head", "full"), marks=pytest.mark.slow),
     ("oracle", "oracle method.generated=on_top", "oracle method.agg=query_head"),
 ]
 
 
-@pytest.mark.parametrize("names", SEARCHES, ids=["pages of two lengths", "clusters", "columns", "blocks", "tokens"])
+@pytest.mark.parametrize(
+    "names", SEARCHES, ids=["pages of two lengths", "clusters", "columns", "blocks", "labels", "channels", "tokens"]
+)
 def test_rows_search_and_bring_as_they_were_told(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
 ) -> None:
