@@ -55,11 +55,12 @@ from engine.checks import each_one_of, whole_number
 from engine.errors import ConfigError
 from engine.observe import ChannelSums, Observation
 from engine.placement import Offloaded
-from engine.selection import Cost, Found, Selection
+from engine.selection import Cost, Found, Search, Selection
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from kernels.rows.logits import channel_keys
-from kernels.topk import top_keys, top_stable
+from kernels.scratch import Scratch, empty
+from kernels.topk import KeyChoice, top_stable
 from methods.base import SelectiveAttention
 
 CHOICES = {
@@ -227,13 +228,22 @@ class InfiniGen(SelectiveAttention):
     @classmethod
     def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         """Rows with the same partial keys are foretold in one product."""
-        queries = [row.q_ahead if row.wants_lookahead else q[i : i + 1] for i, row in enumerate(rows)]
-        q, soft = queries[0] if len(queries) == 1 else torch.cat(queries), rows[0].trace.softmax[layer]
+        q, soft = foretold(rows, q), rows[0].trace.softmax[layer]
         in_torch = soft.cap or any(layer in row.late or row.params.alpha is not None for row in rows)
         if q.is_cuda and not in_torch:
             return choose_keys(rows, layer, q)
         partial, logits = foretold_logits(q, rows[0].proxies[layer], soft)
         return [row.choose(layer, partial[i], logits[i]) for i, row in enumerate(rows)]
+
+    @classmethod
+    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
+        is_alike = all(row.repeats for row in rows) and not rows[0].trace.softmax[layer].cap
+        return ForetoldSearch(rows, layer, q, scratch) if is_alike else None
+
+    @property
+    def repeats(self) -> bool:
+        """The prompt's partial keys stay what they are; `alpha` says anew how many tokens are near enough."""
+        return self.variant.is_full or (self.params.generated == "stay" and self.params.alpha is None)
 
     def kind(self, layer: int) -> Hashable:
         return id(self.proxies[layer]), self.params.agg
@@ -247,7 +257,8 @@ class InfiniGen(SelectiveAttention):
         ranking, k = merged(logits, self.params.agg), self.plan.k_most
         if self.params.alpha is not None:
             k = min(common_count(ranking, self.params.alpha), k)
-        return Selection(top_stable(ranking, k).unsqueeze(0), self.note(layer, k))  # (1, h or h_kv, k)
+        self.note(k)
+        return Selection(top_stable(ranking, k).unsqueeze(0), self.cost(layer))  # (1, h or h_kv, k)
 
     def take_in(self, layer: int) -> Tensor:
         """Append the current token's partial key; those of generated tokens before it, (h_kv, t - 1, n_channels)."""
@@ -257,12 +268,11 @@ class InfiniGen(SelectiveAttention):
         late[:, t - 1 : t] = partial_keys(key, proxy.basis)
         return late[:, : t - 1]
 
-    def note(self, layer: int, k: int) -> Cost:
-        """Note one selection: what it cost."""
+    def note(self, k: int) -> None:
+        """Note one selection."""
         self.n_selections += 1
         self.n_selected += k
         self.n_capped += k == self.plan.k_most
-        return self.cost(layer)
 
     def cost(self, layer: int) -> Cost:
         """What stays on the device and is read: partial keys, the projection's part for the channels, A."""
@@ -295,7 +305,40 @@ class InfiniGen(SelectiveAttention):
 
 def choose_keys(rows: Sequence[InfiniGen], layer: int, q: Tensor) -> list[Selection]:
     """The best tokens of rows with the same partial keys, on a GPU: positions in the lower halves."""
-    proxy, counts = rows[0].proxies[layer], [row.plan.k_most for row in rows]
-    costs = [row.note(layer, k) for row, k in zip(rows, counts, strict=True)]
-    keys = top_keys(channel_keys(q, proxy.basis, proxy.keys, rows[0].params.agg), counts)
-    return [Selection(keys[i : i + 1, :, :k], costs[i]) for i, k in enumerate(counts)]
+    search = ForetoldSearch(rows, layer, q)
+    search.choose(q)
+    return [Selection(idx, cost) for idx, cost in zip(search.idx, search.spent, strict=True)]
+
+
+def foretold(rows: Sequence[InfiniGen], q: Tensor) -> Tensor:
+    """What rows search by, of the layer's queries (n, h, 1, d_h): those that the layer below foretold, if wanted."""
+    if not any(row.wants_lookahead for row in rows):
+        return q
+    queries = [row.q_ahead if row.wants_lookahead else q[i : i + 1] for i, row in enumerate(rows)]
+    return queries[0] if len(queries) == 1 else torch.cat(queries)
+
+
+class ForetoldSearch(Search):
+    """Rows with the same partial keys that select as many tokens as they may, on a GPU: positions in lower halves."""
+
+    def __init__(self, rows: Sequence[InfiniGen], layer: int, q: Tensor, scratch: Scratch | None = None) -> None:
+        self.rows, self.proxy, self.agg = rows, rows[0].proxies[layer], rows[0].params.agg
+        self.spent = [row.cost(layer) for row in rows]
+        (h_kv, self.n, _), ks = self.proxy.keys.shape, [row.plan.k_most for row in rows]
+        heads = q.shape[1] if self.agg == "query_head" else h_kv
+        room = empty if scratch is None else scratch.take
+        self.keys = room("keys", q.device, torch.int64, len(rows), heads, self.n)
+        self.choice = KeyChoice(len(rows), heads, ks, q.device, scratch)
+        self.idx = [self.choice.out[i : i + 1, :, :k] for i, k in enumerate(ks)]
+
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
+        self.choose(foretold(self.rows, q))
+
+    def choose(self, q: Tensor) -> None:
+        channel_keys(q, self.proxy.basis, self.proxy.keys, self.agg, self.keys)
+        self.choice.take(self.keys, self.n)
+        for row in self.rows:
+            row.note(row.plan.k_most)
+
+    def costs(self, age: int) -> Sequence[Cost]:
+        return self.spent
