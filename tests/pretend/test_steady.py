@@ -228,7 +228,7 @@ def test_rows_search_by_codes_as_they_were_told(
 
 
 SEARCHES = [
-    ("quest", "quest comm=1/8", "quest method.agg=group_max", "snapkv"),
+    ("quest", "quest method.comm_mode=native method.page_len=48", "quest method.agg=group_max", "snapkv"),
     pytest.param(("clusterkv", "clusterkv method.cache_steps=0", "full"), marks=pytest.mark.slow),
     pytest.param(("sparq", "sparq method.generated=inside", "sparq method.reallocate=false"), marks=pytest.mark.slow),
     ("infllm", "infllm method.per_head=true"),
