@@ -398,20 +398,22 @@ def kv_heads(rows: Sequence[Sequence[Tokens]]) -> int:
 
 def growing_table(
     q: Tensor, rows: Sequence[Sequence[Tokens]], more: Sequence[Sequence[int]], scratch: Scratch,
-    logits: Sequence[Tensor | None] = (),
+    logits: Sequence[Tensor | None] = (), room: int = 0,
 ) -> tuple[Table, int]:  # fmt: skip
     """A table of parts that have so many tokens more at every step, and for how many steps it has all items.
 
-    Of a row with `logits` the last part alone may grow.
+    The `logits` of a row's parts lie behind each other, each with room for so many steps.
     """
-    h_kv = kv_heads(rows)
-    own = [
-        [
-            (*piece[:7], n, piece[8])
-            for piece, n in zip(pieces_of(parts, i, q, h_kv, logits[i] if logits else None), ns, strict=True)
-        ]
-        for i, (parts, ns) in enumerate(zip(rows, more, strict=True))
-    ]
+    h_kv, own = kv_heads(rows), list[list[Piece]]()
+    for i, (parts, ns) in enumerate(zip(rows, more, strict=True)):
+        own.append([])
+        given = logits[i] if logits else None
+        at = 0 if given is None else given.data_ptr()
+        for (n, idx, own_q, _, *others, _, record), grows in zip(
+            pieces_of(parts, i, q, h_kv, given), ns, strict=True
+        ):  # fmt: skip
+            own[-1].append((n, idx, own_q, at, *others, grows, record))  # type: ignore[arg-type]
+            at += 4 * (n + room * grows) if at else 0
     table = table_of(Work(), own, q, h_kv, value_width(rows))
     table = table._replace(room=room_for(q, table, scratch))
     return table, min((-piece[0] % table.split for pieces in own for piece in pieces if piece[7]), default=NEVER)

@@ -403,7 +403,7 @@ class SelectiveAttention(Rules, ABC):
         if self.is_still:
             return True
         if self.wants_weights:
-            return kind.learns is not base.learns and self.drops
+            return kind.learns is not base.learns
         return kind.search_again.__func__ is not base.search_again.__func__
 
     def at_once(self, layer: int, m: int) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.layouts.slots import Slots
-from kernels.rows.weights import Held, Receiving, Row, receive_rows
+from kernels.rows.weights import EVERY, Held, Receiving, Row, receive_rows
 
 ALL = (0, 1 << 31)  # positions
 NEVER = 1 << 62  # more tokens than any layer holds
@@ -33,6 +33,8 @@ class Learning(NamedTuple):
     candidates: tuple[int, int] = ALL  # positions, the last one exclusive, of which it does
     token_bytes: int = 0  # of what is learnt of one token, for all heads
     keep: Callable[[Tensor], None] | None = None  # takes sums (1, owners, tokens), as slots are from then on
+    sums: Tensor | None = None  # where they are, with room for all tokens to come: nobody takes them then
+    first: int = EVERY  # slots in front of it receive nothing
 
     @property
     def n(self) -> int:
@@ -56,7 +58,7 @@ def asked(row: Learning) -> Row:
     """As the kernels take it."""
     at = row.layer
     if not row.evicts:
-        return Row(row.weights, row.owners, row.reduce, row.before)
+        return Row(row.weights, row.owners, row.reduce, row.before, sums=row.sums, first=row.first)
     assert at.n_window == at.n_seen - at.start > 0, f"layer {at.index} has a window that slid"
     held = Held(at.k, at.v, at.kept_positions, at.n_kept, at.start)
     return Row(row.weights, row.owners, row.reduce, row.before, held, *row.candidates)
@@ -90,6 +92,8 @@ class Learner:
 
     def memory(self, row: Learning, grows: int) -> Tensor:
         """Where a row's sums are from now on."""
+        if row.sums is not None:
+            return row.sums
         sums = row.weights.new_empty(1, row.owners, row.n + grows * self.n_steps)
         if row.before is not None:
             sums[..., : row.n - 1] = row.before
@@ -101,7 +105,7 @@ class Learner:
         """As the kernels take it at the next step."""
         at, before = row.layer, None if row.before is None else sums[..., : row.n - 1]
         if not row.evicts:
-            return Row(row.weights, row.owners, row.reduce, before, sums=sums)
+            return Row(row.weights, row.owners, row.reduce, before, sums=sums, first=row.first)
         assert at.kept_positions is not None and at.n_kept == row.n - 1, (at.n_kept, row.n)
         held = Held(at.k, at.v, at.kept_positions, at.n_kept, at.start, at.kept_positions)
         return Row(row.weights, row.owners, row.reduce, before, held, *row.candidates, sums)

@@ -103,13 +103,14 @@ class Steady:
             for own, idx in zip(tokens[told.at], told.search.idx, strict=True):
                 own[-1] = replace(own[-1], idx=idx)
         more = [[*each.more, *(0 for _ in own)] for each, own in zip(growing, fetched, strict=True)]
-        self.more, wants = [sum(each) for each in more], any(row.wants_weights for row in self.rows)
-        # Logits of a part behind one that grows would move.
-        moves = any(row.wants_weights and any(each[:-1]) for row, each in zip(self.rows, more, strict=True))
+        wants = any(row.wants_weights for row in self.rows)
+        # Of a row's resident parts the last one alone grows, so that their logits lie beside each other.
+        moves = any(row.wants_weights and any(each.more[:-1]) for row, each in zip(self.rows, growing, strict=True))
         if wants and (moves or not self.is_still):
             return
-        self.logits = self.room_for_logits(q, parts) if wants else []
-        self.table, n_steps = growing_table(q, tokens, more, self.scratch, self.logits)
+        self.more = [sum(each.more) for each in growing]
+        room, self.logits = self.room_for_logits(q, parts, fetched) if wants else ([], [])
+        self.table, n_steps = growing_table(q, tokens, more, self.scratch, room, MOST_LOGITS)
         self.softening = Softening(self.logits, self.more, MOST_LOGITS) if wants else None
         places = [[place[:3] for place in each.places] for each in growing]
         self.places = Places.of(places, q.device, [[ring for *_, ring in each.places] for each in growing])
@@ -134,14 +135,17 @@ class Steady:
             ]
         self.n_steps = max(0, min(n_steps, *limits))
 
-    def room_for_logits(self, q: Tensor, parts: Sequence[Sequence[Part]]) -> list[Tensor | None]:
-        """Where rows that want weights have their logits (h, n), with room for those of steps to come."""
-        h, numbers = q.shape[1], [sum(part.n_tokens() for part in own) for own in parts]
+    def room_for_logits(
+        self, q: Tensor, parts: Sequence[Sequence[Part]], fetched: Sequence[Sequence[Part]]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Where rows that want weights have their logits, with room for steps to come; those of resident tokens."""
+        h, numbers = q.shape[1], [[part.n_tokens() for part in own] for own in parts]
         each = zip(self.rows, numbers, self.more, strict=True)
-        rooms = [n + MOST_LOGITS * more if row.wants_weights else 0 for row, n, more in each]
+        rooms = [sum(ns) + MOST_LOGITS * more if row.wants_weights else 0 for row, ns, more in each]
         flat = self.scratch.take("logits", q.device, torch.float32, h * sum(rooms)).split([h * n for n in rooms])
-        places = zip(flat, rooms, numbers, strict=True)
-        return [x.view(h, room)[:, :n] if room else None for x, room, n in places]
+        room = [x.view(h, n) if n else None for x, n in zip(flat, rooms, strict=True)]
+        counts = [sum(ns[: len(ns) - len(got)]) for ns, got in zip(numbers, fetched, strict=True)]
+        return room, [x if x is None else x[:, :n] for x, n in zip(room, counts, strict=True)]
 
     def learn(self) -> None:
         """Tell kernels, behind the step that was told, what rows learn from those to come."""
@@ -175,8 +179,6 @@ class Steady:
                 if not all(row.is_still_at(self.index) or row.wants_weights for row in rows):
                     return None
                 continue
-            if any(row.wants_weights for row in rows):
-                return None
             fetch = zip(layers, fetched[at], strict=True)
             alike = all(layer.can_fetch and layer.can_refetch(own) for layer, own in fetch)
             search = kind.search_rows(rows, self.index, q[at], self.scratch) if alike else None

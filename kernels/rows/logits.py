@@ -167,7 +167,7 @@ def multiply_tokens(
         tl.store(lses + query_head * tl.num_programs(1) + block, lse)
 
 
-@jit(unspecialized=("age", "s"))
+@jit(unspecialized=("age", "s", "n_blocks"))
 def weigh_tokens(
     logits, lses, table, keys, age, s, n_blocks, g,
     ROW: tl.constexpr, HOW: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,

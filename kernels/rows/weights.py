@@ -25,7 +25,8 @@ from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
 
 REDUCTIONS = ("sum", "mean", "max")  # of an owner's query heads, as `add_received` counts them
 BLOCK = 512  # slots of one program
-FIELDS = 23  # numbers of a row
+FIELDS = 24  # numbers of a row
+EVERY = -1 << 40  # a slot in front of all, however many steps later
 
 
 class Held(NamedTuple):
@@ -50,6 +51,7 @@ class Row(NamedTuple):
     low: int = 0
     stop: int = 1 << 31
     sums: Tensor | None = None  # where they are written, (1, owners, n or more), which may be over `before`
+    first: int = EVERY  # slots in front of it receive nothing
 
 
 class Outcome(NamedTuple):
@@ -99,7 +101,8 @@ def soften(logits, lse, table, age, BLOCK: tl.constexpr):
 class Receiving:
     """What tokens receive, as the kernels are told once: steps later a row may have more tokens, or evicts again.
 
-    At each of the steps to come the positions that may go, and that of the newest token, are those behind the last.
+    At each of the steps to come the positions that may go, that of the newest token and the first slot that receives
+    are those behind the last.
     """
 
     def __init__(self, rows: Sequence[Row], more: Sequence[int] = (), n_steps: int = 0) -> None:
@@ -170,7 +173,8 @@ def fields(
     assert row.weights.stride(2) == 1 and sums.stride(2) == 1, (row.weights.stride(), sums.stride())
     numbers = [
         row.owners, h // row.owners, REDUCTIONS.index(row.reduce),
-        n, distance(row.weights, base), row.weights.stride(1), distance(sums, base), sums.stride(1), more, 0, 0,
+        row.first, n, distance(row.weights, base), row.weights.stride(1), distance(sums, base), sums.stride(1), more,
+        0, 0,
     ]  # fmt: skip
     if before is not None:
         assert before.shape[2] == n - 1 and before.stride(2) == 1, (before.shape, before.stride())
@@ -189,10 +193,10 @@ def fields(
 @jit
 def positions_of(at, head, slot, real, age):
     """Positions of a row's slots."""
-    kept, n_kept = tl.load(at + 12), tl.load(at + 16)
-    those = kept.to(tl.pointer_type(tl.int64)) + head * tl.load(at + 13)
+    kept, n_kept = tl.load(at + 13), tl.load(at + 17)
+    those = kept.to(tl.pointer_type(tl.int64)) + head * tl.load(at + 14)
     named = tl.load(those + slot, real & (slot < n_kept) & (kept != 0), other=0)
-    return tl.where(slot < n_kept, tl.where(kept == 0, slot, named), tl.load(at + 17) + age + slot - n_kept)
+    return tl.where(slot < n_kept, tl.where(kept == 0, slot, named), tl.load(at + 18) + age + slot - n_kept)
 
 
 @jit(unspecialized=("age",))
@@ -201,22 +205,23 @@ def add_received(weights, lowest, table, age, FIELDS: tl.constexpr, BLOCK: tl.co
     row, block, owner = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at, slot = table + row * FIELDS, block * BLOCK + tl.arange(0, BLOCK)
     g, reduction = tl.load(at + 1), tl.load(at + 2)
-    n = tl.where(owner < tl.load(at), tl.load(at + 3) + tl.load(at + 8) * age, 0)
+    n = tl.where(owner < tl.load(at), tl.load(at + 4) + tl.load(at + 9) * age, 0)
     real = slot < n
-    mine, of_head = weights + tl.load(at + 4), tl.load(at + 5)
+    receives = real & (slot >= tl.load(at + 3) + age)
+    mine, of_head = weights + tl.load(at + 5), tl.load(at + 6)
     total, highest = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for i in range(g):
-        x = tl.load(mine + (owner * g + i) * of_head + slot, real, other=0.0)
+        x = tl.load(mine + (owner * g + i) * of_head + slot, receives, other=0.0)
         total += x
         highest = tl.maximum(highest, x)
     received = tl.where(reduction == 2, highest, tl.where(reduction == 1, total / g, total))
-    stride = tl.load(at + 10)
+    stride = tl.load(at + 11)
     if stride != 0:
-        received += tl.load(weights + tl.load(at + 9) + owner * stride + slot, slot < n - 1, other=0.0)
-    tl.store(weights + tl.load(at + 6) + owner * tl.load(at + 7) + slot, received, real)
-    if tl.load(at + 11) != 0:
+        received += tl.load(weights + tl.load(at + 10) + owner * stride + slot, slot < n - 1, other=0.0)
+    tl.store(weights + tl.load(at + 7) + owner * tl.load(at + 8) + slot, received, real)
+    if tl.load(at + 12) != 0:
         position = positions_of(at, owner, slot, real, age)
-        may_go = real & (position >= tl.load(at + 18)) & (position < tl.load(at + 19) + age)
+        may_go = real & (position >= tl.load(at + 19)) & (position < tl.load(at + 20) + age)
         bits = received.to(tl.int32, bitcast=True).to(tl.int64)  # sums are not negative: their bits rise with them
         key = tl.where(may_go, (bits << 32) | (0x7FFFFFFF - position), 0x7FFFFFFFFFFFFFFF)
         least = tl.min(key, 0)
@@ -233,8 +238,8 @@ def evict_lowest(
     """The newest token of a KV head takes the slot of the one that leaves."""
     row, head, h_kv = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     at, every = table + row * FIELDS, tl.arange(0, BLOCKS)
-    if tl.load(at + 11) != 0:
-        n, owners = tl.load(at + 3), tl.load(at)
+    if tl.load(at + 12) != 0:
+        n, owners = tl.load(at + 4), tl.load(at)
         owner = head * owners // h_kv
         last = n - 1
         found = lowest + ((row * most_owners + owner) * n_blocks + every) * 2
@@ -245,10 +250,10 @@ def evict_lowest(
         one = tl.arange(0, 1)
         tl.store(evicted + row * h_kv + head + one, positions_of(at, head, hole + one, one < 1, age))
         newest = tl.max(positions_of(at, head, last + one, one < 1, age), 0)
-        left = tl.load(at + 14)
-        to = left.to(tl.pointer_type(tl.int64)) + head * tl.load(at + 15)
+        left = tl.load(at + 15)
+        to = left.to(tl.pointer_type(tl.int64)) + head * tl.load(at + 16)
         tl.debug_barrier()  # positions may be written over those that were read
-        if left == tl.load(at + 12):
+        if left == tl.load(at + 13):
             tl.store(to + hole + one, newest + one * 0, hole + one < last)
         else:
             for start in range(0, last, BLOCK):
@@ -256,9 +261,9 @@ def evict_lowest(
                 those = positions_of(at, head, slot, slot < last, age)
                 tl.store(to + slot, tl.where(slot == hole, newest, those), slot < last)
         column = tl.arange(0, WIDTH)
-        stride, inside = tl.load(at + 22), column < d_h
-        keys, values = k + tl.load(at + 20) + head * stride, v + tl.load(at + 21) + head * stride
+        stride, inside = tl.load(at + 23), column < d_h
+        keys, values = k + tl.load(at + 21) + head * stride, v + tl.load(at + 22) + head * stride
         tl.store(keys + hole * d_h + column, tl.load(keys + last * d_h + column, inside), inside)
         tl.store(values + hole * d_h + column, tl.load(values + last * d_h + column, inside), inside)
-        sums = weights + tl.load(at + 6) + owner * tl.load(at + 7)
+        sums = weights + tl.load(at + 7) + owner * tl.load(at + 8)
         tl.store(sums + hole, tl.load(sums + last))

@@ -43,11 +43,12 @@ from torch import Tensor
 from engine.attend import Part
 from engine.books.footprint import Footprint, held
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
+from engine.caches.eviction import Learning
 from engine.checks import refuse_cap, tokens
 from engine.errors import ConfigError
 from engine.observe import BandLogits, BandSums, Observation
-from engine.placement import Offloaded, Release
-from engine.selection import Cost, FeedSelection, Found, Search, Selection
+from engine.placement import Change, Offloaded, Release
+from engine.selection import ALWAYS, Cost, FeedSelection, Found, Search, Selection
 from engine.shapes import Checkpoint, ModelShape
 from engine.turns.feed import Feed
 from kernels.gather import gather_tokens
@@ -276,8 +277,8 @@ class InfLLM(SelectiveAttention):
 
     @property
     def repeats(self) -> bool:
-        """Blocks of the prompt alone stay what they are, at true positions."""
-        return self.variant.is_full or not (self.grows or self.turns)
+        """Blocks stay what they are until one is formed, at true positions."""
+        return self.variant.is_full or self.is_stored
 
     @property
     def is_stored(self) -> bool:
@@ -334,11 +335,8 @@ class InfLLM(SelectiveAttention):
 
     def at_once(self, layer: int, m: int) -> int:
         """At most until a block is formed."""
-        n, plan = super().at_once(layer, m), self.plan
-        if layer not in self.scores:
-            return n
-        fills_at = plan.n_sink + plan.n_local + (self.n_blocks[layer] + 1) * plan.block_len
-        return max(1, min(n, fills_at - self.store[layer].n_seen))
+        n = super().at_once(layer, m)
+        return max(1, min(n, self.n_to_block(layer))) if layer in self.scores else n
 
     def select_feed(self, layer: int, feed: Feed) -> FeedSelection:
         tokens, costs = self.best_tokens(layer, feed.queries), [self.cost(layer)] * len(feed.moments)
@@ -358,7 +356,7 @@ class InfLLM(SelectiveAttention):
         place, end = torch.arange(stop), torch.tensor([n_window for _, n_window in feed.moments]).unsqueeze(1)
         is_local = (place < end) & (place >= end - n_local)  # (m, n)
         self.scores[layer][:, :stop] += (weights * is_local).sum(2).flatten(0, 1)
-        if self.plan.n_blocks(self.store[layer].n_seen) > self.n_blocks[layer]:
+        if self.n_to_block(layer) <= 0:
             self.store.change(layer, self.form_block(layer))
         return out
 
@@ -371,7 +369,31 @@ class InfLLM(SelectiveAttention):
             start = max(0, stop - plan.n_local)
             local = weights[0, :, plan.n_sink + start : plan.n_sink + stop]
             self.scores[layer][:, start:stop] += local
-        return self.form_block(layer) if plan.n_blocks(self.store[layer].n_seen) > self.n_blocks[layer] else None
+        return self.form_block(layer) if self.n_to_block(layer) <= 0 else None
+
+    def learns(self, layer: int, weights: Tensor, ahead: int = 0) -> Learning | None:
+        """As `behind` adds up what local tokens got."""
+        if layer not in self.scores:
+            return None
+        at, n_sink, sums = self.store[layer], self.plan.n_sink, self.scores[layer].unsqueeze(0)
+        stop = at.n_window + ahead
+        return Learning(
+            at, weights[..., n_sink : n_sink + stop], len(self.scores[layer]), "sum", sums[..., : stop - 1], sums=sums,
+            first=stop - self.plan.n_local,
+        )  # fmt: skip
+
+    @classmethod
+    def after_rows_on_gpu(
+        cls, rows: Sequence[Self], layer: int, out: Tensor, weights: Sequence[Tensor | None]
+    ) -> Sequence[Change | None]:
+        super().after_rows_on_gpu(rows, layer, out, weights)
+        return [row.form_block(layer) if layer in row.scores and row.n_to_block(layer) <= 0 else None for row in rows]
+
+    def n_to_block(self, layer: int) -> int:
+        """How many tokens have to come until the next block is formed."""
+        plan = self.plan
+        fills_at = plan.n_sink + plan.n_local + (self.n_blocks[layer] + 1) * plan.block_len
+        return fills_at - self.store[layer].n_seen
 
     def form_block(self, layer: int) -> Release:
         """Make the window's oldest tokens a block on the host, for the next step on."""
@@ -490,6 +512,7 @@ class BlockSearch(Search):
         self.start, self.block_len = rows[0].plan.n_sink, rows[0].plan.block_len
         self.blocks = blocks_of([row.means[layer] for row in rows])
         self.spent = [row.cost(layer) for row in rows]
+        self.n_steps = min((row.n_to_block(layer) - 1 for row in rows if layer in row.scores), default=ALWAYS)
         n, heads, ks = len(rows), q.shape[1] if self.per_head else 1, [min(self.n_blocks, row.plan.k) for row in rows]
         room = empty if scratch is None else scratch.take
         self.keys = room("keys", q.device, torch.int64, n, heads, self.n_blocks)

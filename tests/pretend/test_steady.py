@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from engine.row import Row
 from engine.selection import Search
 from kernels import select_attend
 from kernels.select_attend import Piece, Table, Work
+from methods.retrieving.infllm import BlockSearch, InfLLM
 from methods.retrieving.pqcache import PQSearch
 from methods.retrieving.quest import PageSearch
 from methods.retrieving.sparq import SparQ
@@ -34,15 +35,19 @@ SENT = ("pinned allocation", "copy from pinned memory")
 
 
 def steps(
-    machine: Machine, *names: str, asks: Callable[[int, Sequence[Row]], object] | None = None
+    machine: Machine,
+    *names: str,
+    asks: Callable[[int, Sequence[Row]], object] | None = None,
+    n_new: int = N_NEW,
+    device: str = "cuda:0",
 ) -> tuple[list[list[int]], list[list[Entry]], list[int]]:
     """Tokens and ledgers of rows in one batch, and how much each step sends; `asks` is called behind each step."""
-    model, kinds = replace(moved(conformance.model(), "cuda:0"), allows_graphs=False), [name.split() for name in names]
+    model, kinds = replace(moved(conformance.model(), device), allows_graphs=False), [name.split() for name in names]
     variants = [conformance.variant(conformance.ours(name, *settings), "0.3") for name, *settings in kinds]
     sent = list[int]()
     with model.hooked():
         trace = conformance.read(variants, by=model)
-        rows = [variant.row(trace, N_NEW) for variant in variants]
+        rows = [variant.row(trace, n_new) for variant in variants]
         for layer in trace.shape.attention_layers:
             for row in rows:
                 row.build(layer)
@@ -56,7 +61,7 @@ def steps(
                 if asks is not None:
                     asks(n_steps, rows)
 
-            done = decode(model, trace, rows, max_new_tokens=N_NEW, on_step=note)
+            done = decode(model, trace, rows, max_new_tokens=n_new, on_step=note)
     apart = [after - before for before, after in pairwise(sent)]
     return [x.ids for x in done.answers], [x.store.ledger.entries for x in rows], apart
 
@@ -286,6 +291,32 @@ def test_rows_learn_and_evict_as_they_were_told(
     assert [*found] == [*held]
     for mine, anew in zip([*found.values()], [*held.values()], strict=True):
         assert all(torch.equal(one, other) for one, other in zip(mine, anew, strict=True))
+
+
+@pytest.mark.slow
+def test_weights_go_to_local_tokens_until_they_become_a_block(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """InfLLM's, whose search and weights are told once, and anew behind each block."""
+    ages, names, n_new = ages_of(BlockSearch, monkeypatch), ("infllm method.block_len=17", "snapkv"), 14
+    held = dict[int, list[Tensor]]()
+
+    def hold(n_steps: int, rows: Sequence[Row]) -> None:
+        row = cast("InfLLM", rows[0])
+        for layer, scores in row.scores.items():
+            means = row.means[layer][: row.n_blocks[layer]]
+            held.setdefault(n_steps, []).extend([scores.clone(), means.clone(), row.store[layer].positions()])
+
+    ids, books, sent = steps(machine, *names, n_new=n_new)
+    assert (ids, books) == steps(machine, *names, n_new=n_new, device="cpu")[:2]
+    told_anew = [i for i, n in enumerate(sent) if n]
+    assert max(ages) >= 6 and 0 < len([i for i in told_anew if i > 1]) <= 3, (ages, sent)
+    assert (ids, books) == steps(machine, *names, asks=hold, n_new=n_new)[:2]
+    found, held = held, {}
+    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    assert (ids, books) == steps(machine, *names, asks=hold, n_new=n_new)[:2]
+    for n_steps, mine in found.items():
+        assert all(torch.equal(one, other) for one, other in zip(mine, held[n_steps], strict=True)), n_steps
 
 
 def test_a_row_that_is_told_anew_has_launches_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -325,13 +325,13 @@ def test_weights_are_asked_for_only_where_a_block_can_form_in_time(n_new: int, w
     ("changed", "n_new", "repeats", "is_stored"),
     [
         ({}, 5, True, True),
-        ({}, 6, False, True),
+        ({}, 6, True, True),
         ({"repr_score": "logit"}, 6, False, False),
         ({"position": "fixed"}, 5, False, False),
     ],
     ids=["true positions", "a block from weights", "a block from logits", "one distance"],
 )
-def test_steps_repeat_while_no_block_can_form_and_no_token_is_turned(
+def test_steps_repeat_but_for_turned_tokens_and_blocks_from_logits(
     changed: dict[str, Any], n_new: int, repeats: bool, is_stored: bool
 ) -> None:
     q, k, v = tokens(100)
