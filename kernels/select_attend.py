@@ -304,7 +304,9 @@ class Others(Protocol):
         """Of each row; their kernels are numbered from 1 on."""
         ...
 
-    def launch(self, q: Tensor, table: Table, sums: Tensor, lses: Tensor, scale: float, cap: float) -> None:
+    def launch(
+        self, q: Tensor, table: Table, sums: Tensor, lses: Tensor, scale: float, cap: float, age: int
+    ) -> None:  # fmt: skip
         """Write the sums and log-sum-exps of their items."""
         ...
 
@@ -398,25 +400,31 @@ def kv_heads(rows: Sequence[Sequence[Tokens]]) -> int:
 
 def growing_table(
     q: Tensor, rows: Sequence[Sequence[Tokens]], more: Sequence[Sequence[int]], scratch: Scratch,
-    logits: Sequence[Tensor | None] = (), room: int = 0,
-) -> tuple[Table, int]:  # fmt: skip
-    """A table of parts that have so many tokens more at every step, and for how many steps it has all items.
+    logits: Sequence[Tensor | None] = (), room: int = 0, others: Others | None = None,
+) -> tuple[Table, list[list[Piece]], int]:  # fmt: skip
+    """A table of parts that have so many tokens more at every step, its pieces, and for how many steps it holds.
 
     The `logits` of a row's parts lie behind each other, each with room for so many steps.
     """
-    h_kv, own = kv_heads(rows), list[list[Piece]]()
+    h_kv, own = kv_heads(rows) if others is None else others.h_kv, list[list[Piece]]()
     for i, (parts, ns) in enumerate(zip(rows, more, strict=True)):
         own.append([])
         given = logits[i] if logits else None
         at = 0 if given is None else given.data_ptr()
-        for (n, idx, own_q, _, *others, _, record), grows in zip(
+        for (n, idx, own_q, _, *stride_to_reps, _, record), grows in zip(
             pieces_of(parts, i, q, h_kv, given), ns, strict=True
         ):  # fmt: skip
-            own[-1].append((n, idx, own_q, at, *others, grows, record))  # type: ignore[arg-type]
+            own[-1].append((n, idx, own_q, at, *stride_to_reps, grows, record))  # type: ignore[arg-type]
             at += 4 * (n + room * grows) if at else 0
-    table = table_of(Work(), own, q, h_kv, value_width(rows))
+    if others is not None:
+        own = [[*mine, *theirs] for mine, theirs in zip(own, others.pieces(q), strict=True)]
+    table = table_of(Work(), own, q, h_kv, value_width(rows) if any(rows) else q.shape[3])
     table = table._replace(room=room_for(q, table, scratch))
-    return table, min((-piece[0] % table.split for pieces in own for piece in pieces if piece[7]), default=NEVER)
+    # Until a piece has a split more, or less.
+    limits = [
+        (-n if more > 0 else n - 1) % table.split for pieces in own for n, *_, more, _ in pieces if more
+    ]  # fmt: skip
+    return table, own, min(limits, default=NEVER)
 
 
 def point_to(table: Table, places: Sequence[int]) -> None:
@@ -440,7 +448,7 @@ def attend_table(
             *form.constants, cap > 0, INTERPRETED, num_warps=form.n_warps,
         )  # fmt: skip
     if others is not None:
-        others.launch(q, table, sums, lses, scale, cap)
+        others.launch(q, table, sums, lses, scale, cap, age)
     join_items[(n, h)](sums, lses, out, lse, numbers, table.n_pieces, table.split, age, h, d_v, form.values, form.most)
     return out, lse
 

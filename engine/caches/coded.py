@@ -10,10 +10,12 @@ Not here: its layer (`engine/layouts/coded.py`), how a method packs (`methods/qu
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from engine.attend import Part
+from engine.layouts.growing import Growing
 from kernels.rows.append import Place
 
 
@@ -52,6 +54,21 @@ class Codec(ABC):
     def settle(self) -> None:
         """After attention: pack what is to be packed now."""
 
+    # Steps that are alike, on an accelerator.
+
+    def growing(self) -> Growing | None:
+        """Where tokens go at steps to come, as a layer says it, for as long as `settle` does nothing; None: unknown."""
+        return None
+
+    def repeat(self) -> None:
+        """Count the current token in, which kernels have taken in as they were told."""
+        raise AssertionError(f"{type(self).__name__} says nothing of steps to come")
+
+    @classmethod
+    def packing(cls, codecs: Sequence["Codec"]) -> "Packing | None":
+        """What is packed before the tokens of steps to come are written; None: nothing."""
+        return None
+
     @abstractmethod
     def counted_bytes(self) -> int:
         """Bytes of what is there, by the rules of docs/byte-budget.md."""
@@ -59,6 +76,14 @@ class Codec(ABC):
     @abstractmethod
     def tensors(self) -> list[Tensor]:
         """Every tensor that is held between steps."""
+
+
+class Packing(Protocol):
+    """Tokens that are packed at steps that are alike."""
+
+    def take(self, age: int) -> None:
+        """So many steps behind the one that was told."""
+        ...
 
 
 class Rows:
@@ -86,8 +111,17 @@ class Rows:
         self.n += 1
         return self.buffer[:, :, end : end + 1]
 
+    @property
+    def n_left(self) -> int:
+        """Tokens that may come until they are shifted."""
+        return self.buffer.shape[2] - self.start - self.n
+
+    def newest(self) -> Tensor:
+        """The buffer from its newest token on."""
+        return self.buffer[:, :, self.start + self.n - 1 :]
+
     def leave(self, n: int) -> Tensor:
-        """The oldest `n` tokens, which are gone from now on."""
+        """The oldest `n` tokens, which are gone from now on, and lie there until the next one comes."""
         oldest = self.buffer[:, :, self.start : self.start + n]
-        self.start, self.n = self.start + n, self.n - n
+        self.start, self.n = (self.start + n if n < self.n else 0), self.n - n
         return oldest

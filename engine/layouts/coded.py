@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.attend import Part
 from engine.books.ledger import Entry
 from engine.caches.coded import Codec
+from engine.layouts.growing import Growing
 from engine.layouts.home import Home
 from engine.layouts.layer import Layer
 from engine.placement import Coded
@@ -38,6 +39,13 @@ class CodedLayer(Layer):
         """None: codecs of all rows say them together."""
         self.advance(k_new, v_new)
         return []
+
+    def growing(self) -> Growing | None:
+        return self.codec.growing()
+
+    def repeat(self, k_new: Tensor, v_new: Tensor) -> None:
+        self.advance(k_new, v_new)
+        self.codec.repeat()
 
     def resident(self) -> list[Part]:
         return self.codec.parts()

@@ -19,8 +19,9 @@ from engine.caches.copies import Shelf
 from engine.caches.held import HeldBlocks
 from engine.caches.host import Host
 from engine.caches.recent import RecentTokens
+from engine.layouts.growing import Growing
 from engine.layouts.home import Home
-from engine.layouts.layer import Growing, Layer
+from engine.layouts.layer import Layer
 from engine.layouts.memory import Memory
 from engine.layouts.slots import Slots
 from engine.placement import Change, Offloaded, OffloadedValues, Release, Searched

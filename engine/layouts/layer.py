@@ -11,7 +11,7 @@ Not here: which tokens (`methods`), what a placement says (`engine/placement.py`
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +21,11 @@ from engine.books.ledger import Entry
 from engine.books.meter import Meter
 from engine.caches.host import Host
 from engine.caches.queries import QueryRing
+from engine.layouts.growing import Growing
 from engine.layouts.home import Home
 from engine.placement import Change
-from kernels.rows.append import Place, Ring
+from kernels.rows.append import Place
 from kernels.select_attend import Work
-
-
-class Growing(NamedTuple):
-    """What the steps to come do to a layer's memory."""
-
-    more: tuple[int, ...]  # tokens that each part of `resident` has more at every step
-    places: tuple[tuple[Tensor, Tensor, int, Ring], ...]  # of the current token, and the slots that take turns there
-    n_steps: int  # for so many
 
 
 class Layer(ABC):
@@ -136,6 +129,10 @@ class Layer(ABC):
         return [self.n_kept + max(0, self.s_prompt - self.start)] * self.meter.shape.h_kv
 
     # Arithmetic.
+
+    def repeat(self, k_new: Tensor, v_new: Tensor) -> None:
+        """Count the current token in at a step that is like the one before it."""
+        self.advance(k_new, v_new)
 
     def advance(self, k_new: Tensor, v_new: Tensor) -> int:
         """Count the current token in: its place in the window, -1 where that has none."""

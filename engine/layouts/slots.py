@@ -16,8 +16,9 @@ from torch import Tensor
 from engine.attend import Part
 from engine.books.ledger import Entry
 from engine.budget import ELEMENT_BYTES
+from engine.layouts.growing import Growing
 from engine.layouts.home import Home
-from engine.layouts.layer import Growing, Layer
+from engine.layouts.layer import Layer
 from engine.layouts.memory import Buffers, Memory
 from engine.placement import Change, Evict, Kept, Made, Placement, Stay
 from kernels.gather import gather_tokens, move_both

@@ -17,19 +17,23 @@ from torch import Tensor
 from engine.attend import Part
 from engine.books.spans import stretches
 from engine.books.unwritten import Unwritten
+from engine.caches.coded import Codec, Packing
 from engine.caches.eviction import Learner, Learning
+from engine.layouts.coded import CodedLayer
 from engine.layouts.fetching import Fetching
+from engine.layouts.growing import Growing
 from engine.layouts.layer import Layer
 from engine.row import Row
 from engine.rows import Bringer
 from engine.selection import Search
 from engine.softmax import Softmax
+from kernels.packed.rows import CodedRows, takes_codes
 from kernels.rows.append import Places
 from kernels.rows.weights import Softening
 from kernels.scratch import Scratch
-from kernels.select_attend import attend_table, growing_table, point_to
+from kernels.select_attend import Tokens, attend_table, growing_table, point_to
 
-MOST_MISSES = 3  # steps in a row that were told in vain
+MOST_MISSES = 4  # steps in a row that were told in vain
 MOST_LOGITS = 256  # steps for which logits of a row that grows have room
 
 
@@ -98,11 +102,12 @@ class Steady:
             return
         searches = self.searching(fetched, q)
         self.searches, self.is_still = searches or [], searches is not None
-        tokens = [[part.tokens() for part in own] for own in parts]
+        if (found := self.tokens_of(q, parts, growing, fetched)) is None:
+            return
+        tokens, more = found
         for told in self.searches:
             for own, idx in zip(tokens[told.at], told.search.idx, strict=True):
                 own[-1] = replace(own[-1], idx=idx)
-        more = [[*each.more, *(0 for _ in own)] for each, own in zip(growing, fetched, strict=True)]
         wants = any(row.wants_weights for row in self.rows)
         # Of a row's resident parts the last one alone grows, so that their logits lie beside each other.
         moves = any(row.wants_weights and any(each.more[:-1]) for row, each in zip(self.rows, growing, strict=True))
@@ -110,20 +115,22 @@ class Steady:
             return
         self.more = [sum(each.more) for each in growing]
         room, self.logits = self.room_for_logits(q, parts, fetched) if wants else ([], [])
-        self.table, n_steps = growing_table(q, tokens, more, self.scratch, room, MOST_LOGITS)
+        coded = self.coded
+        self.table, pieces, n_steps = growing_table(q, tokens, more, self.scratch, room, MOST_LOGITS, coded)
         self.softening = Softening(self.logits, self.more, MOST_LOGITS) if wants else None
         places = [[place[:3] for place in each.places] for each in growing]
         self.places = Places.of(places, q.device, [[ring for *_, ring in each.places] for each in growing])
         self.marks = [(at.start, at.n_seen, 0) for at in self.layers]
         self.rings = [(at.queries, i) for i, at in enumerate(self.layers) if at.queries is not None]
+        self.packing = self.packed_again()
         self.chosen: list[Chosen | None] = []
-        self.at = [0] * self.table.n_pieces  # where positions lie
-        piece = -1
-        for own, got in zip(tokens, fetched, strict=True):
-            piece += len(own)
-            idx = got[0].idx if got else None
+        self.at: list[int] = []  # where positions lie
+        for own, of_row, got in zip(tokens, pieces, fetched, strict=True):
+            idx, piece = got[0].idx if got else None, len(self.at) + len(own) - 1
+            self.at += [where for _, where, *_ in of_row]
             self.chosen.append(None if idx is None else Chosen(piece, lying(got[0]), idx.shape, idx.stride()))
-            self.at[piece] = 0 if idx is None else idx.data_ptr()
+            if idx is not None:
+                self.at[piece] = idx.data_ptr()
         limits = [each.n_steps for each in growing] + [told.search.n_steps for told in self.searches]
         limits += [MOST_LOGITS] if wants else []
         if self.searches:  # generated tokens may be chosen once the window is full and has none of the prompt
@@ -134,6 +141,41 @@ class Steady:
                 if own and not each.more[0] and own[0].late is None
             ]
         self.n_steps = max(0, min(n_steps, *limits))
+
+    def tokens_of(
+        self, q: Tensor, parts: Sequence[Sequence[Part]], growing: Sequence[Growing], fetched: Sequence[Sequence[Part]]
+    ) -> tuple[list[list[Tokens]], list[list[int]]] | None:
+        """What kernels are told of each row's parts, and how many tokens each has more at every step; None: unknown.
+
+        Codes that a kernel reads as they are go to `coded`.
+        """
+        coded, tokens, more = CodedRows(len(parts)), list[list[Tokens]](), list[list[int]]()
+        for i, (own, each, got) in enumerate(zip(parts, growing, fetched, strict=True)):
+            tokens.append([])
+            more.append([])
+            for part, n in zip(own, (*each.more, *(0 for _ in got)), strict=True):
+                if part.packed is None:
+                    tokens[i].append(part.tokens())
+                    more[i].append(n)
+                elif self.rows[i].wants_weights or not takes_codes(q, part.packed):
+                    return None
+                else:
+                    left = coded.add(i, part.packed, None)
+                    if coded.more[i] and not left:
+                        return None
+                    tokens[i] += left
+                    more[i] += [coded.more[i]] * len(left)
+        self.coded = coded if coded.by_form else None
+        return tokens, more
+
+    def packed_again(self) -> list[Packing]:
+        """What codecs of each kind pack at steps to come."""
+        kinds: dict[type[Codec], list[Codec]] = {}
+        for at in self.layers:
+            if isinstance(at, CodedLayer):
+                kinds.setdefault(type(at.codec), []).append(at.codec)
+        found = [kind.packing(codecs) for kind, codecs in kinds.items()]
+        return [packing for packing in found if packing is not None]
 
     def room_for_logits(
         self, q: Tensor, parts: Sequence[Sequence[Part]], fetched: Sequence[Sequence[Part]]
@@ -219,12 +261,14 @@ class Steady:
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         """Take in the current token of every row: the first ones of k_new and v_new, which may hold more."""
         for i, at in enumerate(self.layers):
-            at.advance(k_new[i : i + 1], v_new[i : i + 1])
+            at.repeat(k_new[i : i + 1], v_new[i : i + 1])
         self.keep(k_new, v_new)
 
     def keep(self, k_new: Tensor, v_new: Tensor) -> None:
         """Write the current token of every row to where it stays."""
         self.age += 1
+        for packing in self.packing:
+            packing.take(self.age)
         if self.places is not None:
             self.places.take(k_new, v_new, self.age)
 
@@ -263,7 +307,7 @@ class Steady:
         """Bring such a step into the books."""
         index, rows, brought = self.index, self.rows, [*brought]
         for at in self.layers:
-            at.advance(*self.newest)  # nobody asks for what is newest
+            at.repeat(*self.newest)  # nobody asks for what is newest
         for told in self.searches:
             at, search = told.at, told.search
             counts = told.counts(brought.pop(0) if told.bringers else ())
@@ -296,7 +340,7 @@ class Steady:
     def attend_told(self, q: Tensor, soft: Softmax) -> Tensor:
         """Attention of all rows over what kernels were told."""
         self.n_misses = 0
-        out, lse = attend_table(q, self.table, soft.scale, soft.cap, age=self.age)
+        out, lse = attend_table(q, self.table, soft.scale, soft.cap, self.coded, self.age)
         if soft.sink is not None:
             n = self.table.n_rows
             out[:n], lse = soft.finish(out[:n], lse)
@@ -322,12 +366,12 @@ def bringers(
 
 def is_fixed(part: Part) -> bool:
     """Whether kernels read nothing that another step makes anew of what a layer holds, which says how it grows."""
-    return part.packed is part.channels is part.q is None
+    return part.channels is part.q is None
 
 
 def is_told(part: Part) -> bool:
     """The same of what was fetched, but for positions."""
-    return is_fixed(part) and part.bias is None and (part.mask is None or part.idx is not None)
+    return is_fixed(part) and part.packed is part.bias is None and (part.mask is None or part.idx is not None)
 
 
 def lying(part: Part) -> tuple[Any, ...]:

@@ -17,8 +17,9 @@ from torch import Tensor
 from engine.attend import Part
 from engine.books.ledger import Entry
 from engine.caches.rolling import Rolling
+from engine.layouts.growing import Growing
 from engine.layouts.home import Home
-from engine.layouts.layer import Growing, Layer
+from engine.layouts.layer import Layer
 from engine.layouts.memory import Memory
 from engine.layouts.slots import Slots
 from engine.placement import Change, Delayed, Judged, Ragged, Stay, Whole

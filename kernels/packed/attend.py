@@ -86,6 +86,7 @@ class Packed(NamedTuple):
     v: Side
     n: int
     joint: bool = False  # a value is the first numbers of its key, whose codes `v` has too
+    grows: tuple[int, int] = (0, 0)  # how many of K and of V are packed at every step to come, while `n` grows by one
 
     def rebuilt(self, d_v: int) -> tuple[Tensor, Tensor]:
         """What attention sees of all tokens, (1, h_kv, n, d_h and d_v)."""

@@ -55,6 +55,7 @@ class Stretch(NamedTuple):
     q: Tensor | None  # (1, h, 1, d_h), turned for these tokens
     first: int
     last: int
+    moves: tuple[int, int] = (0, 0)  # how much further on both are at the next step
 
 
 def takes_codes(q: Tensor, packed: Packed) -> bool:
@@ -78,17 +79,19 @@ class CodedRows:
     def __init__(self, n_rows: int) -> None:
         self.n_rows = n_rows
         self.by_form: dict[tuple[Form, Form], list[Stretch]] = {}
+        self.more = [0] * n_rows  # tokens that what is left of a row has more at the next step
         self.h_kv = 0
 
     def add(self, row: int, packed: Packed, q: Tensor | None) -> list[Tokens]:
         """Take a row's packed tokens in; what is left are those of which neither K nor V is packed."""
         k, v, n = packed[:3]
         self.h_kv = k.exact.shape[1]
-        both, either = sorted((k.n, v.n))
-        for first, last in ((0, both), (both, either)):
+        (both, of_both), (either, of_either) = sorted(zip((k.n, v.n), packed.grows, strict=True))
+        self.more[row] = 1 - of_either
+        for first, last, *moves in ((0, both, 0, of_both), (both, either, of_both, of_either)):
             if first < last:
                 forms = form_of(k, last), form_of(v, last)
-                self.by_form.setdefault(forms, []).append(Stretch(row, packed, q, first, last))
+                self.by_form.setdefault(forms, []).append(Stretch(row, packed, q, first, last, (moves[0], moves[1])))
         if either == n:
             return []
         return [Tokens(k.exact[:, :, either - k.n : n - k.n], v.exact[:, :, either - v.n : n - v.n], q=q)]
@@ -104,11 +107,14 @@ class CodedRows:
                 if each.q is not None:
                     assert each.q.is_contiguous() and each.q.dtype == q.dtype, (each.q.stride(), each.q.dtype)
                     own_q = elements(each.q)
-                found[each.row].append((each.last - each.first, each.first, own_q, 0, 0, kernel, 1, 0, record))
+                more = each.moves[1] - each.moves[0]
+                found[each.row].append((each.last - each.first, each.first, own_q, 0, 0, kernel, 1, more, record))
             self.even.append(all(is_even(q, each, record) for each, record in zip(some, records, strict=True)))
         return found
 
-    def launch(self, q: Tensor, table: Table, sums: Tensor, lses: Tensor, scale: float, cap: float) -> None:
+    def launch(
+        self, q: Tensor, table: Table, sums: Tensor, lses: Tensor, scale: float, cap: float, age: int
+    ) -> None:  # fmt: skip
         h, d_h = q.shape[1], q.shape[3]
         g, whole = h // self.h_kv, power_of_2(d_h, 16)
         width = whole if whole <= WIDE else PART
@@ -119,7 +125,7 @@ class CodedRows:
             attend_codes[(cdiv(g, n_heads) * parts, table.n_items[kernel], self.h_kv)](
                 q, packed_k.packed.codes, packed_v.packed.codes, packed_k.packed.scales, packed_v.packed.scales,
                 base, table.numbers, sums, lses, scale, cap, table.n_pieces, table.n_rows, elements(q), table.split,
-                kernel, self.h_kv, d_h, row_bytes(k, d_h), row_bytes(v, d_h),
+                kernel, age, self.h_kv, d_h, row_bytes(k, d_h), row_bytes(v, d_h),
                 g, n_heads, width, parts, tile_of(k, v) if parts == 1 else min(WIDE_TILE, tile_of(k, v)), RECORD,
                 k.kind, k.bits, wide_group(k, d_h, whole), v.kind, v.bits, wide_group(v, d_h, whole),
                 lanes, max(1, lanes // q.element_size()), cap > 0, INTERPRETED,
@@ -162,7 +168,7 @@ def record_of(q: Tensor, each: Stretch, base: Packed) -> tuple[int, ...]:
         away = distance(scales, there.packed.scales), distance(zeros, there.packed.scales)
         found += [distance(codes, there.packed.codes), codes.stride(0), *away, *scales.stride()]
     table = each.packed.k.table
-    found += [*exact, 0 if table is None else distance(table, base.k.table)]  # type: ignore[arg-type]
+    found += [*exact, 0 if table is None else distance(table, base.k.table), each.moves[0]]  # type: ignore[arg-type]
     return (*found, *[0] * (RECORD - len(found)))
 
 
@@ -219,10 +225,10 @@ def scaled(
     return tl.reshape(x, (TILE, WIDTH))
 
 
-@jit(unspecialized=("n_pieces", "n_rows", "here", "split", "kernel"))
+@jit(unspecialized=("n_pieces", "n_rows", "here", "split", "kernel", "age"))
 def attend_codes(
     q, k_codes, v_codes, k_scales, v_scales, entries, table, sums, lses, scale, cap, n_pieces, n_rows, here, split,
-    kernel, h_kv, d_h, k_bytes, v_bytes,
+    kernel, age, h_kv, d_h, k_bytes, v_bytes,
     G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
     RECORD: tl.constexpr,
     K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_GROUP: tl.constexpr,
@@ -236,10 +242,10 @@ def attend_codes(
     those of `kernels/packed/codes.py`: -1 exact, 0 by channel, 1 by token, 3 a token's entries of a table brought to
     length 1.
     """
-    piece, item, n, _, begin = find_item(tl.program_id(1), table, n_pieces, split, kernel, 0)
+    piece, item, n, _, begin = find_item(tl.program_id(1), table, n_pieces, split, kernel, age)
     head = tl.program_id(2).to(tl.int64)
     at = table + 8 * n_pieces + n_rows + 1 + piece * RECORD
-    skipped, asked = tl.load(table + n_pieces + piece), tl.load(table + 2 * n_pieces + piece)
+    skipped, asked = tl.load(table + n_pieces + piece) + tl.load(at + 18) * age, tl.load(table + 2 * n_pieces + piece)
     own_q = tl.where(asked < 1 << 20, asked * h_kv * G * d_h, asked - here)
     turn, own = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS * WIDTH
     row, value_column = turn * ROWS + tl.arange(0, ROWS), own + tl.arange(0, WIDTH)

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.jit import distance, jit, power_of_2, tl, upload
 from kernels.packed.codes import Quantised
 
-FIELDS = 9  # numbers of a token
+FIELDS = 11  # numbers of a token
 COLUMNS = 32  # of a rotation, for one pass
 
 
@@ -50,6 +50,7 @@ def fields(token: Ageing, x: Tensor, to: Quantised) -> list[int]:
     return [
         distance(token.x, x), token.x.stride(1), distance(codes, to.codes) + token.at * codes.stride(1),
         codes.stride(0), distance(scales, to.scales) + beside, distance(zeros, to.scales) + beside, *scales.stride(),
+        token.x.stride(2), codes.stride(1),
     ]  # fmt: skip
 
 
@@ -58,14 +59,25 @@ def packs(d_h: int, group: int) -> bool:
     return group == d_h or (group >= 8 and group & (group - 1) == 0 and d_h % group == 0)
 
 
+class RangePacking:
+    """As `quantise_tokens`, in the tokens' own arithmetic; at later steps the tokens behind them, and places."""
+
+    def __init__(self, tokens: Sequence[Ageing], bits: int, group: int) -> None:
+        self.x, self.to, _ = tokens[0]
+        self.grid, self.d_h = (len(tokens), self.x.shape[1]), self.x.shape[3]
+        self.table = upload(
+            [number for token in tokens for number in fields(token, self.x, self.to)], self.x.device
+        )  # fmt: skip
+        self.form = group, FIELDS, bits, power_of_2(group, 8), power_of_2(self.d_h // group)
+
+    def take(self, age: int = 0) -> None:
+        """So many steps behind the one that was told."""
+        pack_ranges[self.grid](self.x, self.to.codes, self.to.scales, self.table, age, self.d_h, *self.form)
+
+
 def pack_tokens(tokens: Sequence[Ageing], bits: int, group: int) -> None:
-    """As `quantise_tokens`, in the tokens' own arithmetic."""
-    x, to, _ = tokens[0]
-    _, h_kv, _, d_h = x.shape
-    table = upload([number for token in tokens for number in fields(token, x, to)], x.device)
-    pack_ranges[(len(tokens), h_kv)](
-        x, to.codes, to.scales, table, d_h, group, FIELDS, bits, power_of_2(group, 8), power_of_2(d_h // group)
-    )
+    """The same, once."""
+    RangePacking(tokens, bits, group).take()
 
 
 def code_tokens(keys: Sequence[Ageing], values: Sequence[Ageing], book: Book) -> None:
@@ -101,13 +113,13 @@ def rounded(x, cast: tl.constexpr):
         return x.to(cast).to(tl.float32)
 
 
-@jit
+@jit(unspecialized=("age",))
 def pack_ranges(
-    x, codes, scales, table, d_h, group,
+    x, codes, scales, table, age, d_h, group,
     FIELDS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     at, head = table + tl.program_id(0) * FIELDS, tl.program_id(1).to(tl.int64)
-    own = x + tl.load(at) + head * tl.load(at + 1)
+    own = x + tl.load(at) + head * tl.load(at + 1) + tl.load(at + 9) * age
     cast: tl.constexpr = x.dtype.element_ty
     which, place = tl.arange(0, GROUPS), tl.arange(0, GROUP)
     where = which[:, None] * group + place[None]
@@ -125,10 +137,10 @@ def pack_ranges(
     steps = tl.where((scale == 0)[:, None], 0.0, tl.minimum(tl.maximum(steps, 0.0), (1 << BITS) - 1.0))
     # What is added to 1.5 * 2^23 is rounded to an integer, halves to even.
     code = tl.where(inside, (steps + 12582912.0) - 12582912.0, 0.0).to(tl.int32)
-    beside = head * tl.load(at + 6) + which * tl.load(at + 8)
+    beside = head * tl.load(at + 6) + which * tl.load(at + 8) + tl.load(at + 7) * age
     tl.store(scales + tl.load(at + 4) + beside, scale.to(cast), real)
     tl.store(scales + tl.load(at + 5) + beside, low.to(cast), real)
-    to = codes + tl.load(at + 2) + head * tl.load(at + 3)
+    to = codes + tl.load(at + 2) + head * tl.load(at + 3) + tl.load(at + 10) * age
     eights = tl.reshape(code, (GROUPS * GROUP // 8, 8))
     store_codes(to, eights, 0, d_h * BITS // 8, BITS, GROUPS * GROUP // 8)
 

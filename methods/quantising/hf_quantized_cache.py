@@ -27,11 +27,12 @@ from engine.caches.coded import Codec
 from engine.caches.token_code import TokenCode
 from engine.checks import one_of, whole_number
 from engine.errors import ConfigError
+from engine.layouts.growing import Growing
 from engine.placement import Coder
 from engine.shapes import ModelShape
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_TOKEN, Quantised, quantise_tokens
-from kernels.rows.append import Place
+from kernels.rows.append import NO_RING, Place
 from methods.quantising.base import QuantisingMethod
 from methods.quantising.kivi import packed_bytes
 
@@ -70,6 +71,14 @@ class WholeCodec(Codec):
         """Where the current token is to be written."""
         self.n += 1
         return [(self.late[0], self.late[1], self.n - 1 - self.n_packed)]
+
+    def growing(self) -> Growing | None:
+        """Until everything is packed anew."""
+        n_exact = self.n - self.n_packed
+        return Growing((1,), ((*self.late, n_exact - 1, NO_RING),), max(0, self.plan.residual - 1 - n_exact))
+
+    def repeat(self) -> None:
+        self.n += 1
 
     def sides(self) -> tuple[Side, Side]:
         plan = self.plan

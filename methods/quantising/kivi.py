@@ -20,23 +20,24 @@ Figures   keep fewer bits, or made keys: #04787E, hourglass, -
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
 from engine.attend import Part
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
-from engine.caches.coded import Codec, Rows
+from engine.caches.coded import Codec, Packing, Rows
 from engine.caches.token_code import TokenCode
 from engine.checks import whole_number
 from engine.errors import ConfigError
+from engine.layouts.growing import Growing
 from engine.placement import Coder
 from engine.shapes import ModelShape
 from kernels.gather import is_within
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, quantise_channels, quantise_tokens, with_room
-from kernels.packed.tokens import Ageing, pack_tokens, packs
-from kernels.rows.append import Place
+from kernels.packed.tokens import Ageing, RangePacking, packs
+from kernels.rows.append import NO_RING, Place
 from methods.quantising.base import QuantisingMethod
 
 BITS = (2, 4, 8)
@@ -73,14 +74,13 @@ class KIVICodec(Codec):
         cls, codecs: Sequence[Codec], k_new: Sequence[Tensor], v_new: Sequence[Tensor]
     ) -> list[list[Place]]:
         """Values that aged in the step before are packed in one launch."""
-        mine, ageing = cast("Sequence[KIVICodec]", codecs), dict[tuple[int, int], list[Ageing]]()
-        for codec in mine:
-            if codec.has_aged and packs(codec.d_v, codec.plan.group):
-                form = codec.plan.value_bits, codec.plan.group
-                ageing.setdefault(form, []).append(Ageing(codec.late_v.leave(1), codec.values, codec.n_v))
-                codec.n_v += 1
-        for form, tokens in ageing.items():
-            pack_tokens(tokens, *form)
+        mine = cast("Sequence[KIVICodec]", codecs)
+        packing = [codec for codec in mine if codec.has_aged and packs(codec.d_v, codec.plan.group)]
+        tokens = [(codec, Ageing(codec.late_v.leave(1), codec.values, codec.n_v)) for codec in packing]
+        for form, some in by_form(tokens).items():
+            RangePacking(some, *form).take()
+        for codec in packing:
+            codec.n_v += 1
         return [codec.places() for codec in mine]
 
     def places(self) -> list[Place]:
@@ -90,13 +90,38 @@ class KIVICodec(Codec):
         key = self.late_k.place()
         return [(key, key[..., : self.d_v] if self.joint else self.late_v.place(), 0)]
 
+    def growing(self) -> Growing | None:
+        """Until a block of keys is full, values begin to age, or rows are shifted."""
+        plan, k, v = self.plan, self.late_k, self.late_v
+        if self.joint or (self.has_aged and not packs(self.d_v, plan.group)):
+            return None
+        limits = [plan.residual - 1 - k.n, k.n_left, v.n_left]
+        if not self.has_aged:
+            limits.append(plan.residual + 1 - v.n)
+        return Growing((1,), ((k.newest(), v.newest(), 0, NO_RING),), max(0, min(limits)))
+
+    def repeat(self) -> None:
+        if self.has_aged:
+            self.late_v.leave(1)
+            self.n_v += 1
+        self.n, self.late_k.n, self.late_v.n = self.n + 1, self.late_k.n + 1, self.late_v.n + 1
+
+    @classmethod
+    def packing(cls, codecs: Sequence[Codec]) -> Packing | None:
+        """Of each row that has more exact values than it holds, the oldest."""
+        ageing = by_form(
+            (codec, Ageing(codec.late_v.view()[:, :, :1], codec.values, codec.n_v))
+            for codec in cast("Sequence[KIVICodec]", codecs) if codec.has_aged
+        )  # fmt: skip
+        return Packings([RangePacking(tokens, *form) for form, tokens in ageing.items()]) if ageing else None
+
     def part(self) -> Part:
         plan = self.plan
         k = Side(BY_CHANNEL, plan.key_bits, plan.group, self.n_k, self.keys, self.late_k.view())
         if self.joint:
             return replace(self.nothing, packed=Packed(k, k, self.n, joint=True))
         v = Side(BY_TOKEN, plan.value_bits, plan.group, self.n_v, self.values, self.late_v.view())
-        return replace(self.nothing, packed=Packed(k, v, self.n))
+        return replace(self.nothing, packed=Packed(k, v, self.n, grows=(0, int(self.has_aged))))
 
     def settle(self) -> None:
         plan = self.plan
@@ -132,6 +157,24 @@ class KIVICodec(Codec):
     def tensors(self) -> list[Tensor]:
         own = [*self.keys, self.late_k.buffer]
         return own if self.joint else [*own, *self.values, self.late_v.buffer]
+
+
+def by_form(tokens: Iterable[tuple[KIVICodec, Ageing]]) -> dict[tuple[int, int], list[Ageing]]:
+    """Values that are packed in one launch, by the bits and the group of their codes."""
+    found: dict[tuple[int, int], list[Ageing]] = {}
+    for codec, token in tokens:
+        found.setdefault((codec.plan.value_bits, codec.plan.group), []).append(token)
+    return found
+
+
+class Packings(NamedTuple):
+    """Values of several forms."""
+
+    each: Sequence[RangePacking]
+
+    def take(self, age: int) -> None:
+        for packing in self.each:
+            packing.take(age - 1)
 
 
 class KIVI(QuantisingMethod):

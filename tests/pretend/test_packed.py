@@ -1,5 +1,7 @@
 """Methods that hold codes, on a pretended GPU: kernels read them packed, with the tokens and the books of the CPU's."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from benchmarks.pretend.cuda import Machine
 from engine.books.ledger import Entry
 from engine.checkpoints.load import load_random
 from engine.decode import decode
+from engine.layouts.steady import Steady
 from engine.model import Model
 from engine.prefill import prefill
 from evals.studies.hardware import method_of
@@ -24,7 +27,7 @@ ASKED = {
 }
 
 
-def answers(model: Model, words: dict[str, list[str]]) -> tuple[list[list[int]], list[list[Entry]]]:
+def answers(model: Model, words: dict[str, list[str]], n_new: int = N_NEW) -> tuple[list[list[int]], list[list[Entry]]]:
     """Tokens and ledgers of variants that answer together."""
     ids = [i * 7 % 250 for i in range(N_PROMPT)]
     with model.hooked():
@@ -32,13 +35,13 @@ def answers(model: Model, words: dict[str, list[str]]) -> tuple[list[list[int]],
         rows = []
         for name, more in words.items():
             kind, params = method_of(name.partition("_")[0] if name.startswith("turbo") else name, more)
-            rows.append(kind.variant_for(params, OF_CODES, model.shape, N_PROMPT).row(trace, N_NEW))
+            rows.append(kind.variant_for(params, OF_CODES, model.shape, N_PROMPT).row(trace, n_new))
         for row in rows:
             for layer in trace.shape.attention_layers:
                 row.build(layer)
             row.complete()
         trace.settle()
-        done = decode(model, trace, rows, max_new_tokens=N_NEW)
+        done = decode(model, trace, rows, max_new_tokens=n_new)
     return [each.ids for each in done.answers], [row.store.ledger.entries for row in rows]
 
 
@@ -58,3 +61,38 @@ def test_codes_are_read_packed_and_say_the_same(
     expected = answers(model, asked)
     monkeypatch.setattr(Side, "rebuilt", rebuilding)
     assert answers(moved(model, "cuda:1"), asked) == expected
+
+
+STEADY = [
+    ({"kivi": ["method.group=16", "method.residual=16"]}, 9),
+    pytest.param(
+        {
+            "kivi": ["method.group=16", "method.residual=32"],
+            "hf_quantized_cache": ["method.group=16", "method.residual=4"],
+            "snapkv": [],
+        },
+        14, marks=pytest.mark.slow,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "n_new"), STEADY, ids=["a block becomes full", "beside others"])
+def test_steps_over_codes_are_told_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, asked: dict[str, list[str]], n_new: int
+) -> None:
+    """Packed values grow by one, those whose keys alone are packed shrink, and exact tokens come behind."""
+    model = load_random("small", config_of(2), dtype="float32", device="cpu")
+    expected, ages, keep = answers(model, asked, n_new), list[int](), Steady.keep
+
+    def noting(steady: Steady, k_new: torch.Tensor, v_new: torch.Tensor) -> None:
+        keep(steady, k_new, v_new)
+        assert steady.coded is not None
+        ages.append(steady.age)
+
+    monkeypatch.setattr(Steady, "keep", noting)
+    on_gpu = replace(moved(model, "cuda:0"), allows_graphs=False)
+    assert answers(on_gpu, asked, n_new) == expected
+    assert max(ages) >= 2, ages
+    ages.clear()
+    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    assert answers(on_gpu, asked, n_new) == expected and not ages
