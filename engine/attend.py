@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from engine.caches.asked import Asked, Asking, alike
 from engine.causal import Chunk, fused, weighed
 from engine.softmax import Softmax
 from kernels.packed.attend import Packed, attend_packed_native, takes_packed
@@ -52,7 +53,7 @@ class Part:
     bias: Tensor | None = None  # (n, heads, s) float32 added to scaled logits, the logarithms of tokens' weights
     is_pseudo: bool = False  # each stands for tokens that are not attended to, and counts as none
     packed: Packed | None = None  # in place of k and v, which have no tokens
-    channels: Tensor | None = None  # (1, h, 1, d_h) numbers of a query that meet those of k, d_h: none does
+    asked: Asked | None = None  # how queries are made for it, which are its `q` then
     # What `tokens` made: a part that a layer holds is asked at every step, when it is complete.
     made: Tokens | None = field(default=None, init=False)
 
@@ -93,7 +94,7 @@ def attend_rows(
     On a GPU one launch for all rows, and `work` is what it was told at the last step. What q has behind the rows is
     nobody's.
     """
-    ask_channels(q, rows)
+    ask_parts(q, rows)
     if q.device.type == "cpu":
         return attend_rows_cpu(q, rows, soft, wants_weights)
     h = q.shape[1]
@@ -112,14 +113,12 @@ def attend_rows(
     return out, soften_rows(logits, lse)
 
 
-def ask_channels(q: Tensor, rows: Sequence[list[Part]]) -> None:
-    """Give parts whose keys have other channels, or an order of their own, a query that goes with them."""
-    asking = [(i, part) for i, parts in enumerate(rows) for part in parts if part.channels is not None]
-    if asking:
-        wide = torch.nn.functional.pad(q, (0, 1))  # with a number that is 0
-        for i, part in asking:
-            assert part.channels is not None
-            part.q = wide[i : i + 1].gather(3, part.channels)
+def ask_parts(q: Tensor, rows: Sequence[list[Part]]) -> None:
+    """Give parts that are asked in a way of their own the queries that go with their keys."""
+    for some in alike([(i, part) for i, parts in enumerate(rows) for part in parts]):
+        asking = Asking([i for i, _ in some], [part.asked for _, part in some], len(rows), q.device)
+        for (_, part), own in zip(some, asking.take(q).split(1), strict=True):
+            part.q = own
 
 
 def value_width(rows: Sequence[list[Part]]) -> int:

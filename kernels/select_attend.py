@@ -280,7 +280,7 @@ WIDE_ROWS, WIDE_TILE, WIDE_WARPS = 16, 32, 8
 MOVING = 5  # numbers of a piece that may be others at the next step,
 COLUMNS = 8  # and all that stand in front of its record, as `find_item` reads them
 ROWS_AT_MOST = 1 << 20  # of a batch: a query's number is a row's below, an address from there on
-RECORD = 27  # numbers of a record, as `attend_items` reads them
+RECORD = 28  # numbers of a record, as `attend_items` reads them
 
 Piece = tuple[int, int, int, int, int, int, int, int, tuple[int, ...]]
 """What kernels read of some tokens of one row: how many there are; where chosen ones are, the row of their query or its
@@ -498,7 +498,7 @@ def elements(x: Tensor) -> int:
 
 def is_even(record: tuple[int, ...], wide: int) -> bool:
     """Whether all tokens of a record begin at a multiple of `wide` elements."""
-    return all(number % wide == 0 for number in (*record[:7], *record[8:12], *record[16:20]))
+    return all(number % wide == 0 for number in (*record[:7], *record[8:12], *record[16:20], record[27]))
 
 
 def pieces_of(parts: Sequence[Tokens], row: int, q: Tensor, h_kv: int, logits: Tensor | None) -> list[Piece]:
@@ -524,7 +524,7 @@ def record_of(part: Tokens, q: Tensor, h_kv: int) -> tuple[int, ...]:
     """What `attend_items` reads of a part and stays as it is from step to step."""
     k, v, idx, size = part.k, part.v, part.idx, q.element_size()
     k_strides, v_strides, kv_heads = k.stride(), v.stride(), k.shape[1] // h_kv
-    check_stretch(k, v, q, v_strides[2])
+    check_stretch(k, v, q, v_strides[2], k_strides[2])
     # KV heads may be repeated, one per query head: then each of a group is read for its own.
     k_step, v_step = (k_strides[1], v_strides[1]) if kv_heads > 1 else (0, 0)
     front = (
@@ -532,12 +532,12 @@ def record_of(part: Tokens, q: Tensor, h_kv: int) -> tuple[int, ...]:
         v_strides[2],
     )  # fmt: skip
     if idx is part.mask is part.near is part.spans is part.bias is None:
-        return front + PLAIN
+        return (*front, *PLAIN, k_strides[2])
     idx_step = 0 if idx is None else idx.stride(1)
     late = 0, 0, 0, 0, NEVER
     if part.late is not None:
         k_late, v_late = part.late
-        check_stretch(k_late, v_late, q, v_strides[2])
+        check_stretch(k_late, v_late, q, v_strides[2], k_strides[2])
         late = elements(k_late), elements(v_late), k_late.stride(1), v_late.stride(1), k.shape[2]
     mask, near, spans = (0, 0, 0), (0, 0, 0, 0), (0, 0, 0)
     if part.mask is not None and idx is None:
@@ -546,7 +546,7 @@ def record_of(part: Tokens, q: Tensor, h_kv: int) -> tuple[int, ...]:
     slots = 0, 0
     if part.near is not None:
         k_near, v_near, where = part.near
-        check_stretch(k_near, v_near, q, v_strides[2])
+        check_stretch(k_near, v_near, q, v_strides[2], k_strides[2])
         assert where.dtype == torch.int32, where.dtype
         near = elements(k_near), elements(v_near), k_near.stride(1), v_near.stride(1)
         slots = where.data_ptr(), where.stride(0) * (len(where) > 1)
@@ -558,17 +558,17 @@ def record_of(part: Tokens, q: Tensor, h_kv: int) -> tuple[int, ...]:
     if part.bias is not None:
         check_bias(part.bias, part.n_heads(), part.n_tokens())
         bias_at, bias_step = part.bias.data_ptr(), part.bias.stride(1)
-    return (*front, idx_step, *late, *mask, *near, *slots, *spans, bias_at, bias_step)
+    return (*front, idx_step, *late, *mask, *near, *slots, *spans, bias_at, bias_step, k_strides[2])
 
 
-def check_stretch(k: Tensor, v: Tensor, q: Tensor, v_row: int) -> None:
-    """What the kernel relies on: tokens of V are as far apart as in the part that these belong to."""
-    k_strides, v_strides, d_h = k.stride(), v.stride(), q.shape[3]
-    assert k_strides[2:] == (d_h, 1) and v_strides[2:] == (v_row, 1), (k_strides, v_strides)
+def check_stretch(k: Tensor, v: Tensor, q: Tensor, v_row: int, k_row: int) -> None:
+    """What the kernel relies on: tokens are as far apart as in the part that these belong to, and so are copies."""
+    k_strides, v_strides = k.stride(), v.stride()
+    assert k_strides[2:] == (k_row, 1) and v_strides[2:] == (v_row, 1), (k_strides, v_strides)
     assert k.dtype == v.dtype == q.dtype, (k.dtype, v.dtype)
 
 
-PLAIN = (0, 0, 0, 0, 0, NEVER, *[0] * 14)  # the rest of a record of tokens beside each other, and nothing else
+PLAIN = (0, 0, 0, 0, 0, NEVER, *[0] * 14)  # of tokens beside each other, and nothing else
 
 
 @jit
@@ -612,7 +612,7 @@ def attend_items(
     own_q = tl.multiple_of(tl.where(asked < 1 << 20, asked * h_kv * G * d_h, asked - here), LANES)
     k = tl.multiple_of(tl.load(at) + j * tl.load(at + 4) + head * tl.load(at + 2) - here, LANES)
     v = tl.multiple_of(tl.load(at + 1) + j * tl.load(at + 5) + head * tl.load(at + 3) - here, LANES)
-    v_row = tl.multiple_of(tl.load(at + 6), LANES)
+    v_row, k_row = tl.multiple_of(tl.load(at + 6), LANES), tl.multiple_of(tl.load(at + 27), LANES)
     k_late = tl.multiple_of(tl.load(at + 8) + head * tl.load(at + 10) - here, LANES)
     v_late = tl.multiple_of(tl.load(at + 9) + head * tl.load(at + 11) - here, LANES)
     behind, mask_at = tl.load(at + 12), tl.load(at + 13)
@@ -657,13 +657,13 @@ def attend_items(
             token = tl.load(chosen + place, place < last, other=-1).to(tl.int32).to(tl.int64)
         real, is_late = (place < last) & (token >= 0), token >= behind
         early, late = tl.where(real & (token < behind), token, 0), tl.where(is_late, token - behind, 0)
-        key_at = tl.where(is_late, k_late + late * d_h, k + early * d_h)
+        key_at = tl.where(is_late, k_late + late * k_row, k + early * k_row)
         value_at = tl.where(is_late, v_late + late * v_row, v + early * v_row)
         if slots_at != 0:
             slot = tl.load(slots + token, real, other=-1)
             beside = tl.where(slot >= 0, slot, 0).to(tl.int64)
             key_at, value_at = (
-                tl.where(slot >= 0, k_near + beside * d_h, key_at),
+                tl.where(slot >= 0, k_near + beside * k_row, key_at),
                 tl.where(slot >= 0, v_near + beside * v_row, value_at),
             )
         seen = mine[:, None] & real[None]

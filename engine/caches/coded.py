@@ -10,7 +10,7 @@ Not here: its layer (`engine/layouts/coded.py`), how a method packs (`methods/qu
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -65,8 +65,13 @@ class Codec(ABC):
         raise AssertionError(f"{type(self).__name__} says nothing of steps to come")
 
     @classmethod
-    def packing(cls, codecs: Sequence["Codec"]) -> "Packing | None":
-        """What is packed before the tokens of steps to come are written; None: nothing."""
+    def packing(
+        cls, codecs: Sequence["Codec"], newest: Sequence[tuple[Tensor, Tensor]], rows: Sequence[int]
+    ) -> "Packing | None":
+        """What is packed at steps to come, before attention; None: nothing.
+
+        `newest` are current tokens (1, h_kv, 1, d_h), which come from these rows of all.
+        """
         return None
 
     @abstractmethod
@@ -81,9 +86,19 @@ class Codec(ABC):
 class Packing(Protocol):
     """Tokens that are packed at steps that are alike."""
 
-    def take(self, age: int) -> None:
-        """So many steps behind the one that was told."""
+    def take(self, k_new: Tensor, v_new: Tensor, age: int) -> None:
+        """With the current tokens of all rows (n, h_kv, 1, d_h), so many steps behind the one that was told."""
         ...
+
+
+class Packings(NamedTuple):
+    """Several of them."""
+
+    each: Sequence[Packing]
+
+    def take(self, k_new: Tensor, v_new: Tensor, age: int) -> None:
+        for packing in self.each:
+            packing.take(k_new, v_new, age)
 
 
 class Rows:

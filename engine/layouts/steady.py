@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.attend import Part
 from engine.books.spans import stretches
 from engine.books.unwritten import Unwritten
+from engine.caches.asked import Asking, alike
 from engine.caches.coded import Codec, Packing
 from engine.caches.eviction import Learner, Learning
 from engine.layouts.coded import CodedLayer
@@ -150,17 +151,25 @@ class Steady:
         Codes that a kernel reads as they are go to `coded`.
         """
         coded, tokens, more = CodedRows(len(parts)), list[list[Tokens]](), list[list[int]]()
+        asked: dict[int, Tensor] = {}  # by the part's id
+        self.asking: list[tuple[Asking, Tensor]] = []  # and where its queries are made
+        for some in alike([(i, part) for i, own in enumerate(parts) for part in own]):
+            room = q.new_empty(len(some), *q.shape[1:])
+            asking = Asking([i for i, _ in some], [part.asked for _, part in some], len(parts), q.device)
+            self.asking.append((asking, room))
+            asked |= {id(part): own for (_, part), own in zip(some, room.split(1), strict=True)}
         for i, (own, each, got) in enumerate(zip(parts, growing, fetched, strict=True)):
             tokens.append([])
             more.append([])
             for part, n in zip(own, (*each.more, *(0 for _ in got)), strict=True):
+                its_q = asked.get(id(part))
                 if part.packed is None:
-                    tokens[i].append(part.tokens())
+                    tokens[i].append(part.tokens() if its_q is None else replace(part.tokens(), q=its_q))
                     more[i].append(n)
                 elif self.rows[i].wants_weights or not takes_codes(q, part.packed):
                     return None
                 else:
-                    left = coded.add(i, part.packed, None)
+                    left = coded.add(i, part.packed, its_q)
                     if coded.more[i] and not left:
                         return None
                     tokens[i] += left
@@ -170,11 +179,14 @@ class Steady:
 
     def packed_again(self) -> list[Packing]:
         """What codecs of each kind pack at steps to come."""
-        kinds: dict[type[Codec], list[Codec]] = {}
-        for at in self.layers:
+        kinds: dict[type[Codec], list[int]] = {}
+        for i, at in enumerate(self.layers):
             if isinstance(at, CodedLayer):
-                kinds.setdefault(type(at.codec), []).append(at.codec)
-        found = [kind.packing(codecs) for kind, codecs in kinds.items()]
+                kinds.setdefault(type(at.codec), []).append(i)
+        found: list[Packing | None] = []
+        for kind, rows in kinds.items():
+            layers = [self.layers[i] for i in rows]
+            found.append(kind.packing([at.codec for at in layers], [at.newest for at in layers], rows))
         return [packing for packing in found if packing is not None]
 
     def room_for_logits(
@@ -268,7 +280,7 @@ class Steady:
         """Write the current token of every row to where it stays."""
         self.age += 1
         for packing in self.packing:
-            packing.take(self.age)
+            packing.take(k_new, v_new, self.age)
         if self.places is not None:
             self.places.take(k_new, v_new, self.age)
 
@@ -340,6 +352,8 @@ class Steady:
     def attend_told(self, q: Tensor, soft: Softmax) -> Tensor:
         """Attention of all rows over what kernels were told."""
         self.n_misses = 0
+        for asking, room in self.asking:
+            asking.take(q, room)
         out, lse = attend_table(q, self.table, soft.scale, soft.cap, self.coded, self.age)
         if soft.sink is not None:
             n = self.table.n_rows
@@ -366,7 +380,7 @@ def bringers(
 
 def is_fixed(part: Part) -> bool:
     """Whether kernels read nothing that another step makes anew of what a layer holds, which says how it grows."""
-    return part.channels is part.q is None
+    return part.q is None or part.asked is not None
 
 
 def is_told(part: Part) -> bool:

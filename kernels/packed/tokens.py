@@ -70,27 +70,49 @@ class RangePacking:
         )  # fmt: skip
         self.form = group, FIELDS, bits, power_of_2(group, 8), power_of_2(self.d_h // group)
 
-    def take(self, age: int = 0) -> None:
-        """So many steps behind the one that was told."""
-        pack_ranges[self.grid](self.x, self.to.codes, self.to.scales, self.table, age, self.d_h, *self.form)
+    def take(self, k_new: Tensor, v_new: Tensor, age: int) -> None:
+        """As the tokens to pack stand for the step behind the one that was told."""
+        self.pack(age - 1)
+
+    def pack(self, later: int = 0) -> None:
+        """Tokens and places that are so many further on."""
+        pack_ranges[self.grid](self.x, self.to.codes, self.to.scales, self.table, later, self.d_h, *self.form)
 
 
 def pack_tokens(tokens: Sequence[Ageing], bits: int, group: int) -> None:
     """The same, once."""
-    RangePacking(tokens, bits, group).take()
+    RangePacking(tokens, bits, group).pack()
+
+
+class UnitPacking:
+    """Norms and codes of rotated keys, and values by their range, of as many rows; at later steps of their newest."""
+
+    def __init__(self, keys: Sequence[Ageing], values: Sequence[Ageing], book: Book, row: int = 0) -> None:
+        """`row` is that of the first token among all rows."""
+        self.k, self.v, self.book, self.row = keys[0].to, values[0].to, book, row
+        x = keys[0].x, values[0].x
+        self.d_h, self.grid = x[0].shape[3], (len(keys), x[0].shape[1], 2)
+        numbers = [n for token in keys for n in fields(token, x[0], self.k)]
+        numbers += [n for token in values for n in fields(token, x[1], self.v)]
+        self.table = upload(numbers, x[0].device)
+
+    def take(self, k_new: Tensor, v_new: Tensor, age: int) -> None:
+        """With the current tokens of all rows, so many steps behind the one that was told."""
+        self.pack(k_new[self.row :], v_new[self.row :], age)
+
+    def pack(self, k: Tensor, v: Tensor, later: int) -> None:
+        """With tensors that begin at the first token, to places that are so many further on."""
+        book = self.book
+        code_units[self.grid](
+            k, v, self.k.codes, self.v.codes, self.k.scales, self.v.scales, book.rotation, book.midpoints, self.table,
+            later, book.least, len(book.midpoints), self.d_h, *book.rotation.stride(), FIELDS, book.key_bits,
+            book.value_bits, COLUMNS, power_of_2(self.d_h, 8),
+        )  # fmt: skip
 
 
 def code_tokens(keys: Sequence[Ageing], values: Sequence[Ageing], book: Book) -> None:
-    """Norms and codes of rotated keys, and values by their range, of as many rows."""
-    k, v = keys[0], values[0]
-    _, h_kv, _, d_h = k.x.shape
-    numbers = [x for token in keys for x in fields(token, k.x, k.to)]
-    numbers += [x for token in values for x in fields(token, v.x, v.to)]
-    code_units[(len(keys), h_kv, 2)](
-        k.x, v.x, k.to.codes, v.to.codes, k.to.scales, v.to.scales, book.rotation, book.midpoints,
-        upload(numbers, k.x.device), book.least, len(book.midpoints), d_h, *book.rotation.stride(), FIELDS,
-        book.key_bits, book.value_bits, COLUMNS, power_of_2(d_h, 8),
-    )  # fmt: skip
+    """The same, once."""
+    UnitPacking(keys, values, book).pack(keys[0].x, values[0].x, 0)
 
 
 @jit
@@ -145,9 +167,9 @@ def pack_ranges(
     store_codes(to, eights, 0, d_h * BITS // 8, BITS, GROUPS * GROUP // 8)
 
 
-@jit
+@jit(unspecialized=("later",))
 def code_units(
-    k, v, k_codes, v_codes, k_scales, v_scales, rotation, midpoints, table, least, n_midpoints, d_h, row_step,
+    k, v, k_codes, v_codes, k_scales, v_scales, rotation, midpoints, table, later, least, n_midpoints, d_h, row_step,
     column_step,
     FIELDS: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +181,7 @@ def code_units(
         key = tl.load(k + tl.load(at) + head * tl.load(at + 1) + column, inside, other=0.0).to(tl.float32)
         norm = tl.sqrt(tl.sum(key * key, 0))
         unit = key / (norm + least)
-        to = k_codes + tl.load(at + 2) + head * tl.load(at + 3)
+        to = k_codes + tl.load(at + 2) + head * tl.load(at + 3) + tl.load(at + 10) * later
         for first in range(0, d_h, COLUMNS):
             turned = first + tl.arange(0, COLUMNS)
             those = (turned < d_h)[:, None] & inside[None]
@@ -171,7 +193,8 @@ def code_units(
             code = tl.where(turned < d_h, code, 0)
             eights = tl.reshape(code, (COLUMNS // 8, 8))
             store_codes(to, eights, first // 8 * K_BITS, (d_h * K_BITS + 7) // 8, K_BITS, COLUMNS // 8)
-        tl.store(k_scales + tl.load(at + 4) + head * tl.load(at + 6), norm.to(tl.float16))
+        beside = head * tl.load(at + 6) + tl.load(at + 7) * later
+        tl.store(k_scales + tl.load(at + 4) + beside, norm.to(tl.float16))
     else:
         at = table + (tl.num_programs(0) + row) * FIELDS
         value = tl.load(v + tl.load(at) + head * tl.load(at + 1) + column, inside, other=0.0).to(tl.float32)
@@ -180,7 +203,8 @@ def code_units(
         scale = tl.maximum((high - low) / ((1 << V_BITS) - 1), least)
         code = tl.minimum((value - low) / scale + 0.5, (1 << V_BITS) - 1.0)
         code = tl.where(inside, tl.maximum(code, 0.0), 0.0).to(tl.int32)
-        to = v_codes + tl.load(at + 2) + head * tl.load(at + 3)
+        to = v_codes + tl.load(at + 2) + head * tl.load(at + 3) + tl.load(at + 10) * later
         store_codes(to, tl.reshape(code, (WIDTH // 8, 8)), 0, (d_h * V_BITS + 7) // 8, V_BITS, WIDTH // 8)
-        tl.store(v_scales + tl.load(at + 4) + head * tl.load(at + 6), scale.to(tl.float16))
-        tl.store(v_scales + tl.load(at + 5) + head * tl.load(at + 6), low.to(tl.float16))
+        beside = head * tl.load(at + 6) + tl.load(at + 7) * later
+        tl.store(v_scales + tl.load(at + 4) + beside, scale.to(tl.float16))
+        tl.store(v_scales + tl.load(at + 5) + beside, low.to(tl.float16))

@@ -20,13 +20,13 @@ Figures   keep fewer bits, or made keys: #04787E, hourglass, -
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch import Tensor
 
 from engine.attend import Part
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
-from engine.caches.coded import Codec, Packing, Rows
+from engine.caches.coded import Codec, Packing, Packings, Rows
 from engine.caches.token_code import TokenCode
 from engine.checks import whole_number
 from engine.errors import ConfigError
@@ -78,7 +78,7 @@ class KIVICodec(Codec):
         packing = [codec for codec in mine if codec.has_aged and packs(codec.d_v, codec.plan.group)]
         tokens = [(codec, Ageing(codec.late_v.leave(1), codec.values, codec.n_v)) for codec in packing]
         for form, some in by_form(tokens).items():
-            RangePacking(some, *form).take()
+            RangePacking(some, *form).pack()
         for codec in packing:
             codec.n_v += 1
         return [codec.places() for codec in mine]
@@ -107,7 +107,9 @@ class KIVICodec(Codec):
         self.n, self.late_k.n, self.late_v.n = self.n + 1, self.late_k.n + 1, self.late_v.n + 1
 
     @classmethod
-    def packing(cls, codecs: Sequence[Codec]) -> Packing | None:
+    def packing(
+        cls, codecs: Sequence[Codec], newest: Sequence[tuple[Tensor, Tensor]], rows: Sequence[int]
+    ) -> Packing | None:
         """Of each row that has more exact values than it holds, the oldest."""
         ageing = by_form(
             (codec, Ageing(codec.late_v.view()[:, :, :1], codec.values, codec.n_v))
@@ -165,16 +167,6 @@ def by_form(tokens: Iterable[tuple[KIVICodec, Ageing]]) -> dict[tuple[int, int],
     for codec, token in tokens:
         found.setdefault((codec.plan.value_bits, codec.plan.group), []).append(token)
     return found
-
-
-class Packings(NamedTuple):
-    """Values of several forms."""
-
-    each: Sequence[RangePacking]
-
-    def take(self, age: int) -> None:
-        for packing in self.each:
-            packing.take(age - 1)
 
 
 class KIVI(QuantisingMethod):

@@ -28,13 +28,15 @@ from torch import Tensor
 
 from engine.attend import Part
 from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
+from engine.caches.asked import Reordered
 from engine.caches.coded import Codec
 from engine.checks import one_of, tokens, whole_number
 from engine.errors import ConfigError
+from engine.layouts.growing import Growing
 from engine.observe import LastQueries, Observation
 from engine.placement import Coder
 from engine.shapes import ModelShape
-from kernels.rows.append import Place
+from kernels.rows.append import NO_RING, Place
 from kernels.topk import top_stable
 from methods.quantising.base import QuantisingMethod
 
@@ -106,21 +108,26 @@ class ThinCodec(Codec):
             codec.n += 1
         return places
 
+    def growing(self) -> Growing | None:
+        place = self.late_k, self.late_v, self.n_late - 1, NO_RING
+        return Growing((0, 1) if self.n_thin else (1,), (place,), self.late_k.shape[2] - self.n_late)
+
+    def repeat(self) -> None:
+        self.n += 1
+
     def parts(self) -> list[Part]:
         late = Part(self.late_k[:, :, : self.n_late], self.late_v[:, :, : self.n_late])
         if not self.n_thin:
             return [late]
-        return [Part(self.wide(), self.v, channels=self.asks), late]
+        return [Part(self.wide(), self.v, asked=Reordered(self.asks)), late]
 
     def wide(self) -> Tensor:
         """Keys of d_h numbers, of which queries in the order of `asks` meet the stored ones first, and zeros then.
 
-        Rows overlap, where whoever reads them takes any stride: nothing is copied.
+        Rows overlap: nothing is copied.
         """
         h_kv, n, m, d_h = len(self.channels), self.n_thin, self.width, self.d_h
-        if not self.thin.is_cuda:
-            return self.thin.as_strided((1, h_kv, n, d_h), (h_kv * n * m, n * m, m, 1))
-        return torch.nn.functional.pad(self.keys(), (0, d_h - m))
+        return self.thin.as_strided((1, h_kv, n, d_h), (h_kv * n * m, n * m, m, 1))
 
     def part(self) -> Part:
         k, v = self.rebuilt()

@@ -23,7 +23,7 @@ Figures   keep fewer bits, or made keys: #0AA29C, pillar, --
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -31,15 +31,16 @@ from torch import Tensor
 from engine.attend import Part
 from engine.books.footprint import Footprint
 from engine.budget import Budget, BudgetRequest
-from engine.caches.coded import Codec
+from engine.caches.asked import Rotated
+from engine.caches.coded import Codec, Packing, Packings
 from engine.checks import each_one_of, whole_numbers
 from engine.errors import ConfigError
-from engine.layouts.coded import CodedLayer
+from engine.layouts.growing import Growing
 from engine.placement import Coder
 from engine.shapes import ModelShape
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_TABLE, BY_TOKEN, BY_UNIT_TABLE, Quantised, by_group, pack, unpack, with_room
-from kernels.packed.tokens import Ageing, code_tokens
+from kernels.packed.tokens import Ageing, UnitPacking
 from kernels.packed.tokens import Book as TokenBook
 from kernels.rows.append import Place
 from methods.quantising import codebooks
@@ -187,19 +188,15 @@ class TurboQuantCodec(Codec):
         cls, codecs: Sequence[Codec], k_new: Sequence[Tensor], v_new: Sequence[Tensor]
     ) -> list[list[Place]]:
         """Codecs that make codes alike do so in one launch."""
-        alike: dict[Hashable, list[tuple[TurboQuantCodec, Tensor, Tensor]]] = {}
-        for codec, k, v in zip(cast("Sequence[TurboQuantCodec]", codecs), k_new, v_new, strict=True):
-            if codec.is_rotated and codec.value_table is None:
-                kind = codec.plan, codec.params.rotation, codec.params.seed
-                alike.setdefault(kind, []).append((codec, k, v))
-            else:
+        mine = cast("Sequence[TurboQuantCodec]", codecs)
+        for codec, k, v in zip(mine, k_new, v_new, strict=True):
+            if not codec.packs_in_kernels:
                 codec.append(k, v)
-        for some in alike.values():
-            one = some[0][0]
-            book = TokenBook(one.rotation, one.midpoints, one.plan.key_bits, one.plan.value_bits, TINY)
-            keys = [Ageing(k, codec.keys, codec.n) for codec, k, _ in some]
-            code_tokens(keys, [Ageing(v, codec.values, codec.n) for codec, _, v in some], book)
-            for codec, _, _ in some:
+        for some in alike(mine):
+            keys = [Ageing(k_new[i], codec.keys, codec.n) for i, codec in some]
+            values = [Ageing(v_new[i], codec.values, codec.n) for i, codec in some]
+            UnitPacking(keys, values, some[0][1].book).pack(k_new[some[0][0]], v_new[some[0][0]], 0)
+            for _, codec in some:
                 codec.n += 1
         return [[] for _ in codecs]
 
@@ -211,7 +208,40 @@ class TurboQuantCodec(Codec):
         v = Side(
             value_kind, self.plan.value_bits, self.d_h, self.n, self.values, self.nothing, rebuild=self.rebuilt_values
         )
-        return Part(self.nothing, self.nothing, packed=Packed(k, v, self.n))
+        packed, asked = Packed(k, v, self.n, grows=(1, 1)), None
+        if self.is_rotated:
+            asked = Rotated(self.rotation, (self.params.rotation, self.params.seed))
+        return Part(self.nothing, self.nothing, packed=packed, asked=asked)
+
+    def growing(self) -> Growing | None:
+        return Growing((1,), (), self.keys.codes.shape[1] - self.n) if self.packs_in_kernels else None
+
+    def repeat(self) -> None:
+        self.n += 1
+
+    @property
+    def packs_in_kernels(self) -> bool:
+        return self.is_rotated and self.value_table is None
+
+    @classmethod
+    def packing(
+        cls, codecs: Sequence[Codec], newest: Sequence[tuple[Tensor, Tensor]], rows: Sequence[int]
+    ) -> Packing | None:
+        """Every token's key and value."""
+        return Packings(
+            [
+                UnitPacking(
+                    [Ageing(newest[i][0], codec.keys, codec.n - 1) for i, codec in some],
+                    [Ageing(newest[i][1], codec.values, codec.n - 1) for i, codec in some],
+                    some[0][1].book, rows[some[0][0]],
+                )
+                for some in alike(cast("Sequence[TurboQuantCodec]", codecs))
+            ]
+        )  # fmt: skip
+
+    @property
+    def book(self) -> TokenBook:
+        return TokenBook(self.rotation, self.midpoints, self.plan.key_bits, self.plan.value_bits, TINY)
 
     def settle(self) -> None:
         """Nothing waits."""
@@ -224,9 +254,13 @@ class TurboQuantCodec(Codec):
         return list({x.data_ptr(): x for x in (*self.keys, *self.values)}.values())
 
 
-def turned(q: Tensor, rotation: Tensor) -> Tensor:
-    """Queries (n, h, 1, d_h) in the frame in which keys are packed."""
-    return (q.float() @ rotation.mT).to(q.dtype)
+def alike(codecs: Sequence[TurboQuantCodec]) -> list[list[tuple[int, TurboQuantCodec]]]:
+    """Codecs, and their places, whose tokens kernels pack in one launch."""
+    found: dict[Hashable, list[tuple[int, TurboQuantCodec]]] = {}
+    for i, codec in enumerate(codecs):
+        if codec.packs_in_kernels:
+            found.setdefault((codec.plan, codec.params.rotation, codec.params.seed), []).append((i, codec))
+    return [*found.values()]
 
 
 class TurboQuant(QuantisingMethod):
@@ -267,7 +301,6 @@ class TurboQuant(QuantisingMethod):
 
     params: Params
     plan: Plan
-    rotated_q: Tensor  # of the layer and step at hand, on a GPU
 
     @classmethod
     def check_shape(cls, params: Params, shape: ModelShape) -> None:
@@ -320,31 +353,6 @@ class TurboQuant(QuantisingMethod):
 
     def skipped_layers(self) -> Sequence[int]:
         return sorted(boundary(self.params, self.trace.shape))
-
-    @classmethod
-    def resident_rows(cls, rows: Sequence[Self], layer: int, q: Tensor) -> list[list[Part]]:
-        """On a GPU all rows' queries are rotated at once."""
-        if q.is_cuda:
-            rotated: dict[Hashable, Tensor] = {}
-            for i, row in enumerate(rows):
-                kind = row.params.rotation, row.params.seed
-                if (rotation := row.rotation(layer)) is not None:
-                    if kind not in rotated:
-                        rotated[kind] = turned(q, rotation)
-                    row.rotated_q = rotated[kind][i : i + 1]
-        return super().resident_rows(rows, layer, q)
-
-    def rotation(self, layer: int) -> Tensor | None:
-        """Of the layer's keys, if they are attended to by a rotated query."""
-        at = self.store[layer]
-        codec = at.codec if isinstance(at, CodedLayer) else None
-        return codec.rotation if isinstance(codec, TurboQuantCodec) and codec.is_rotated else None
-
-    def resident(self, layer: int, q: Tensor) -> list[Part]:
-        parts = self.store[layer].resident()
-        if (rotation := self.rotation(layer)) is not None:
-            parts[0].q = self.rotated_q if q.is_cuda else turned(q, rotation)
-        return parts
 
     def report(self) -> dict[str, Any]:
         return {"preset": self.plan.preset}

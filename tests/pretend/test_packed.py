@@ -30,12 +30,13 @@ ASKED = {
 def answers(model: Model, words: dict[str, list[str]], n_new: int = N_NEW) -> tuple[list[list[int]], list[list[Entry]]]:
     """Tokens and ledgers of variants that answer together."""
     ids = [i * 7 % 250 for i in range(N_PROMPT)]
+    kinds = [
+        method_of(name.partition("_")[0] if name.startswith("turbo") else name, own) for name, own in words.items()
+    ]
+    variants = [kind.variant_for(params, OF_CODES, model.shape, N_PROMPT) for kind, params in kinds]
     with model.hooked():
-        trace = prefill(model, ids)
-        rows = []
-        for name, more in words.items():
-            kind, params = method_of(name.partition("_")[0] if name.startswith("turbo") else name, more)
-            rows.append(kind.variant_for(params, OF_CODES, model.shape, N_PROMPT).row(trace, n_new))
+        trace = prefill(model, ids, [each for variant in variants for each in variant.observations])
+        rows = [variant.row(trace, n_new) for variant in variants]
         for row in rows:
             for layer in trace.shape.attention_layers:
                 row.build(layer)
@@ -73,14 +74,20 @@ STEADY = [
         },
         14, marks=pytest.mark.slow,
     ),
+    ({"turboquant": [], "think": ["method.recent=8"], "snapkv": []}, 6),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("asked", "n_new"), STEADY, ids=["a block becomes full", "beside others"])
+@pytest.mark.parametrize(
+    ("asked", "n_new"), STEADY, ids=["a block becomes full", "beside others", "rows with queries of their own"]
+)
 def test_steps_over_codes_are_told_once(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, asked: dict[str, list[str]], n_new: int
 ) -> None:
-    """Packed values grow by one, those whose keys alone are packed shrink, and exact tokens come behind."""
+    """Packed values grow by one, those whose keys alone are packed shrink, and exact tokens come behind.
+
+    Queries are rotated to packed keys, or reordered to thin ones.
+    """
     model = load_random("small", config_of(2), dtype="float32", device="cpu")
     expected, ages, keep = answers(model, asked, n_new), list[int](), Steady.keep
 
