@@ -181,6 +181,8 @@ def code_units(
         key = tl.load(k + tl.load(at) + head * tl.load(at + 1) + column, inside, other=0.0).to(tl.float32)
         norm = tl.sqrt(tl.sum(key * key, 0))
         unit = key / (norm + least)
+        beside = head * tl.load(at + 6) + tl.load(at + 7) * later
+        tl.store(k_scales + tl.load(at + 4) + beside, norm.to(tl.float16))
         to = k_codes + tl.load(at + 2) + head * tl.load(at + 3) + tl.load(at + 10) * later
         for first in range(0, d_h, COLUMNS):
             turned = first + tl.arange(0, COLUMNS)
@@ -193,8 +195,6 @@ def code_units(
             code = tl.where(turned < d_h, code, 0)
             eights = tl.reshape(code, (COLUMNS // 8, 8))
             store_codes(to, eights, first // 8 * K_BITS, (d_h * K_BITS + 7) // 8, K_BITS, COLUMNS // 8)
-        beside = head * tl.load(at + 6) + tl.load(at + 7) * later
-        tl.store(k_scales + tl.load(at + 4) + beside, norm.to(tl.float16))
     else:
         at = table + (tl.num_programs(0) + row) * FIELDS
         value = tl.load(v + tl.load(at) + head * tl.load(at + 1) + column, inside, other=0.0).to(tl.float32)
