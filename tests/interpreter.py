@@ -140,14 +140,15 @@ def skip_checks(interpreter: Any) -> None:
         div_or_mod: bool = False,
     ) -> tuple[Any, Any]:  # fmt: skip
         """Operands of one type and shape; those of one type are, and a small integer becomes one of a signed type."""
-        if type(lhs) is tensor and type(rhs) is tensor:
+        left, right = type(lhs), type(rhs)
+        if left is tensor and right is tensor:
             if lhs.dtype is rhs.dtype and type(lhs.dtype) is scalar and not div_or_mod:
                 return broadcasted(lhs, rhs)
             if type(lhs.dtype) is pointer and allow_lhs_ptr and id(rhs.dtype) in most:
                 return broadcasted(lhs, rhs)
-        elif type(rhs) is int and type(lhs) is tensor and arithmetic_check and is_small(rhs, lhs.dtype):
+        elif right is int and left is tensor and arithmetic_check and is_small(rhs, lhs.dtype):
             return broadcasted(lhs, number(rhs, lhs.dtype))
-        elif type(lhs) is int and type(rhs) is tensor and arithmetic_check and is_small(lhs, rhs.dtype):
+        elif left is int and right is tensor and arithmetic_check and is_small(lhs, rhs.dtype):
             return broadcasted(number(lhs, rhs.dtype), rhs)
         return check(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from evals.asked import ask
-from evals.settings import from_words
+from evals.settings import from_words, own_class
 from methods.allocator import ALLOCATORS, Allocator
 from methods.dropping.allocators import best_of, globally_best, head_mix, head_protect, n_safe, pyramid_within, uniform
 from methods.scoring import ScoringMethod
@@ -35,7 +35,7 @@ from tests.conformance import (
 )
 
 FREED = {"h2o": {"generated": "on_top"}, "tova": {"evict": "prompt"}, "keydiff": {"evict": "prompt"}}
-SCORERS = [name for name in METHODS if known(name) == name and ours(name).kind.is_scorer]
+SCORERS = [name for name in METHODS if known(name) == name and own_class(name).is_scorer]
 PAIRS = [(name, allocator) for name in SCORERS for allocator in ALLOCATORS]
 
 

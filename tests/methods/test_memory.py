@@ -11,19 +11,22 @@ from engine.budget import BudgetRequest, token_bytes
 from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
-from methods.base import Variant
+from evals.settings import own_class
+from methods.base import SelectiveAttention, Variant
 from results.names import known
 from tests.conformance import METHODS, S, Subject, answers, model, ours
 from tests.conformance import subject as made_of
 
 
-def has_bytes(one: Subject) -> bool:
-    return not one.kind.of_answers and not one.kind.adapts(one.params)
+def has_bytes(name: str) -> bool:
+    kind = own_class(name)
+    may_adapt = kind.adapts.__func__ is not SelectiveAttention.adapts.__func__  # else not composed
+    return not kind.of_answers and not (may_adapt and kind.adapts(ours(name).params))
 
 
 # Those whose budget is of prompt and answer together refuse `memory` (tests/evals/test_draws.py).
 # What adapts to its prompt has no budget at all.
-OWN = [name for name in METHODS if known(name) == name and name != "full" and has_bytes(ours(name))]
+OWN = [name for name in METHODS if known(name) == name and name != "full" and has_bytes(name)]
 LLAMA = ModelShape("llama", 32, 32, 8, 128, 1 << 20, tuple(range(32)), 4096)
 
 
