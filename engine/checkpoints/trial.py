@@ -14,7 +14,6 @@ Not here: what an error of a template means for a prompt (`tasks/prompt.py`).
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
@@ -185,9 +184,7 @@ def is_fatal(error: BaseException) -> bool:
 
 
 def warm_up() -> None:
-    """Import what the first reply needs, before its clock starts; tokenizers need no torch, half of the seconds."""
-    modules: dict[str, Any] = sys.modules
-    modules["torch"] = None  # so that transformers finds none
+    """Import what the first reply needs, before its clock starts."""
     import transformers
 
     _ = transformers.AutoTokenizer
