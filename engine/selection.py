@@ -54,6 +54,7 @@ class Search:
     """A search of some rows at steps that are alike: those do nothing but take in tokens and fetch as many others."""
 
     idx: "Sequence[Tensor]"  # of each row (1, heads, k), where the positions of every step come to lie
+    more: Sequence[int] = ()  # so many more at each step, head by head behind those of `idx`; none: nowhere
     n_steps: int = ALWAYS  # for so many
     corrects: bool = False  # True: `correct` has something to do
 
@@ -69,6 +70,13 @@ class Search:
         """What each row's search took at that step."""
         raise NotImplementedError
 
+    def chosen(self, age: int) -> "Sequence[Tensor]":
+        """`idx` of that step."""
+        if not self.more:
+            return self.idx
+        longer = ((*x.shape[:2], x.shape[2] + age * grows) for x, grows in zip(self.idx, self.more, strict=True))
+        return [x.as_strided(size, x.stride()) for x, size in zip(self.idx, longer, strict=True)]
+
     def correct(self, out: "Tensor") -> None:
         """Behind attention, in place: (n, h, 1, d_h)."""
 
@@ -80,6 +88,8 @@ class Searches(Search):
         """Each with its rows, and the same on the device."""
         self.each, places = each, [(i, idx) for search, at, _ in each for i, idx in zip(at, search.idx, strict=True)]
         self.idx = [idx for _, idx in sorted(places, key=lambda place: place[0])]
+        grown = {i: grows for search, at, _ in each for i, grows in zip(at, search.more, strict=False)}
+        self.more = [grown.get(i, 0) for i in range(len(self.idx))] if grown else ()
         self.n_steps = min(search.n_steps for search, *_ in each)
         self.corrects = any(search.corrects for search, *_ in each)
 

@@ -149,26 +149,35 @@ def top_keys_triton(keys: Tensor, ks: Sequence[int]) -> Tensor:
 
 
 class KeyChoice:
-    """What the launch is told of rows that choose `ks` keys each, however many there are."""
+    """What the launch is told of rows that choose `ks` keys each, however many there are.
+
+    With `more` a row chooses so many more at every step, and there is memory for `n_steps` of them.
+    """
 
     def __init__(
-        self, n_rows: int, heads: int, ks: Sequence[int], device: torch.device, scratch: Scratch | None = None
-    ) -> None:
-        room, self.rows, self.width = empty if scratch is None else scratch.take, n_rows * heads, max(ks)
+        self, n_rows: int, heads: int, ks: Sequence[int], device: torch.device, scratch: Scratch | None = None,
+        more: Sequence[int] = (), n_steps: int = 0,
+    ) -> None:  # fmt: skip
+        more = more or [0] * n_rows
+        room, self.rows = empty if scratch is None else scratch.take, n_rows * heads
+        self.width = max(k + n_steps * grows for k, grows in zip(ks, more, strict=True))
         self.out = torch.empty(n_rows, heads, self.width, dtype=torch.int64, device=device)
         self.counts = room("counts", device, torch.int32, (2 * BINS + 1) * self.rows * CHUNKS)
         self.state = room("state", device, torch.int64, self.rows, DIGITS, 2)
         is_same = min(ks) == self.width
-        self.table = self.out if is_same else constants(tuple(ks), device)
+        self.table = self.out if is_same else constants((*ks, *more), device)
         self.counters = counters(device, power_of_2(self.rows + 2))
         self.sizes = (self.width, heads, self.rows), is_same
 
-    def take(self, keys: Tensor, n: int) -> Tensor:
-        """Of the first n of each head, which lie behind each other; where the result lies is always the same."""
+    def take(self, keys: Tensor, n: int, age: int = 0) -> Tensor:
+        """Of the first n of each head, which lie behind each other; where the result lies is always the same.
+
+        `age` is in steps since rows chose `ks`.
+        """
         n_chunks, (sizes, is_same) = 1 if n <= ALONE else CHUNKS, self.sizes
         select_keys[(self.rows * n_chunks * (1 if n_chunks == 1 else DIGITS + 1),)](
-            keys, self.table, self.out, self.counters, self.counts, self.state, n, *sizes, cdiv(n, n_chunks), is_same,
-            n_chunks, KEYS, DIGITS, BINS, num_warps=16 if n_chunks == 1 else 8,
+            keys, self.table, self.out, self.counters, self.counts, self.state, n, *sizes, cdiv(n, n_chunks), age,
+            is_same, n_chunks, KEYS, DIGITS, BINS, num_warps=16 if n_chunks == 1 else 8,
         )  # fmt: skip
         return self.out
 
@@ -182,9 +191,9 @@ def sort_keys_triton(keys: Tensor) -> Tensor:
     return out
 
 
-@jit(unspecialized=("n", "width", "n_rows", "length"))
+@jit(unspecialized=("n", "width", "n_rows", "length", "age"))
 def select_keys(
-    keys, ks, out, counters, counts, state, n, width, heads, n_rows, length,
+    keys, ks, out, counters, counts, state, n, width, heads, n_rows, length, age,
     SAME: tl.constexpr, CHUNKS: tl.constexpr, KEYS: tl.constexpr, DIGITS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """One digit of one chunk of a head, or, behind the last digit, what the chunk has of the chosen keys.
@@ -196,7 +205,9 @@ def select_keys(
     row, chunk = ticket % (n_rows * CHUNKS) // CHUNKS, ticket % CHUNKS
     begin_phase = 0 if CHUNKS == 1 else ticket // (n_rows * CHUNKS)
     end_phase = DIGITS + 1 if CHUNKS == 1 else begin_phase + 1
-    k = width if SAME else tl.load(ks + row // heads).to(tl.int32)
+    k = width
+    if not SAME:
+        k = (tl.load(ks + row // heads) + tl.load(ks + (n_rows + row) // heads) * age).to(tl.int32)
     mine, done = keys + row.to(tl.int64) * n, counters + 2 + row
     begin = chunk * length
     end = tl.minimum(begin + length, n)

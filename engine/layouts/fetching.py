@@ -118,7 +118,8 @@ class Fetching(Slots):
         """Whether `refetch` says all of such a fetch."""
         is_plain = len(fetched) == 1 and fetched[0].mask is None
         has_cache = self.meter.blocks is not None
-        return is_plain and self.is_far and not self.packs and self.meter.accesses is None and not has_cache
+        is_uncounted = self.is_far or self.host.is_near  # where positions need not be read for the books
+        return is_plain and is_uncounted and not self.packs and self.meter.accesses is None and not has_cache
 
     def refetch(self, idx: Tensor, counts: Tensor | None = None) -> None:
         """Note and count what a step like the one before it fetches, from where it lay.

@@ -2,7 +2,8 @@
 
 While rows only take in tokens, each goes to the next slot, some parts have one token more, and everything else that
 kernels read stays as it is. So they are told once, and at the steps to come they are given a step's number alone: no
-parts are made and nothing is sent. What a row fetches has to lie where it lay before; positions may be others.
+parts are made and nothing is sent. What a row fetches has to lie where it lay before; positions may be others, and
+more of them at every step.
 
 Not here: which parts grow (`Layer.growing`), a step of any kind (`engine/step.py`).
 """
@@ -109,9 +110,16 @@ class Steady:
         for told in self.searches:
             for own, idx in zip(tokens[told.at], told.search.idx, strict=True):
                 own[-1] = replace(own[-1], idx=idx)
+        chosen = [0] * len(self.rows)
+        for told in self.searches:
+            if told.search.more:
+                chosen[told.at] = told.search.more
+                for own, n in zip(more[told.at], told.search.more, strict=True):
+                    own[-1] = n
         wants = any(row.wants_weights for row in self.rows)
-        # Of a row's resident parts the last one alone grows, so that their logits lie beside each other.
-        moves = any(row.wants_weights and any(each.more[:-1]) for row, each in zip(self.rows, growing, strict=True))
+        # Of a row's parts the last resident one alone grows, so that logits lie beside each other.
+        grown = zip(self.rows, growing, chosen, strict=True)
+        moves = any(row.wants_weights and (n or any(at.more[:-1])) for row, at, n in grown)
         if wants and (moves or not self.is_still):
             return
         self.more = [sum(each.more) for each in growing]
@@ -238,7 +246,10 @@ class Steady:
             search = kind.search_rows(rows, self.index, q[at], self.scratch) if alike else None
             if search is None:
                 return None
-            found.append(Told(search, at, bringers(layers, fetched[at], search.idx)))
+            brought = bringers(layers, fetched[at], search.idx)
+            if brought and any(search.more):
+                return None
+            found.append(Told(search, at, brought))
         return found
 
     @property
@@ -323,7 +334,7 @@ class Steady:
         for told in self.searches:
             at, search = told.at, told.search
             counts = told.counts(brought.pop(0) if told.bringers else ())
-            each = zip(rows[at], self.layers[at], search.costs(age), search.idx, counts, strict=True)
+            each = zip(rows[at], self.layers[at], search.costs(age), search.chosen(age), counts, strict=True)
             for row, layer, cost, idx, count in each:
                 row.store.spend(index, cost)
                 layer.refetch(idx, count)

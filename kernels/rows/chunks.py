@@ -35,21 +35,40 @@ class Chunked(NamedTuple):
     r: int  # channels
 
 
+class Table(NamedTuple):
+    """What kernels are told of rows, for steps to come too: at each every row has one token more."""
+
+    numbers: Tensor
+    start: Tensor  # from which they count where bounds lie
+    lengths: tuple[tuple[int, int], ...]  # tokens of rows, and of their chunks
+    r: int  # channels of the row with most
+
+    def s(self, age: int) -> int:
+        """Tokens of the row with most, so many steps later."""
+        return max(n for n, _ in self.lengths) + age
+
+
+def table_of(rows: Sequence[Chunked], device: torch.device) -> Table:
+    start, numbers = rows[0].bounds, list[int]()
+    for bounds, n, chunk, r in rows:
+        both, room = bounds.shape[1:]
+        assert bounds.stride() == (both * room, room, 1), bounds.stride()
+        numbers += [distance(bounds, start), room, n, chunk, r]
+    lengths = tuple((row.n, row.chunk) for row in rows)
+    return Table(upload(numbers, device), start, lengths, max(row.r for row in rows))
+
+
 def chunk_keys(
-    q: Tensor, k_new: Tensor, rows: Sequence[Chunked], scale: float, cap: float = 0.0, sink: Tensor | None = None
+    q: Tensor, k_new: Tensor, told: Table, scale: float, cap: float = 0.0, sink: Tensor | None = None, age: int = 0
 ) -> Tensor:
     """Keys by the group's mean softmax over chunks; k_new (n, h_kv, 1, d_h) is taken into the bounds first.
 
-    Bounds bend towards a cap, and sinks (h,) take part in the softmax.
+    Bounds bend towards a cap, and sinks (h,) take part in the softmax. `age` is in steps since the table was made.
     """
     (n, h, _, d_h), h_kv = q.shape, k_new.shape[1]
     q, k_new, g = q.contiguous(), k_new.contiguous(), h // h_kv
-    for row in rows:
-        assert row.bounds.stride() == (2 * d_h * row.bounds.shape[2], row.bounds.shape[2], 1), row.bounds.stride()
-    numbers = [x for row in rows for x in (distance(row.bounds, q), row.bounds.shape[2], row.n, row.chunk, row.r)]
-    table = upload(numbers, q.device)
-    s, r = max(row.n for row in rows), max(row.r for row in rows)
-    c = max(cdiv(row.n, row.chunk) for row in rows)
+    table, start, lengths, r = told
+    s, c = told.s(age), max(cdiv(own + age, chunk) for own, chunk in lengths)
     n_blocks = cdiv(c, CHUNKS)
     lines = torch.empty(n, h_kv, r, dtype=torch.int32, device=q.device)
     weights = torch.empty(n, h, r, dtype=torch.float32, device=q.device)
@@ -57,26 +76,28 @@ def chunk_keys(
     lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
     keys = torch.empty(n, h_kv, s, dtype=torch.int64, device=q.device)
     tiny = torch.finfo(torch.float32).tiny
-    rank_channels[(n, h_kv)](q, k_new, table, lines, weights, scale, tiny, d_h, g, r, ROW, power_of_2(d_h))
+    rank_channels[(n, h_kv)](q, k_new, start, table, lines, weights, scale, tiny, age, d_h, g, r, ROW, power_of_2(d_h))
     score_chunks[(n, n_blocks, h_kv)](
-        q, table, lines, weights, logits, lses, cap, c, d_h, g, r, ROW, CHUNKS, power_of_2(g), cap > 0
+        start, table, lines, weights, logits, lses, cap, age, c, d_h, g, r, ROW, CHUNKS, power_of_2(g), cap > 0
     )
     lses = with_sink(lses, sink)
     n_blocks = lses.shape[2]
     weigh_chunks[(n, cdiv(s, TOKENS), h_kv)](
-        logits, lses, table, keys, s, c, n_blocks, g, ROW, TOKENS, power_of_2(n_blocks)
+        logits, lses, table, keys, age, s, c, n_blocks, g, ROW, TOKENS, power_of_2(n_blocks)
     )
     return keys
 
 
-@jit
-def rank_channels(q, k_new, table, lines, weights, scale, tiny, d_h, g, most, ROW: tl.constexpr, WIDTH: tl.constexpr):
+@jit(unspecialized=("age",))
+def rank_channels(
+    q, k_new, start, table, lines, weights, scale, tiny, age, d_h, g, most, ROW: tl.constexpr, WIDTH: tl.constexpr
+):
     row, head, h_kv = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     at, column, other = table + row * ROW, tl.arange(0, WIDTH), tl.arange(0, WIDTH)
     inside, room = column < d_h, tl.load(at + 1)
-    place, chunk, r = tl.load(at + 2) - 1, tl.load(at + 3), tl.load(at + 4)
+    place, chunk, r = tl.load(at + 2) + age - 1, tl.load(at + 3), tl.load(at + 4)
     # The current token joins its chunk.
-    to = q + tl.load(at) + (head * 2 * d_h + column) * room + place // chunk
+    to = start + tl.load(at) + (head * 2 * d_h + column) * room + place // chunk
     key = tl.load(k_new + (row * h_kv + head) * d_h + column, inside, other=0.0).to(tl.float32)
     high = tl.load(to, inside, other=0.0).to(tl.float32)
     low = tl.load(to + d_h * room, inside, other=0.0).to(tl.float32)
@@ -103,15 +124,15 @@ def rank_channels(q, k_new, table, lines, weights, scale, tiny, d_h, g, most, RO
         tl.store(weights + (first + i) * most + rank, query * (scale / tl.sqrt(tl.maximum(share, tiny))), is_chosen)
 
 
-@jit
+@jit(unspecialized=("age",))
 def score_chunks(
-    q, table, lines, weights, logits, lses, cap, c, d_h, g, most,
+    start, table, lines, weights, logits, lses, cap, age, c, d_h, g, most,
     ROW: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     row, block, head, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, place = table + row * ROW, block * CHUNKS + tl.arange(0, CHUNKS)
-    room, n, chunk, r = tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
-    bounds = q + tl.load(at) + head * 2 * d_h * room
+    room, n, chunk, r = tl.load(at + 1), tl.load(at + 2) + age, tl.load(at + 3), tl.load(at + 4)
+    bounds = start + tl.load(at) + head * 2 * d_h * room
     size = tl.minimum(chunk, n - place * chunk)
     real = size > 0
     one, first = tl.arange(0, GROUP), (row * h_kv + head) * g
@@ -135,13 +156,13 @@ def score_chunks(
     tl.store(lses + (first + one) * tl.num_programs(1) + block, lse, one < g)
 
 
-@jit
+@jit(unspecialized=("age",))
 def weigh_chunks(
-    logits, lses, table, keys, s, c, n_blocks, g, ROW: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr
+    logits, lses, table, keys, age, s, c, n_blocks, g, ROW: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr
 ):
     row, block, head, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, token, every = table + row * ROW, block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCKS)
-    n, chunk = tl.load(at + 2), tl.load(at + 3)
+    n, chunk = tl.load(at + 2) + age, tl.load(at + 3)
     real = token < n
     merged = tl.zeros((TOKENS,), tl.float32)
     for i in range(g):

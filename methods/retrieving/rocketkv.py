@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor, isqrt, log2
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -44,18 +44,20 @@ from engine.errors import ConfigError
 from engine.observe import LastQueries, Observation
 from engine.passes.trace import Trace
 from engine.placement import Searched
-from engine.selection import Cost, Found, Selection
+from engine.selection import ALWAYS, Cost, Found, Search, Selection
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from kernels.gather import gather_tokens
 from kernels.pages import page_bounds
-from kernels.rows.chunks import Chunked, chunk_keys
-from kernels.topk import top_keys, top_stable
+from kernels.rows.chunks import Chunked, chunk_keys, table_of
+from kernels.scratch import Scratch
+from kernels.topk import KeyChoice, top_keys, top_stable
 from methods.base import SelectiveAttention
 from methods.retrieving.sparq import query_weights, top_components
 from methods.scorers import keep_top, pool_scores, reduce_group, window_votes
 
 TIERS = ("device", "host")
+MOST_STEPS = 256  # for which selections that grow have room
 USUAL_ANSWER = 256  # tokens whose chunks a byte budget pays for, where no length of answers is given
 
 
@@ -156,6 +158,13 @@ class RocketKV(SelectiveAttention):
             """How many channels of so many chunks a step reads."""
             return self.r if self.n_paid is None else max(1, min(self.r, self.n_paid // n_chunks))
 
+        def n_alike(self, n: int) -> int:
+            """How many steps behind one that searches `n` tokens read as many channels and select as it does."""
+            r, more = self.channels(ceil(n / self.chunk)), ALWAYS
+            if self.n_paid is not None and r > 1:
+                more = self.n_paid // r * self.chunk - n
+            return more if self.grows or n >= self.k else min(more, self.k - n)
+
     params: Params
     plan: Plan
     bounds: dict[int, Tensor]  # per layer (h_kv, 2 * d_h, chunks), generated tokens' too
@@ -236,15 +245,16 @@ class RocketKV(SelectiveAttention):
         if not q.is_cuda:
             return super().search(rows, layer, q)
         counts = [row.counted(layer) for row in rows]
-        searched = [
-            Chunked(row.bounds[layer], n, row.plan.chunk, r) for row, (n, _, r, _) in zip(rows, counts, strict=True)
-        ]
         newest = [row.store[layer].newest[0] for row in rows]
         keys = newest[0] if len(newest) == 1 else torch.cat(newest)
-        soft = rows[0].trace.softmax[layer]
-        found = chunk_keys(q, keys, searched, soft.scale, soft.cap, soft.sink)
-        best = top_keys(found, [k for _, k, _, _ in counts])
-        return [Selection(best[i : i + 1, :, :k], cost) for i, (_, k, _, cost) in enumerate(counts)]
+        soft, told = rows[0].trace.softmax[layer], table_of(chunked(rows, layer, counts), q.device)
+        found = chunk_keys(q, keys, told, soft.scale, soft.cap, soft.sink)
+        best = top_keys(found, [count.k for count in counts])
+        return [Selection(best[i : i + 1, :, : count.k], count.cost) for i, count in enumerate(counts)]
+
+    @classmethod
+    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
+        return ChunkSearch(rows, layer, q, scratch)
 
     def select(self, layer: int, q: Tensor) -> Selection:
         """The places of the tokens to attend to, (1, h_kv, k)."""
@@ -255,14 +265,17 @@ class RocketKV(SelectiveAttention):
         scores = chunk_scores(q, self.bounds[layer], r, sizes, self.trace.softmax[layer])
         return Selection(top_tokens(scores, self.plan.chunk, n, k).unsqueeze(0), cost)
 
-    def counted(self, layer: int) -> tuple[int, int, int, Cost]:
-        """Tokens that are searched, how many are selected, by how many channels, and what the search costs."""
-        at, plan, shape = self.store[layer], self.plan, self.trace.shape
-        n, t = at.n_host, at.n_seen - self.trace.s_prompt
-        n_chunks = ceil(n / plan.chunk)
+    def counted(self, layer: int) -> "Counted":
+        """Of the step at hand."""
+        at = self.store[layer]
+        return self.counted_of(at.n_host, at.n_seen - self.trace.s_prompt)
+
+    def counted_of(self, n: int, t: int) -> "Counted":
+        """Of `n` tokens that are searched, `t` of them generated."""
+        plan, shape, n_chunks = self.plan, self.trace.shape, ceil(n / self.plan.chunk)
         r = plan.channels(n_chunks)
         cost = Cost(2 * key_bytes(shape, n_chunks), shape.h_kv * n_chunks * r * ELEMENT_BYTES)
-        return n, min(plan.k + t * plan.grows, n), r, cost
+        return Counted(n, min(plan.k + t * plan.grows, n), r, cost)
 
     def report(self) -> dict[str, Any]:
         plan, s = self.plan, self.trace.s_prompt
@@ -272,6 +285,44 @@ class RocketKV(SelectiveAttention):
             "chunk": plan.chunk,
             "n_channels": plan.r,
         }
+
+
+class Counted(NamedTuple):
+    """What a step searches and selects."""
+
+    n: int  # tokens that are searched
+    k: int  # of which so many are selected
+    r: int  # channels
+    cost: Cost
+
+
+def chunked(rows: Sequence[RocketKV], layer: int, counts: Sequence[Counted]) -> list[Chunked]:
+    """As kernels take rows."""
+    each = zip(rows, counts, strict=True)
+    return [Chunked(row.bounds[layer], count.n, row.plan.chunk, count.r) for row, count in each]
+
+
+class ChunkSearch(Search):
+    """Rows on a GPU, as long as all read as many channels."""
+
+    def __init__(self, rows: Sequence[RocketKV], layer: int, q: Tensor, scratch: Scratch) -> None:
+        counts = [row.counted(layer) for row in rows]
+        self.rows, self.t = rows, rows[0].store[layer].n_generated
+        self.ns, self.soft = [count.n for count in counts], rows[0].trace.softmax[layer]
+        self.told = table_of(chunked(rows, layer, counts), q.device)
+        self.more = [int(row.plan.grows or n < row.plan.k) for row, n in zip(rows, self.ns, strict=True)]
+        self.n_steps = min(MOST_STEPS, *(row.plan.n_alike(n) for row, n in zip(rows, self.ns, strict=True)))
+        ks, heads = [count.k for count in counts], rows[0].trace.shape.h_kv
+        self.choice = KeyChoice(len(rows), heads, ks, q.device, scratch, self.more, self.n_steps)
+        self.idx = [self.choice.out[i : i + 1, :, :k] for i, k in enumerate(ks)]
+
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
+        soft = self.soft
+        keys = chunk_keys(q, k_new, self.told, soft.scale, soft.cap, soft.sink, age)
+        self.choice.take(keys, self.told.s(age), age)
+
+    def costs(self, age: int) -> Sequence[Cost]:
+        return [row.counted_of(n + age, self.t + age).cost for row, n in zip(self.rows, self.ns, strict=True)]
 
 
 def chunk_and_channels(c2: Fraction | float, d_h: int) -> tuple[int, int]:

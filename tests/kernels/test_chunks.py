@@ -3,7 +3,7 @@ import torch
 
 from engine.softmax import Softmax
 from kernels.jit import triton
-from kernels.rows.chunks import Chunked, chunk_keys
+from kernels.rows.chunks import Chunked, chunk_keys, table_of
 from kernels.topk import best_keys
 from methods.retrieving.rocketkv import chunk_bounds, chunk_scores, take_in, top_tokens
 from tests.kernels.test_capped import KINDS
@@ -14,8 +14,9 @@ GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a 
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("cap", "about"), KINDS)
+@pytest.mark.parametrize("age", [0, 3])
 def test_rows_with_chunks_of_their_own_are_searched_as_on_a_cpu(
-    dtype: torch.dtype, cap: float, about: float | None
+    dtype: torch.dtype, cap: float, about: float | None, age: int
 ) -> None:
     draw = torch.Generator().manual_seed(4)
     h, h_kv, d_h, scale = 6, 2, 20, 20**-0.5
@@ -36,7 +37,8 @@ def test_rows_with_chunks_of_their_own_are_searched_as_on_a_cpu(
         scores = chunk_scores(q[i : i + 1], mine, r, lengths, soft)
         expected.append(top_tokens(scores, chunk, n, k).sort(-1).values)
     newest = torch.cat([each[:, :, -1:] for each in keys])
-    found = chunk_keys(q.to(GPU), newest.to(GPU), rows, scale, cap, there)
+    told = table_of([row._replace(n=row.n - age) for row in rows], torch.device(GPU))
+    found = chunk_keys(q.to(GPU), newest.to(GPU), told, scale, cap, there, age)
     for i, (n, _, _, k) in enumerate(sizes):
         assert torch.equal(rows[i].bounds.cpu().float(), bounds[i])
         chosen = best_keys(found[i], k).int().long().cpu()

@@ -9,6 +9,7 @@ from kernels.jit import triton
 from kernels.topk import (
     LARGEST,
     NO_KEY,
+    KeyChoice,
     pack_keys_ref,
     sort_keys_triton,
     top_border,
@@ -90,6 +91,19 @@ def test_keys_are_chosen_as_by_a_sort_and_in_order(n: int, ks: tuple[int, ...], 
         if n <= 1000:
             assert torch.equal(expected[i, :, :k].int().long(), best)
         assert (expected[i, :, k:] == NO_KEY).all()
+
+
+@with_triton
+@pytest.mark.parametrize("ks", [(7,), (7, 9, 0)])
+def test_rows_choose_more_keys_at_every_step(ks: tuple[int, ...]) -> None:
+    more = [1, 0, 2][: len(ks)]
+    choice = KeyChoice(len(ks), 2, ks, torch.device(GPU), more=more, n_steps=4)
+    for age in (0, 1, 4):
+        keys = keys_of(torch.randn(len(ks), 2, 30 + age, generator=torch.Generator().manual_seed(age)))
+        wanted = [k + age * grows for k, grows in zip(ks, more, strict=True)]
+        found, expected = choice.take(keys.to(GPU), 30 + age, age).cpu(), top_keys_ref(keys, wanted)
+        assert torch.equal(found[..., : max(wanted)], expected)
+        assert (found[..., max(wanted) :] == NO_KEY).all()
 
 
 @with_triton

@@ -240,11 +240,16 @@ SEARCHES = [
     ("loki", "loki method.granularity=kv_head"),
     pytest.param(("double_sparsity", "double_sparsity method.granularity=kv_head", "full"), marks=pytest.mark.slow),
     ("oracle", "oracle method.generated=on_top", "oracle method.agg=query_head"),
+    pytest.param(
+        ("rocketkv method.tier=host", "rocketkv method.budget_rule=official", "rocketkv"), marks=pytest.mark.slow
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    "names", SEARCHES, ids=["pages of two lengths", "clusters", "columns", "blocks", "labels", "channels", "tokens"]
+    "names",
+    SEARCHES,
+    ids=["pages of two lengths", "clusters", "columns", "blocks", "labels", "channels", "tokens", "chunks"],
 )
 def test_rows_search_and_bring_as_they_were_told(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
