@@ -23,6 +23,7 @@ from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
 from kernels.topk import pack_key
 
 CHUNKS, TOKENS = 128, 256  # of one program
+COMPARED = 16  # channels that all others are compared with at once
 ROW = 5  # numbers of a row, as the kernels read them
 
 
@@ -69,16 +70,20 @@ def chunk_keys(
     q, k_new, g = q.contiguous(), k_new.contiguous(), h // h_kv
     table, start, lengths, r = told
     s, c = told.s(age), max(cdiv(own + age, chunk) for own, chunk in lengths)
-    n_blocks = cdiv(c, CHUNKS)
+    some = min(CHUNKS, 4096 // power_of_2(g))  # of a program: registers hold no more for groups as large as a latent's
+    n_blocks = cdiv(c, some)
     lines = torch.empty(n, h_kv, r, dtype=torch.int32, device=q.device)
     weights = torch.empty(n, h, r, dtype=torch.float32, device=q.device)
     logits = torch.empty(n, h, c, dtype=torch.float32, device=q.device)
     lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
     keys = torch.empty(n, h_kv, s, dtype=torch.int64, device=q.device)
     tiny = torch.finfo(torch.float32).tiny
-    rank_channels[(n, h_kv)](q, k_new, start, table, lines, weights, scale, tiny, age, d_h, g, r, ROW, power_of_2(d_h))
+    rank_channels[(n, h_kv)](
+        q, k_new, start, table, lines, weights, scale, tiny, age, d_h, g, r, ROW, power_of_2(d_h), COMPARED,
+        num_warps=16 if d_h > 256 else 4,
+    )  # fmt: skip
     score_chunks[(n, n_blocks, h_kv)](
-        start, table, lines, weights, logits, lses, cap, age, c, d_h, g, r, ROW, CHUNKS, power_of_2(g), cap > 0
+        start, table, lines, weights, logits, lses, cap, age, c, d_h, g, r, ROW, some, power_of_2(g), cap > 0
     )
     lses = with_sink(lses, sink)
     n_blocks = lses.shape[2]
@@ -90,10 +95,11 @@ def chunk_keys(
 
 @jit(unspecialized=("age",))
 def rank_channels(
-    q, k_new, start, table, lines, weights, scale, tiny, age, d_h, g, most, ROW: tl.constexpr, WIDTH: tl.constexpr
-):
+    q, k_new, start, table, lines, weights, scale, tiny, age, d_h, g, most,
+    ROW: tl.constexpr, WIDTH: tl.constexpr, COMPARED: tl.constexpr,
+):  # fmt: skip
     row, head, h_kv = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    at, column, other = table + row * ROW, tl.arange(0, WIDTH), tl.arange(0, WIDTH)
+    at, column = table + row * ROW, tl.arange(0, WIDTH)
     inside, room = column < d_h, tl.load(at + 1)
     place, chunk, r = tl.load(at + 2) + age - 1, tl.load(at + 3), tl.load(at + 4)
     # The current token joins its chunk.
@@ -106,14 +112,17 @@ def rank_channels(
     tl.store(to + d_h * room, tl.where(is_first, key, tl.minimum(key, low)).to(q.dtype.element_ty), inside)
     first = (row * h_kv + head) * g
     plain = tl.zeros((WIDTH,), tl.float32)
-    total, totals = tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.float32)
+    total, rank = tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.int32)
     for i in range(g):
         query = tl.load(q + (first + i) * d_h + column, inside, other=0.0).to(tl.float32)
         plain += query
         total += tl.abs(query)
-        totals += tl.abs(tl.load(q + (first + i) * d_h + other, other < d_h, other=0.0).to(tl.float32))
-    ahead = (totals[None] > total[:, None]) | ((totals[None] == total[:, None]) & (other[None] < column[:, None]))
-    rank = tl.sum((ahead & (other < d_h)[None]).to(tl.int32), 1)
+    for low_other in range(0, d_h, COMPARED):
+        other, totals = low_other + tl.arange(0, COMPARED), tl.zeros((COMPARED,), tl.float32)
+        for i in range(g):
+            totals += tl.abs(tl.load(q + (first + i) * d_h + other, other < d_h, other=0.0).to(tl.float32))
+        ahead = (totals[None] > total[:, None]) | ((totals[None] == total[:, None]) & (other[None] < column[:, None]))
+        rank += tl.sum((ahead & (other < d_h)[None]).to(tl.int32), 1)
     is_chosen = inside & (rank < r)
     line = tl.where(plain > 0, column, column + d_h)
     tl.store(lines + (row * h_kv + head) * most + rank, line, is_chosen)

@@ -54,7 +54,11 @@ def test_what_ptxas_says_is_read() -> None:
         made, "ptxas info : Used 255 registers\n 16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads"
     )
     assert (made.registers, made.spilled) == (255, 20)
-    assert "SPILLS 20 bytes" in aot.line_of(made)
+    assert made.spills and "SPILLS 20 bytes" in aot.line_of(made)
+    made.registers, made.warps = 128, 4
+    assert not made.spills and "20 bytes elsewhere with registers left" in aot.line_of(made)
+    made.warps = 16  # of which each thread has 128
+    assert made.spills
     made.shared = 232_448
     aot.check_shared(made)
     assert not made.error
