@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kernels.capped import bend, with_sink
 from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
+from kernels.rows.logits import Table
 from kernels.topk import pack_key
 
 TOKENS = 256  # of one program
@@ -43,14 +44,6 @@ class Columns(NamedTuple):
     stop: int  # behind the last one
     k: int  # candidates to choose
     grows: bool = False  # with every token there is a candidate more
-
-
-class Table(NamedTuple):
-    """What kernels are told of rows, for steps to come too: at each every row has one token more."""
-
-    numbers: Tensor
-    start: Tensor  # from which they count where keys lie
-    s: int  # tokens of the row with most
 
 
 def table_of(rows: Sequence[Columns], device: torch.device) -> Table:
