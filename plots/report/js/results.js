@@ -12,6 +12,9 @@ const COSTS = {
 const AXES = { "budget-chart": ["tokens", "share"], "cost-chart": ["device", "moved", "reads", "memory", "resident", "tpot"] };
 const costOf = (run, part, axis) => (axis === "tpot" ? run.audit.tpot_s : part.cost[axis]);
 
+// The title of an axis, with its unit on a line of its own where a narrow page would cut it.
+const inLines = (title) => (window.innerWidth < 700 ? title.split(/(?<=,) (?=[^,]*$)/) : title);
+
 // What can be looked at: a dataset, or the average of a benchmark, of runs that may be compared.
 const viewName = (run, part) => [run.task, part.dataset, run.group].join("\n");
 function viewsOf(list) {
@@ -121,7 +124,7 @@ async function drawScores({ view, rows }) {
     const isWide = Math.min(...costs) > 0 && Math.max(...costs) / Math.min(...costs) > 12;
     const chart = await draw(id, specs[isWide ? "log" : "linear"], {
       "@format": { tokens: ",d", share: "~g", memory: "~g", tpot: "~g" }[axis] || "~s",
-      "@score": inUnit(view.metric), "@cost": COSTS[axis],
+      "@score": inUnit(view.metric), "@cost": inLines(COSTS[axis]),
     }, { points: found, front: front.length > 1 ? front : [], full: found.filter((one) => one.full).slice(0, 1) });
     chart.addEventListener("click", (event, item) => {
       const run = item && item.datum && runs[item.datum.run];
