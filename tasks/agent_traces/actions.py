@@ -1,6 +1,7 @@
 """Actions of an agent: how one is read out of an answer, when two agree, and what of the past a call needs.
 
-A call is `{"kind": "call", "name": …, "arguments": {…}}`; other answers are of kind `text`, blank ones `invalid`.
+A call is `{"kind": "call", "name": …, "arguments": {…}}`. Other answers are of kind `text`, but for those that are no
+action: blank ones and those whose first `<tool_call>` holds no call that can be read are `invalid`.
 
 Not here: traces (`render.py`), made ones (`made.py`).
 """
@@ -22,16 +23,14 @@ SHORTEST = 3  # characters of a value that is looked for in the past
 
 
 def action_of(prediction: str) -> dict[str, Any]:
-    """What an answer does: its first call, or text."""
-    text = prediction.rpartition("</think>")[2]
-    if not text.strip():
-        return {"kind": "invalid"}
+    """What an answer does: its first call, or text, or nothing."""
+    text = prediction.rpartition("</think>")[2].strip()
     if OPEN in text and (found := call_of(text.partition(OPEN)[2].partition(CLOSE)[0])):
         return found
-    text = text.strip()
     fenced = FENCE.fullmatch(text)
-    text = fenced[1] if fenced else text.removeprefix(TAG)
-    return call_of(text) or {"kind": "text"}
+    if found := call_of(fenced[1] if fenced else text.removeprefix(TAG)):
+        return found
+    return {"kind": "invalid" if not text or OPEN in text else "text"}
 
 
 def call_of(text: str) -> dict[str, Any] | None:

@@ -18,7 +18,8 @@ Modes       `golden`: every turn's output is fed and compressed, then the next a
             the policy and earlier sessions alone. `query_aware` reads each decision's whole history in a prompt of its
             own. A trace is fixed, so that there is no `dialogue`.
 Score       1 where kind, name and all arguments agree. `name` and `arguments` stand beside; of drawn work `fresh`
-            (what was seen last), `stale` (what was seen before) and `count`.
+            (what was seen last), `stale` (what was seen before) and `count`. `invalid` is the share of answers that are
+            no action: blank ones, and calls whose JSON is broken.
 Age         `age` is how many tokens lie between what an action needs and the decision: the oldest of its values, at
             the last place where it stands. A finished run's agents.csv has scores by turn and by age, in percent.
 
@@ -117,7 +118,7 @@ class AgentTraces(Task):
 
     asking: Asking
     name = "agent_traces"
-    version = 1
+    version = 2  # 1 took a call whose JSON is broken for text, which is right where text was recorded
     Params = Params
     data: ClassVar[Data | None] = Data(
         tuple(f"{FOLDER}/airline{end}" for end in (".jsonl", "_policy.md", "_tools.json")),
@@ -261,13 +262,14 @@ class AgentTraces(Task):
     # -- scores --
 
     def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
-        fields = sample.fields
+        fields, action = sample.fields, action_of(prediction)
+        invalid = {"invalid": float(action["kind"] == "invalid")}
         if fields.get("kind") in made.GROUPS and fields["kind"] not in made.CALLS:
             found = made.score(prediction, fields["value"], fields["superseded"])
-            return found, {fields["group"]: found}
-        same = agreement(action_of(prediction), fields["action"])
+            return found, {fields["group"]: found, **invalid}
+        same = agreement(action, fields["action"])
         groups = {fields["group"]: same.action} if "group" in fields else {}
-        return same.action, {"name": same.name, "arguments": same.arguments, **groups}
+        return same.action, {"name": same.name, "arguments": same.arguments, **groups, **invalid}
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """agents.csv: scores by turn, by age and by what is asked."""

@@ -85,6 +85,45 @@ def test_a_call_is_read_out_of_its_frame_and_never_out_of_prose(text: str, name:
     assert action_of(" \n") == {"kind": "invalid"}
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ('<tool_call>\n{"name": "x", "arguments": {"a": 1}\n</tool_call>', "invalid"),
+        ('<tool_call>{"name": "x", "arguments": {"a": ', "invalid"),
+        ('Let me look.\n<tool_call>{"name": "x"}</tool_call>', "invalid"),
+        ('<tool_call>{"name": "x", "arguments": "{"}</tool_call>', "invalid"),
+        ('<tool_call>[{"name": "x", "arguments": {}}]</tool_call>', "invalid"),
+        ("<tool_call>", "invalid"),
+        ('<tool_call>{</tool_call><tool_call>{"name": "x", "arguments": {}}</tool_call>', "invalid"),
+        ("I try <tool_call>{</think>Which card?", "text"),
+        ('{"name": "x", "arguments": {"a": ', "text"),
+        ('{"name": "x", "arguments": {"a": "<tool_call>"}}', "call"),
+    ],
+)
+def test_a_frame_without_a_call_that_can_be_read_is_no_text(text: str, kind: str) -> None:
+    assert action_of(text)["kind"] == kind
+    assert agreement(action_of(text), {"kind": "text"}).action == float(kind == "text")
+
+
+def test_answers_that_are_no_action_are_counted(two: Path) -> None:
+    made_task = task(two, ask="all")
+    texts = [turn for turn in made_task.samples(tiny_tokenizer(CHATML_TEMPLATE, adds_bos=False)) if turn.conversation]
+    calls, says = one_question(texts[0], 0), one_question(texts[1], 1)
+    broken, right = '<tool_call>{"name": "look", "arguments": {"id": ', calls.references[0]
+    assert [made_task.verdict(calls, text)[1]["invalid"] for text in (right, "Which?", broken, "")] == [0, 0, 1, 1]
+    assert made_task.verdict(says, "Which?") == (1.0, {"name": 1.0, "arguments": None, "invalid": 0.0})
+    assert made_task.verdict(says, broken) == (0.0, {"name": 0.0, "arguments": None, "invalid": 1.0})
+
+
+def test_they_are_counted_among_values_that_drawn_work_asks_for_too(tmp_path: Path) -> None:
+    drawn = task(tmp_path, source="embedded", lengths=[7000], output_tokens=60, turns=3, rows=1)
+    sample = drawn.samples(tiny_tokenizer(CHATML_TEMPLATE, adds_bos=False))[0]
+    turn = next(turn for turn in (one_question(sample, i) for i in range(3)) if "value" in turn.fields)
+    for text, count in ((turn.references[0], 0.0), ('<tool_call>{"id": ', 1.0)):
+        score, measures = drawn.verdict(turn, text)
+        assert measures == {turn.fields["group"]: score, "invalid": count} and score == 1 - count
+
+
 def test_values_agree_by_what_they_mean() -> None:
     assert agree(1, 1.0) and agree(" a", "a") and agree({"a": [1]}, {"a": [1.0]})
     assert not agree(True, 1) and not agree("1", 1) and not agree([1, 2], [2, 1]) and not agree(None, 0)
@@ -114,7 +153,7 @@ def test_each_decision_sees_the_recorded_past_and_not_its_own_answer(two: Path, 
     text = tokenizer.decode([*prompt.context_ids, *prompt.feeds[1]])
     assert text == sample.context + look.question + pay.question
     again = one_question(sample, 1)
-    assert made_task.verdict(again, pay.references[0]) == (1.0, {"name": 1.0, "arguments": 1.0})
+    assert made_task.verdict(again, pay.references[0]) == (1.0, {"name": 1.0, "arguments": 1.0, "invalid": 0.0})
     assert made_task.verdict(again, look.references[0])[0] == 0.0
     assert 20 < again.fields["age"] < 400 and again.fields["distance"] == 3
 
@@ -239,7 +278,10 @@ def run_answers(path: Path) -> list[Check]:
     return found
 
 
-RUNNERS = {"agent_scores": run_scores, "agent_points": run_points, "agent_made": run_made, "agent_answers": run_answers}
+RUNNERS = {
+    "agent_scores": run_scores, "agent_scores_2": run_scores, "agent_points": run_points, "agent_made": run_made,
+    "agent_answers": run_answers,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RUNNERS)
