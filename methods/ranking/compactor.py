@@ -9,7 +9,7 @@ Paper     arXiv:2507.08143, 2025; Chari, Vivek; Compactor: Calibrated Query-Agno
 Symbols   kvpress sketch_dimension, chunk_size, blending, sink_size_start, sink_size_end = `sketch`, `chunk`, `beta`,
           `n_sink`, `n_last`; leverages l, attention A = `leverages`, `TwoWay`.
 Per step  moved: nothing; resident: the budget's tokens and generated ones, 4 * d_h bytes each per KV head.
-Differs   - `beta` is a number, as scores may not depend on the budget; null is kvpress' form, the share that goes.
+Differs   - `beta` is a number, as scores may not depend on the budget; null is kvpress' form, one less the ratio.
           - the last chunk is as long as what is left. kvpress fills it up (`padding: published`) with queries and keys
             of zeros, which it does not hide.
           - protected tokens are kept outside of the scores; kvpress gives them the layer's highest.

@@ -1,11 +1,14 @@
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from engine.budget import resolve
 from engine.errors import ConfigError
+from engine.shapes import ModelShape
 from methods.ranking.compactor import Compactor, TwoWay, leverages, z_scores
 from tests.vectors import Check, differs, first, load, request, row_of, trace_of
 
@@ -26,8 +29,9 @@ def run_vectors(path: Path) -> list[Check]:
     trace.turn = {0: lambda keys, by: before}
     trace.observe(0, TwoWay(meta["chunk"], *ends, True), q, k, trace.softmax[0])
     params = Compactor.Params(meta["sketch"], meta["chunk"], meta["blending"], "both", *ends, "published", 0)
-    budget = request(tokens=meta["n_kept"])
-    row = row_of(Given, params, trace, budget)
+    asked = resolve(request(ratio=str(1 - Fraction(str(meta["compression_ratio"])))), meta["S"], Compactor.drops)
+    plan = Compactor.plan_for(params, asked, trace.shape)  # its beta is of the ratio, before kvpress rounds to tokens
+    row = row_of(Given, params, trace, request(tokens=meta["n_kept"]), plan)
     past = slice(ends[0], meta["S"] - ends[1])
     found = leverages(before[:, :, past], phi[0] / meta["sketch"] ** 0.5)
     problem = first(
@@ -54,6 +58,14 @@ def test_leverages_of_a_head_add_up_to_its_rank() -> None:
 def test_a_factor_changes_no_z_score() -> None:
     x = torch.randn(1, 2, 50, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(z_scores(2 * x), z_scores(x))
+
+
+def test_without_a_number_leverage_weighs_the_share_that_was_asked_to_go() -> None:
+    for asked, beta in ((request("0.4"), 0.6), (request(tokens=52), 1 - 52 / 131)):  # 0.4 of 131 are 52 tokens
+        budget = resolve(asked, 131, Compactor.drops)
+        assert budget.tokens == 52
+        plan = Compactor.plan_for(replace(PARAMS, beta=None), budget, ModelShape("m", 1, 6, 2, 32, 4096, (0,)))
+        assert plan.beta == pytest.approx(beta, abs=1e-12)
 
 
 @pytest.mark.parametrize(
