@@ -38,6 +38,7 @@ class FlexPrefill(BlockRule):
     cover_unit: int | None  # columns or distances that count as a block; null: `block`
 
     title: ClassVar[str] = "FlexPrefill"
+    version: ClassVar[int] = 2
     asks_last: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -84,12 +85,16 @@ class FlexPrefill(BlockRule):
         return torch.where(aware[:, None, None], torch.minimum(levels, self.of_means(q, k, soft)), levels)
 
     def query_aware(self, q: Tensor, k: Tensor, soft: Softmax, of_columns: Tensor) -> Tensor:
-        """Which heads' block means tell what their last queries see: (h,) bool."""
+        """Which heads' block means tell what their last queries see: (h,) bool. None of a prompt that is kept whole."""
+        if self.keeps_all(k.shape[2]):
+            return torch.zeros(q.shape[1], dtype=torch.bool, device=q.device)
         last = q[0, :, -self.block :].float().mean(1, keepdim=True)  # (h, 1, d_h)
         guess = soft.bent(products(last, means(k, self.block)).squeeze(1)).softmax(-1).double()
         found = of_columns.double()
         middle = (guess + found) / 2
-        divergence = (torch.xlogy(guess, guess / middle) + torch.xlogy(found, found / middle)).sum(-1) / 2
+        # Entropies, so that a block that neither side looks at adds 0, where a quotient would be 0 / 0.
+        of_each = torch.xlogy(guess, guess) + torch.xlogy(found, found)
+        divergence = of_each.sub(torch.xlogy(middle, middle), alpha=2).sum(-1) / 2
         return divergence.clamp(min=0).sqrt() < float(self.tau)
 
     def taken(self, weights: Tensor, of_blocks: Tensor, aware: Tensor) -> Tensor:

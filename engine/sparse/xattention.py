@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from engine.budget import show
 from engine.checks import one_of, share, whole_numbers
 from engine.errors import ConfigError
 from engine.observe import at_once
@@ -40,11 +41,13 @@ class XAttention(BlockRule):
 
     block: int
     stride: int  # tokens of a group
-    threshold: Fraction | Path  # share of the weights, or a JSON file of one per layer and head; not with `density`
+    # Share of the weights, one for each head, or a JSON file of one per layer and head; not with `density`.
+    threshold: Fraction | tuple[Fraction, ...] | Path
     select: str  # "code" or "paper"
     chunk_size: int | None  # queries of the authors' chunks; null: by the prompt's length, as theirs
 
     title: ClassVar[str] = "XAttention"
+    version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,10 +57,16 @@ class XAttention(BlockRule):
             raise ConfigError(
                 f"prefill.stride={self.stride} does not divide prefill.block={self.block}; give one that does"
             )
-        if isinstance(self.threshold, Fraction):
-            share("prefill.threshold", self.threshold)
-        else:
+        if isinstance(self.threshold, Path):
             self.table()
+        for value in self.given:
+            share("prefill.threshold", value)
+
+    @property
+    def given(self) -> tuple[Fraction, ...]:
+        """Thresholds that are given as numbers: one for all heads, or one for each; none where a file has them."""
+        threshold = self.threshold
+        return () if isinstance(threshold, Path) else (threshold,) if isinstance(threshold, Fraction) else threshold
 
     def table(self) -> list[list[float]]:
         """The file's thresholds, by layer and head."""
@@ -81,6 +90,11 @@ class XAttention(BlockRule):
 
     def check(self, shape: ModelShape) -> None:
         super().check(shape)
+        if isinstance(self.threshold, tuple) and len(self.threshold) != shape.h:
+            raise ConfigError(
+                f"prefill.threshold=[{','.join(map(show, self.threshold))}] does not fit model {shape.name!r}; it "
+                f"needs {shape.h} shares, one for each query head, or one number for all"
+            )
         if isinstance(self.threshold, Path):
             sizes = {len(row) for row in self.table()}
             if (len(self.table()), sizes) != (shape.n_layers, {shape.h}):
@@ -99,16 +113,17 @@ class XAttention(BlockRule):
         return self.block, self.block
 
     def keeps_all(self, s: int) -> bool:
-        return s <= self.block or (self.density is None and self.threshold == 1)
+        return s <= self.block or (self.density is None and set(self.given) == {1})
 
     def estimate(self, s: int) -> float:
         return 1 / self.stride
 
     def level(self, layer: int, s: int, like: Tensor) -> Tensor | float:
-        """What is taken is below the threshold."""
+        """What is taken is below the threshold; all, where that is 1."""
         if isinstance(self.threshold, Fraction):
             return nextafter(float(self.threshold), -inf)
-        below = torch.tensor([nextafter(share, -inf) for share in self.table()[layer]], dtype=torch.float64)
+        of_heads = self.table()[layer] if isinstance(self.threshold, Path) else map(float, self.threshold)
+        below = torch.tensor([inf if x == 1 else nextafter(x, -inf) for x in of_heads], dtype=torch.float64)
         below = below.pin_memory() if like.is_cuda else below
         return below.to(like.device, non_blocking=True)[:, None, None]
 

@@ -263,6 +263,12 @@ def test_a_choice_by_the_last_queries_says_that_the_question_was_not_among_them(
             ["prefill=a_shape", "prefill.layers=[1,9]"],
             "prefill.layers=.1,9. is out of range; model 'tiny' has 3 layers",
         ),
+        (
+            ["prefill=xattention", "prefill.threshold=[0.5,0.9]"],
+            "prefill.threshold=.0.5,0.9. does not fit model 'tiny'; it needs 6 shares, one for each query head, or one",
+        ),
+        (["prefill=xattention", "prefill.threshold=[]"], "prefill.threshold=.. does not fit model 'tiny'"),
+        (["prefill=xattention", "prefill.threshold=[0.5,-1]"], "prefill.threshold=-1 is out of range"),
         (["prefill=top_cdf", "prefill.topk=0.5"], "prefill.cdf and prefill.topk are two ways"),
         (["prefill=flexprefill", "prefill.density=2"], "prefill.density=2 is out of range"),
     ],
@@ -283,6 +289,16 @@ def test_a_table_of_thresholds_is_part_of_what_names_a_run(model: list[str], tmp
         words = [*model, *NEEDLE, "limit=1", "method=full", "prefill=xattention_short", f"prefill.threshold={file}"]
         names.append(run(words, tmp_path / str(share))[0].config_hash)
     assert names[0] != names[1]
+
+
+def test_thresholds_of_heads_read_less_than_the_largest_and_more_than_the_least(
+    model: list[str], tmp_path: Path
+) -> None:
+    words, given = [*model, *NEEDLE, "limit=1", "method=full", "prefill=xattention_short"], [0.2, 0.9, 0.9, 0.5, 0.2, 0]
+    cells = [[f"prefill.threshold={x}"] for x in ("0", str(given).replace(" ", ""), "0.9")]
+    (least, _), (mixed, _), (most, _) = sweep(words, cells, tmp_path)
+    assert (least.prefill_share or 1) < (mixed.prefill_share or 0) < (most.prefill_share or 0)
+    assert mixed.prefill_params["threshold"] == given and len({x.config_hash for x in (least, mixed, most)}) == 3
 
 
 def test_settings_keep_the_chosen_file() -> None:

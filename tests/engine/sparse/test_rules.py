@@ -52,7 +52,9 @@ def rule_of(folder: str, meta: dict[str, Any]) -> SparsePrefill:
         return TopCdf(**shares, **{k: meta[k] for k in ("block_q", "block_k", "smooth_k", "attention_sink")}, **COMMON)  # type: ignore[arg-type]
     assert folder == "prefill_xattention" and meta["norm"] == 1
     counts = {key: meta[key] for key in ("block", "stride", "chunk_size")}
-    return XAttention(threshold=Fraction(str(meta["threshold"])), select="code", **counts, **COMMON)
+    given = meta["threshold"]
+    threshold = tuple(Fraction(str(x)) for x in given) if isinstance(given, list) else Fraction(str(given))
+    return XAttention(threshold=threshold, select="code", **counts, **COMMON)
 
 
 def run_vectors(path: Path) -> list[Check]:
@@ -229,6 +231,8 @@ def test_a_layer_or_a_density_can_be_left_whole(name: str) -> None:
         ("top_cdf", {"sim_threshold": Fraction(2)}, "prefill.sim_threshold=2 is out of range; it is a cosine"),
         ("xattention", {"stride": 3}, "prefill.stride=3 does not divide prefill.block=8"),
         ("xattention", {"select": "both"}, "prefill.select=both is not allowed; use code or paper"),
+        ("xattention", {"threshold": Fraction(2)}, "prefill.threshold=2 is out of range; it is a share from 0 to 1"),
+        ("xattention", {"threshold": (Fraction(1, 2), Fraction(2))}, "prefill.threshold=2 is out of range"),
         ("xattention", {"threshold": Path("nowhere.json")}, "prefill.threshold=nowhere.json cannot be read"),
     ],
 )
@@ -256,6 +260,58 @@ def test_thresholds_may_differ_by_layer_and_head(tmp_path: Path) -> None:
         small("xattention", threshold=file)
     file.write_text("[[0.2, 0.2, 0.9, 0.8], [0.5, 0.5, 0.5, 0.5]]")
     assert small("xattention", threshold=file).data_digest() != digest
+
+
+def test_thresholds_of_heads_are_those_of_a_file_with_equal_layers(tmp_path: Path) -> None:
+    given, (q, k, v) = (Fraction(1, 5), Fraction(9, 10), Fraction(0), Fraction(1)), drawn(117)
+    rule = small("xattention", threshold=given)
+    seen = [kept.seen() for kept in (rule.choose(q, k, Softmax(0.25), layer) for layer in (0, 7))]
+    assert torch.equal(*seen) and not rule.keeps_all(117)
+    for head, one in enumerate(given):
+        alike = small("xattention", threshold=one).choose(q, k, Softmax(0.25), 0).seen()
+        assert torch.equal(seen[0][head], torch.ones(117, 117).tril().bool() if one == 1 else alike[head])
+    file = tmp_path / "heads.json"
+    file.write_text("[[0.2, 0.9, 0, 1.0]]")
+    assert torch.equal(small("xattention", threshold=file).choose(q, k, Softmax(0.25), 0).seen(), seen[0])
+    assert 0 < rule.attend(q, k, v, Softmax(0.25)).share < 1
+    assert small("xattention", threshold=(Fraction(1),) * 4).keeps_all(117)
+
+
+@pytest.mark.parametrize("h", [0, 1, 2, 3, 5])
+def test_as_many_thresholds_are_needed_as_there_are_query_heads(h: int) -> None:
+    rule = small("xattention", threshold=(Fraction(1, 2),) * h)
+    shape = ModelShape("m", 2, 4, 2, 16, 4096, (0, 1))
+    with pytest.raises(ConfigError) as caught:
+        rule.check(shape)
+    assert str(caught.value) == (
+        f"prefill.threshold=[{','.join(['0.5'] * h)}] does not fit model 'm'; it needs 4 shares, one for each query "
+        "head, or one number for all"
+    )
+    if h:
+        rule.check(replace(shape, h=h, h_kv=1))
+
+
+@pytest.mark.parametrize("min_budget", [8, 20, 64])
+def test_no_head_of_a_prompt_that_is_kept_whole_is_query_aware(min_budget: int) -> None:
+    rule = small("flexprefill", tau=Fraction(1), min_budget=min_budget)
+    assert isinstance(rule, FlexPrefill)
+    for s in range(1, 80):
+        q, k, _ = drawn(s)
+        n = -(-s // 8)  # blocks
+        aware = rule.query_aware(q, k, Softmax(0.25), torch.full((4, n), 1 / n))
+        is_whole = n <= max(2, -(-min_budget // 8))
+        assert (bool(aware.any()), rule.keeps_all(s)) == (not is_whole, is_whole)
+        if is_whole:
+            assert torch.equal(rule.choose(q, k, Softmax(0.25), 0).seen(), torch.ones(4, s, s).tril().bool())
+
+
+def test_blocks_that_neither_side_looks_at_leave_a_head_comparable() -> None:
+    q, k, _ = drawn(120)
+    rule, far = small("flexprefill", tau=Fraction(1)), torch.zeros(4, 15)
+    assert isinstance(rule, FlexPrefill)
+    far[:, 0] = 1.0
+    k[:, :, 8:] -= 1e4 * q[0, ::2, -8:].mean(1, keepdim=True)  # the last queries see none of it
+    assert rule.query_aware(q, k, Softmax(0.25), far)[::2].all()
 
 
 def test_a_rule_without_a_file_has_no_digest() -> None:
