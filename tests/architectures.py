@@ -33,11 +33,12 @@ from engine.errors import ConfigError, one_line
 from engine.model import Model, register_attention
 from engine.passes.agreement import check_attention
 from engine.prefill import prefill
+from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full
 from methods.retrieving.oracle import Oracle
 from results.sheet import ABSENT, Cell, Sheet, Word, markdown
 
-S, N_NEW, WINDOW, CHUNK = 75, 10, 20, 28
+S, N_NEW, WINDOW, CHUNK, N_SINK = 75, 10, 20, 28, 4
 MOST_WEIGHTS = 64_000_000
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 START, END = "<!-- table: `python -m tests.architectures --write` -->", "<!-- end of the table -->"
@@ -250,13 +251,16 @@ def loaded(config: Any, hf: Any, name: str) -> Model:
     return model
 
 
-def answers(model: Model, ids: Sequence[int], methods: Sequence[Any], n_new: int = N_NEW) -> list[list[int]]:
-    """What methods with a whole budget say in one batch."""
+def answers(
+    model: Model, ids: Sequence[int], methods: Sequence[Any], n_new: int = N_NEW, ratio: Fraction = Fraction(1)
+) -> list[list[int]]:
+    """What methods, with a whole budget or a share, say in one batch."""
     params = {
         Full: Full.Params(),
-        Oracle: Oracle.Params("group_sum", 4, Fraction(1, 2), "on_top", "fair", "renormalise"),
+        StreamingLLM: StreamingLLM.Params(N_SINK, "on_top", "original"),
+        Oracle: Oracle.Params("group_sum", N_SINK, Fraction(1, 2), "on_top", "fair", "renormalise"),
     }
-    request = BudgetRequest(Fraction(1), None, Fraction(1, 2), False)
+    request = BudgetRequest(ratio, None, Fraction(1, 2), False)
     variants = [kind.variant_for(params[kind], request, model.shape, len(ids)) for kind in methods]
     with model.hooked():
         trace = prefill(model, ids, [what for one in variants for what in one.observations])

@@ -1,6 +1,7 @@
 """Every kind of layer is answered as transformers answers it, or refused in a sentence before weights are read."""
 
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from engine.prefill import prefill
 from engine.softmax import Softmax
 from engine.turns.talk import Talk, attend_own_past
 from evals.settings import ModelSpec
+from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full
-from tests.architectures import CHUNK, answers, config_of, generated, loaded, look, model_of, prompt, text_types
+from tests.architectures import CHUNK, N_SINK, answers, config_of, generated, loaded, look, model_of, prompt, text_types
 from tests.tiny import tiny
 from tests.tiny_run import save_tiny
 
@@ -89,6 +91,24 @@ def test_answers_around_the_end_of_a_chunk_are_those_of_transformers(chunked: tu
     assert answers(model, prompt(n), [Full] * 3) == [want] * 3
 
 
+@pytest.mark.parametrize("n", [CHUNK - 4, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1])
+def test_dropped_tokens_are_missing_in_full_layers_and_still_seen_within_a_chunk(
+    chunked: tuple[Any, Any], n: int
+) -> None:
+    """Transformers' own layers behind two masks, and no cache whose length could tell the layers apart wrongly."""
+    hf, model = chunked
+    ids, n_kept = prompt(n), n // 3
+    for _ in range(6):
+        query, key = torch.arange(len(ids)).unsqueeze(1), torch.arange(len(ids))
+        gone = (query >= n) & (key >= N_SINK) & (key < n - n_kept + N_SINK)
+        seen = {"full_attention": (key <= query) & ~gone, "chunked_attention": in_chunk(query[:, 0], key, CHUNK)}
+        masks = {kind: torch.zeros(see.shape).masked_fill(~see, -1e30)[None, None] for kind, see in seen.items()}
+        with torch.inference_mode():
+            logits = hf(input_ids=torch.tensor([ids]), attention_mask=masks, use_cache=False).logits
+        ids = [*ids, int(logits[0, -1].argmax())]
+    assert answers(model, ids[:n], [StreamingLLM] * 3, 6, Fraction(1, 3)) == [ids[n:]] * 3
+
+
 @pytest.mark.parametrize("n_feed", [2, 7, CHUNK + 3])
 def test_a_feed_that_crosses_a_chunk_is_read_as_transformers_reads_it(chunked: tuple[Any, Any], n_feed: int) -> None:
     hf, model = chunked
@@ -107,8 +127,6 @@ def test_a_feed_that_crosses_a_chunk_is_read_as_transformers_reads_it(chunked: t
 
 
 def agreement_request() -> Any:
-    from fractions import Fraction
-
     from engine.budget import BudgetRequest
 
     return BudgetRequest(Fraction(1), None, Fraction(1, 2), False)
