@@ -58,7 +58,7 @@ def specification() -> dict[str, Any]:
                 "name": "Budgets",
                 "panels": [
                     bars("Tokens attended", "tokens_attended_mean"),
-                    bars("Bytes per step in order to find tokens", "bytes_moved_meta_per_step"),
+                    bars("Bytes per step in order to find tokens", "bytes_index_read_per_step"),
                     bars("Within budget", "within_budget"),
                     bars("Seconds per token", "tpot_s"),
                 ],

@@ -51,7 +51,7 @@ class Cost:
     effective_ratio: float | None = None
     kv_bytes_per_step: float | None = None
     find_bytes_per_step: float | None = None
-    comm: float | None = None  # what `comm` prices of these, relative to the bytes of the prompt's keys
+    comm: float | None = None  # these, relative to the bytes of the prompt's keys
     device_bytes: float | None = None
     host_bytes: float | None = None
 
@@ -238,7 +238,7 @@ def table_cell(
 
 
 def cost(rows: Sequence[SampleRow], key_bytes: float | None) -> Cost:
-    moved = measured(rows, "bytes_moved_meta_per_step")
+    find = measured(rows, "bytes_index_read_per_step")
     done = [row for row in rows if row.status == "ok"]
     prompt = fsum(row.prompt_tokens for row in done) / len(done) if done else None
     return Cost(
@@ -246,8 +246,8 @@ def cost(rows: Sequence[SampleRow], key_bytes: float | None) -> Cost:
         tokens_budget=measured(rows, "tokens_budget"),
         effective_ratio=measured(rows, "effective_ratio"),
         kv_bytes_per_step=measured(rows, "bytes_moved_kv_per_step"),
-        find_bytes_per_step=measured(rows, "bytes_index_read_per_step"),
-        comm=None if moved is None or not key_bytes or not prompt else moved / key_bytes / prompt,
+        find_bytes_per_step=find,
+        comm=None if find is None or not key_bytes or not prompt else find / key_bytes / prompt,
         device_bytes=measured(rows, "bytes_resident_device"),
         host_bytes=measured(rows, "bytes_resident_host"),
     )

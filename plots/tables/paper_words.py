@@ -11,6 +11,7 @@ Not here: what stands in a table (`plots/tables/cells.py`), how it is printed (`
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from fractions import Fraction
 from math import fsum
 from typing import Any
 
@@ -20,7 +21,7 @@ from plots.tables.papers import PaperTable
 from results.sheet import ABSENT, Cell, Sheet, Word
 
 COSTS = (
-    "method", "budget", "tokens attended / budget", "share of full attention", "comm measured / allowed",
+    "method", "budget", "tokens attended / budget", "share of full attention", "read to find / comm",
     "KV moved per step", "device memory", "host memory",
 )  # fmt: skip
 
@@ -115,7 +116,19 @@ def explanation(table: Table) -> list[str]:
             else "Below each row: the published figure, of another model, data, wording, limit or comm: "
             "differences mean little."
         )
+    if names := reading_more(table):
+        sentences.append(
+            f"{', '.join(names)} read more to find tokens than comm prices: what is read of an index on the device "
+            "counts here."
+        )
     return [*sentences, *table.notes]
+
+
+def reading_more(table: Table) -> list[str]:
+    """Methods, in the table's order, that kept their budget and read more bytes to find tokens than `comm` is."""
+    most = Fraction(table.where.comm or 1)
+    found = {cell.method for cell in table.cells.values() if (cell.cost.comm or 0) > most and not cell.over}
+    return [method for method in table.methods if method in found]
 
 
 def cost_lines(table: Table) -> list[Sequence[Cell]]:

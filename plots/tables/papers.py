@@ -88,9 +88,9 @@ class PaperTable:
 PQCACHE_METHODS: dict[str, Column | None] = {
     "Full": Column("full"),
     "Oracle": Column("oracle"),
-    "H2O(C)": Column("h2o", compensated=True),
-    "SnapKV(C)": Column("snapkv", compensated=True),
-    "PyramidKV(C)": Column("pyramidkv", compensated=True),
+    "H2O (C)": Column("h2o", compensated=True),
+    "SnapKV (C)": Column("snapkv", compensated=True),
+    "PyramidKV (C)": Column("pyramidkv", compensated=True),
     "InfLLM": Column("infllm"),
     "SPARQ": Column("sparq"),
     "PQCache": Column("pqcache"),
@@ -219,7 +219,8 @@ def read_published(paper_table: PaperTable) -> Published:
     values: dict[tuple[str, str, str], str] = {}
     for row in rows:
         dataset = AVERAGE if row["dataset"] in PAPER_AVERAGES else row["dataset"]
-        key = (dataset, row["method"], row.get("ratio") or row["budget_or_ratio"])
+        method = row["method"].replace("(C)", " (C)")  # printed without the space that our labels have
+        key = (dataset, method, row.get("ratio") or row["budget_or_ratio"])
         values[key] = row.get("score") or row["value"]
     datasets = [d for d in dict.fromkeys(key[0] for key in values) if d != AVERAGE]
     return Published(

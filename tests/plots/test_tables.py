@@ -52,7 +52,7 @@ def test_a_cell_is_the_score_of_result_json_to_the_printed_digit(tmp_path: Path)
     _, ours = make_run(tmp_path, "h2o", "longbench", answers(["qasper"], 0.5), **OURS)
     assert full.score and ours.score and ours.score_ci95
     table = one(tmp_path)
-    cell = table.cells["Qasper", "H2O(C)", "1/5"]
+    cell = table.cells["Qasper", "H2O (C)", "1/5"]
     assert cell.score == 100 * ours.score
     assert (cell.low, cell.high) == tuple(100 * bound for bound in ours.score_ci95)
     assert cell.published == "37.38" and cell.n == ours.n_samples
@@ -66,6 +66,33 @@ def test_a_cell_is_the_score_of_result_json_to_the_printed_digit(tmp_path: Path)
     assert cell.against.paired.mean == pytest.approx(ours.score - full.score)
 
 
+def test_what_an_index_on_the_device_costs_to_read_stands_beside_what_comm_allows(tmp_path: Path) -> None:
+    """InfLLM moves nothing to find its blocks: the table said 0.0000 where the run's own said 311 KB of 216 allowed."""
+    make_run(tmp_path, "full", "longbench", answers(["qasper"], 0.7), ratio="1", **OURS)
+    keys = 2.0e6 / 2 / (1000 + 8 - 1) * 1000  # of the prompt: full attention keeps K and V of all tokens but the last
+    for method, of_keys in (("infllm", 1 / 80), ("pqcache", 1 / 160)):
+        read = {"bytes_moved_meta_per_step": 0.0, "bytes_index_read_per_step": keys * of_keys}
+        make_run(tmp_path, method, "longbench", answers(["qasper"], 0.5, ledger=read), **OURS)
+    table = one(tmp_path)
+    assert table.cells["Qasper", "InfLLM", "1/5"].cost.comm == pytest.approx(1 / 80)
+    costs = [line for line in markdown(table).splitlines() if " / 1/128 |" in line]
+    assert [line.split(" | ")[0] for line in costs] == ["| Full", "| InfLLM", "| PQCache"]
+    assert "| 0.0125 / 1/128 |" in costs[1] and "| 0.0063 / 1/128 |" in costs[2]
+    assert "InfLLM read more to find tokens than comm prices" in markdown(table)
+    (line,) = [line for line in records([table]) if line["method"] == "InfLLM" and line["run"]]
+    assert line["comm_measured"] == pytest.approx(1 / 80)
+
+
+def test_a_compensated_method_has_one_name_in_every_table(tmp_path: Path) -> None:
+    """The papers' tables said "H2O(C)" and all others "H2O (C)"."""
+    for paper_table in PAPER_TABLES:
+        assert {*read_published(paper_table).methods} <= {*paper_table.methods}
+    make_run(tmp_path, "h2o", "longbench", answers(["qasper"], 0.4), **OURS)
+    (run,) = load(tmp_path)
+    assert run.result.method_label == "H2O (C)" in one(tmp_path).methods
+    assert "(C)" not in re.sub(r" \(C\)", "", markdown(one(tmp_path)))
+
+
 def test_the_average_is_the_mean_of_the_printed_scores_and_needs_all_datasets(tmp_path: Path) -> None:
     rows = answers(PAPER, 0.4)
     make_run(tmp_path, "pqcache", "longbench", rows, **OURS)
@@ -74,9 +101,9 @@ def test_the_average_is_the_mean_of_the_printed_scores_and_needs_all_datasets(tm
     parts = [round(100 * sum(r["score"] for r in rows if r["fields"]["dataset"] == name) / 6, 2) for name in PAPER]
     average = table.cells[AVERAGE, "PQCache", "1/5"]
     assert average.score == pytest.approx(sum(parts) / 14) and average.published == "47.29"
-    assert table.cells[AVERAGE, "H2O(C)", "1/5"].score is None
+    assert table.cells[AVERAGE, "H2O (C)", "1/5"].score is None
     (common,) = [name for name in table.datasets if name.startswith("Mean of 3")]
-    assert table.cells[common, "H2O(C)", "1/5"].published == f"{(30.94 + 37.38 + 48.80) / 3:.2f}"
+    assert table.cells[common, "H2O (C)", "1/5"].published == f"{(30.94 + 37.38 + 48.80) / 3:.2f}"
 
 
 def test_bold_is_the_best_without_full_oracle_and_runs_over_budget(tmp_path: Path) -> None:
@@ -155,7 +182,7 @@ def test_full_attention_alone_is_a_table_only_where_nothing_else_was_run(tmp_pat
     make_run(tmp_path, "full", "longbench", rows, ratio="1", task_params={"strip": True}, **OURS)
     make_run(tmp_path, "h2o", "longbench", rows, **OURS)
     (table,) = build(TABLE2, load(tmp_path))
-    assert table.cells["Qasper", "H2O(C)", "1/5"].n
+    assert table.cells["Qasper", "H2O (C)", "1/5"].n
 
 
 @pytest.mark.parametrize("paper_table", [*PAPER_TABLES, EFFICIENCY], ids=lambda paper_table: paper_table.name)
