@@ -1,6 +1,6 @@
 """Clusters in order of their scores and the first tokens of them against torch. Parity comes first.
 
-Not here: making clusters (`bench_kmeans.py`), attention over their tokens (`bench_select_attend.py`).
+Not here: making clusters (`kernels/kmeans.py`), attention over their tokens (`bench_select_attend.py`).
 """
 
 import argparse

@@ -4,7 +4,7 @@ Each call returns the output and every query's log-sum-exp, which all these kern
 weigh all queries need no second pass. With a window, blocks of queries meet the keys that their windows reach, all
 blocks in one call, so that no mask is longer than a block and its window, on any device.
 
-Not here: a sparse pass (`engine/sparse.py`), attention of a decode step (`engine/attend.py`).
+Not here: a sparse pass (`engine/sparse/`), attention of a decode step (`engine/attend.py`).
 """
 
 import logging

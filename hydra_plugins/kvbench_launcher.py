@@ -10,7 +10,7 @@ The sweeper makes the cells as Hydra's own does, but composes none of them itsel
 killed leaves nothing behind.
 
 Hydra takes launchers from the namespace package `hydra_plugins` only and imports this file at every
-start; so there is no `__init__.py` here, and nothing heavy is imported.
+start; so this folder is no package, and nothing heavy is imported.
 
 Not here: what runs beside what (`evals/runner.py`), shards and their workers (`evals/shards.py`).
 """

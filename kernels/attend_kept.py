@@ -10,7 +10,7 @@ Checks    tests/kernels/test_attend_kept.py.
 In every path a work item is a head and a block of queries: it lists the keys (blocks of them, or single ones) that are
 kept, then attends to the list tile by tile.
 
-Not here: what is kept (`engine/prefills/`).
+Not here: what is kept (`engine/sparse/`).
 """
 
 # pyright: reportInvalidTypeForm=false

@@ -13,7 +13,7 @@ an action, so that small models can be told apart by the paired difference to fu
 Score       the share of tokens whose likeliest next token was the recorded one. `nll` is the mean loss in nats;
             `value_agreement` and `value_nll` are of the tokens of argument values alone.
 
-Not here: traces and what is asked of them (`task.py`).
+Not here: traces and what is asked of them (`tasks/agent_traces/`).
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
 """Who may import whom: the arrows between the rooms, read from the source."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -138,6 +139,34 @@ def test_a_long_file_says_why(file: Path) -> None:
     text = file.read_text()
     said = "Long because" in (ast.get_docstring(ast.parse(text)) or "")
     assert said or text.count("\n") <= LONGEST_FILE
+
+
+def documented(tree: ast.AST) -> str:
+    """All docstrings of a file."""
+    found = list[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.append(ast.get_docstring(node) or "")
+    return "\n".join(found)
+
+
+def lost(text: str, folder: Path) -> list[str]:
+    """What a docstring names that is neither in the file's folder nor below the root; NAME and * stand for any."""
+    rooms = "|".join([*TOP, "tests", "benchmarks", "conf", "docs"])
+    named = {*re.findall(r"`([\w/.]*\w\.(?:py|md|yaml)|[a-z_]+/(?:[a-z_]+/)*)`", text)}
+    named |= {*re.findall(rf"(?<![\w/.`])((?:{rooms})/[\w/*]+\.(?:py|md|yaml))", text)}
+    named = {name for name in named if not re.search("[A-Z]{3}", name)}
+    return sorted(name for name in named if not any([*base.glob(name)] for base in (folder, ROOT)))
+
+
+@pytest.mark.parametrize("file", [*FILES, *BENCHMARKS, *TESTS], ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_file_that_a_docstring_names_is_there(file: Path) -> None:
+    assert lost(documented(ast.parse(file.read_text())), file.parent) == []
+
+
+def test_a_file_that_is_not_there_is_seen() -> None:
+    text = "Not here: steps (`engine/gone.py`, `decode.py`, `sparse/`), tests/test_layers.py, docs/gone.md, `old/`."
+    assert lost(text, ROOT / "engine") == ["docs/gone.md", "engine/gone.py", "old/"]
 
 
 def test_modules_above_the_engine_import_without_torch() -> None:

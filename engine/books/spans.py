@@ -10,7 +10,7 @@ waits. Threads are told apart; one that works for a recorded pass starts with `f
 stream that it is in, and where it is in none of its own, by the CPU's clock: it works there, and the GPU's queue is the
 other thread's.
 
-Not here: what the names mean (`docs/latency.md`), tables and figures of them.
+Not here: what the names mean (`docs/cost.md`), tables and figures of them.
 """
 
 from __future__ import annotations

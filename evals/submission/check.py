@@ -1,7 +1,8 @@
 """One run of a submission: its configuration, prompts, scores, result and ledger, each compared with what follows from
 the rest of its files, from the code of today and from a frozen benchmark.
 
-It runs in a process of its own with limits (`limits.py`), so that nothing that a folder holds stops the others.
+It runs in a process of its own with limits (`engine/workers/limited.py`), so that nothing that a folder holds
+stops the others.
 
 Not here: what a submission must have beside its runs (`evals/verify.py`), samples answered again (`again.py`).
 """

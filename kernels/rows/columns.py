@@ -5,7 +5,7 @@ also adds the current token's V to the mean. `component_keys` multiplies them wi
 these lie. `cover` says which share of the softmax the attended tokens have, `blend` gives the rest to the mean.
 
 Shapes    q (n, h, 1, d_h), components (n, h_kv, r) int32, weights (n, h, r), logits (n, h, s), covered (n, h) float32;
-          keys (n, h_kv, s) int64 as `topk.py` says.
+          keys (n, h_kv, s) int64 as `kernels/topk.py` says.
 Checks    tests/kernels/test_logits.py.
 
 Not here: a CPU's way (`methods/retrieving/sparq.py`).

@@ -5,7 +5,7 @@ it is not 0; `weigh_logits` makes keys of their softmax, in which `sink` (h,) ta
 are those of a few channels of every key, `block_keys` of means of blocks.
 
 Shapes    q (n, h, 1, d_h); logits (n, h, s) float32, lses (n, h, blocks) float32; keys (n, heads, s) int64, as
-          `topk.py` says, the largest int64 for what is no candidate.
+          `kernels/topk.py` says, the largest int64 for what is no candidate.
 Checks    tests/kernels/test_logits.py.
 
 Not here: a CPU's way, which is the methods' own torch.

@@ -34,9 +34,9 @@ Figures   retrieve single tokens: #0A8E63, right, -
 
 Long because the parameters, the search of one row and of many, and what is read while an index grows are one method.
 
-Not here: k-means, codes and their scores (`kernels/pq_fit.py`, `pq_codes.py`, `pq_scores.py`), a layer's quantiser
-(`pqcache_quantiser.py`), the adaptive bound (`pqcache_rounds.py`), the block cache (`engine/caches/blocks.py`), and a
-quantiser per turn of a conversation: every sample here is one prompt and one answer.
+Not here: k-means, codes and their scores (`kernels/pq_fit.py`, `kernels/pq_codes.py`, `kernels/pq_scores.py`), a
+layer's quantiser (`pqcache_quantiser.py`), the adaptive bound (`pqcache_rounds.py`), the block cache
+(`engine/caches/blocks.py`), and a quantiser per turn of a conversation: every sample is one prompt and one answer.
 """
 
 from __future__ import annotations

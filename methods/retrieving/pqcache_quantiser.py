@@ -2,7 +2,7 @@
 
 Shapes    keys (h_kv, n, d_h), centroids (h_kv, m, c, d_m). Codes are those of tokens behind the sinks, in order.
 
-Not here: k-means and the layout of codes (`kernels/pq_fit.py`, `pq_codes.py`), when any of it is done
+Not here: k-means and the layout of codes (`kernels/pq_fit.py`, `kernels/pq_codes.py`), when any of it is done
 (`methods/retrieving/pqcache.py`).
 """
 

@@ -23,7 +23,7 @@ Score       1 where kind, name and all arguments agree. `name` and `arguments` s
 Age         `age` is how many tokens lie between what an action needs and the decision: the oldest of its values, at
             the last place where it stands. A finished run's agents.csv has scores by turn and by age, in percent.
 
-Not here: actions (`actions.py`), templates (`render.py`), the same traces token by token (`forced.py`).
+Not here: actions (`actions.py`), templates (`render.py`), the same traces token by token (`tasks/agent_forced.py`).
 """
 
 import json
