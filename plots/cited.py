@@ -9,6 +9,7 @@ Not here: statistics (`plots/stats.py`), what tasks are (docs/tasks.md).
 """
 
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
@@ -16,15 +17,15 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
-from plots import kept
-from plots.evidence import FULL, mean, title
+from plots import conditions, kept
+from plots.evidence import FULL, fetches, mean, title
 from plots.kept import KEPT, configured, run, samples_of, some
 from plots.stats import Corrected, corrected, paired
 from results import SampleRow, interval
 from results.sheet import ABSENT, Sheet, markdown
 
 NAME = "cited"
-COLUMNS = ("set", "column", "model", "method", "sample", "value")
+COLUMNS = ("set", "column", "model", "method", "sample", "value", "comm")
 AGES = {"recent": 500, "older": math.inf}  # tokens
 ASKED_OF_LISTS = {
     **dict.fromkeys(("user", "date"), "named"),
@@ -71,29 +72,29 @@ SETS = (
     ),
     Asked(
         "mrcr", "MRCR: alike pieces in a dialogue, token by token",
-        "Dialogues of 1,000 tokens. The wanted piece is fed behind its ten characters: the only one of its kind, or "
-        "the first or second of two. Values are the loss of its tokens.",
+        "Dialogues of up to 1,000 tokens. The wanted piece is fed behind its ten characters: the only one of its kind, "
+        "or the first or second of two. Values are the loss of its tokens.",
         "mrcr_forced", {"1needle": "one of its kind", "2needle": "one of two"}, 12, measure="piece_nll",
     ),
     Asked(
         "graphwalks", "GraphWalks: walks in drawn graphs, token by token",
-        "Graphs of 1,000 tokens. The right nodes are fed, in the order of their names: parents of a node, or nodes one "
-        "step behind it. Values are the loss of their tokens.",
+        "Graphs of up to 1,000 tokens. The right nodes are fed, in the order of their names: parents of a node, or "
+        "nodes one step behind it. Values are the loss of their tokens.",
         "graphwalks_forced", {"parents": "parents", "bfs": "one step"}, 10, measure="nodes_nll",
     ),
     Asked(
         "oolong", "Oolong: questions on all lines",
-        "Drawn lists of 750 tokens with four questions each, of seven kinds in turn: which user or date comes most "
-        "often, where picking any of the list scores some 12; and counts, comparisons, the most and the least frequent "
-        "label, where who knows the questions alone, and gives to each kind the answer that is right most often, "
-        "scores some 46. A sample is a list, and its score the mean of its questions.",
+        "Drawn lists of up to 750 tokens with four questions each, of seven kinds in turn: which user or date comes "
+        "most often, where picking any of the list scores some 12; and counts, comparisons, the most and the least "
+        "frequent label, where who knows the questions alone, and gives to each kind the answer that is right most "
+        "often, scores some 46. A sample is a list, and its score the mean of its questions.",
         "oolong", {"named": "which user or date", "counted": "counts and labels"}, 20,
         chance={"named": 0.12, "counted": 0.46}, by="kind", groups=ASKED_OF_LISTS, of_context=True,
     ),
     Asked(
         "helmet", "HELMET: labels by many examples, values of keys",
-        "Prompts of 1,000 tokens: some 50 examples of four invented classes, of which a guess finds one in four, or a "
-        "JSON object whose value of one key is asked. An answer is right or wrong.",
+        "Prompts of up to 1,000 tokens: some 50 examples of four invented classes, of which a guess finds one in four, "
+        "or a JSON object whose value of one key is asked. An answer is right or wrong.",
         "helmet", {"icl": "label", "json_kv": "value"}, 24, chance={"icl": 1 / 4, "json_kv": 0.0},
     ),
     Asked(
@@ -114,6 +115,7 @@ SETS = (
 HEAD = """\
 # Tables of the tasks that are cited now
 
+{conditions}\
 Full attention, Oracle, and methods that keep or fetch a quarter of the prompt's tokens (`ratio=1/4`), on drawn samples
 of the tasks of [tasks.md](tasks.md), and on recorded traces. Each table is of one experiment:
 
@@ -131,6 +133,12 @@ from which `python -m plots.cited` makes this page.
 """
 
 
+AT_A_SIXTEENTH = (
+    "**A quarter of the tokens is one budget of several**: KVzip, which loses little here, collapses at 1/16 of the "
+    "bytes on documents ([results.md](results.md#questions-on-documents))."
+)
+
+
 @dataclass(frozen=True)
 class Line:
     """A sample's value of one method."""
@@ -141,6 +149,7 @@ class Line:
     method: str
     sample: str
     value: float
+    comm: str = ""
 
 
 # --- from runs -----------------------------------------------------------------------------------
@@ -171,18 +180,19 @@ def lines_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow])
             values.setdefault((column, sample), []).append(value)
     for (column, sample), each in values.items():
         names = config["model"]["name"], config["method"]["name"]
-        yield Line(asked.experiment, column, *names, sample, fsum(each) / len(each))
+        yield Line(asked.experiment, column, *names, sample, fsum(each) / len(each), str(config.get("comm") or ""))
 
 
 def keep(path: Path, lines: Sequence[Line]) -> None:
-    kept.keep(path, COLUMNS, ((*astuple(line)[:-1], f"{line.value:.4g}") for line in lines))
+    kept.keep(path, COLUMNS, ((*astuple(line)[:-2], f"{line.value:.4g}", line.comm) for line in lines))
 
 
 def load(path: Path) -> list[Line]:
     return [
-        Line(row["set"], row["column"], row["model"], row["method"], row["sample"], float(row["value"]))
+        Line(row["set"], row["column"], row["model"], row["method"], row["sample"], float(row["value"]),
+             row.get("comm") or "")
         for row in kept.load(path)
-    ]
+    ]  # fmt: skip
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -211,6 +221,11 @@ class Column:
             return False
         found, chance = interval([*self.full.values()]), (self.asked.chance or {}).get(self.name, 0.0)
         return found is None or found.low <= chance
+
+    @property
+    def contexts(self) -> int:
+        """Dialogues, traces or lists that its samples are questions on: as many as samples, or fewer."""
+        return len({sample.partition("/")[0] for sample in self.full})
 
     def against_full(self) -> dict[str, Corrected]:
         samples = [*self.full]
@@ -263,7 +278,7 @@ def section(asked: Asked, lines: Sequence[Line]) -> str:
     methods = sorted({method for column in columns for method in column.of}, key=lambda name: (name != FULL, name))
     methods = [FULL, *sorted(methods[1:], key=lambda name: order(name, columns))]
     against = [column.against_full() for column in columns]
-    heads = ["method", *(f"{asked.columns[column.name]}, n = {len(column.full)}" for column in columns)]
+    heads = ["method", *(f"{asked.columns[column.name]}, {counted(column)}" for column in columns)]
     rows = [
         [title(method), *(cell(column, method, found) for column, found in zip(columns, against, strict=True))]
         for method in methods
@@ -276,6 +291,26 @@ def section(asked: Asked, lines: Sequence[Line]) -> str:
     if counts := verdicts(columns, against):
         parts.append(counts)
     return "\n\n".join(parts) + "\n"
+
+
+def counted(column: Column) -> str:
+    """Its samples, and of how many contexts they are where several questions are on one."""
+    n, contexts = len(column.full), column.contexts
+    return f"n = {n}" if contexts == n else f"n = {n} on {contexts} contexts"
+
+
+def clustered(lines: Sequence[Line]) -> str:
+    """Which columns count questions; "" where each is on a context of its own."""
+    columns = [column for asked in SETS for column in columns_of(asked, lines) if column.contexts < len(column.full)]
+    if not columns:
+        return ""
+    least = min(columns, key=lambda column: column.contexts / len(column.full))
+    tasks = dict.fromkeys(re.split("[:,]", column.asked.title)[0] for column in columns)
+    return (
+        f"**n counts questions and not contexts** ({', '.join(tasks)}): {least.asked.title.partition(':')[0]}'s "
+        f"{len(least.full)} are on {least.contexts} dialogues. Questions on one context are alike, so intervals there "
+        "are too narrow and losses shown too often."
+    )
 
 
 def order(method: str, columns: Sequence[Column]) -> float:
@@ -298,7 +333,10 @@ def verdicts(columns: Sequence[Column], against: Sequence[Mapping[str, Corrected
 
 
 def page(lines: Sequence[Line]) -> str:
-    return "\n".join([HEAD, *(section(asked, lines) for asked in SETS)])
+    fetching = [line for line in lines if fetches(line.method)]
+    comm = conditions.second_budget({line.comm for line in fetching}, {line.model for line in fetching})
+    head = HEAD.format(conditions=conditions.head([clustered(lines), comm, AT_A_SIXTEENTH if lines else ""]))
+    return "\n".join([head, *(section(asked, lines) for asked in SETS)])
 
 
 def write(out: Path, runs: Path | None) -> list[Path]:

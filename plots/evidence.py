@@ -27,7 +27,10 @@ from results import SampleRow
 from results.intervals import LEVEL
 from results.names import FIRST, own_methods
 
-COLUMNS = ("set", "model", "scope", "memory", "method", "sample", "score", "device_bytes", "tokens", "cut_off")
+COLUMNS = (
+    "set", "model", "scope", "memory", "method", "sample", "score", "device_bytes", "tokens", "cut_off",
+    "prompt_tokens", "comm",
+)  # fmt: skip
 SHOWN, HIDDEN = "full_prompt", "context_only"
 WORDS = {SHOWN: "question shown", HIDDEN: "question hidden"}
 FULL = "full"
@@ -73,24 +76,24 @@ class Asked:
 SETS = (
     Asked(
         "docs", "Questions on documents", "evidence_docs",
-        "The prompt is a text of Python's manual, 1,500 tokens in most samples, and the first eight words of a "
-        "sentence in it; the answer is how that sentence goes on. The score is the F1 of words.",
+        "The prompt is a text of Python's manual and the first eight words of a sentence in it; the answer is how that "
+        "sentence goes on. The score is the F1 of words.",
         100, "longbench",
     ),
     Asked(
         "needle", "A needle of seven digits", "evidence_needle",
-        "A phone number is hidden at one of 60 depths of 1,000 tokens. An answer is right or wrong.",
+        "A phone number is hidden at one of 60 depths. An answer is right or wrong.",
         60, "needle", {"style": "own", "needles": 1}, is_ordered=True,
     ),
     Asked(
         "needle-name", "A needle that is a name", "evidence_needle",
-        "A director's name is hidden at one of 60 depths of 1,000 tokens. An answer is right or wrong.",
+        "A director's name is hidden at one of 60 depths. An answer is right or wrong.",
         60, "needle", {"style": "own_name", "needles": 1}, is_ordered=True,
     ),
     Asked(
         "needle-two", "Two needles at once", "evidence_two",
-        "Two phone numbers are hidden, one at one of 60 depths of 1,000 tokens and one halfway from there to the end; "
-        "both are asked for. The score is the share that is named.",
+        "Two phone numbers are hidden, one at one of 60 depths and one halfway from there to the end; both are asked "
+        "for. The score is the share that is named.",
         60, "needle", {"style": "own", "needles": 2}, is_ordered=True,
     ),
     Asked(
@@ -149,6 +152,7 @@ class Costs:
     device_bytes: float
     tokens: float = 0.0
     cut_off: float = 0.0  # share of answers that reached the longest length
+    prompt_tokens: float = 0.0  # 0: not kept
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,7 @@ class Line:
     sample: str
     score: float
     costs: Costs
+    comm: str = ""
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,8 @@ class Scores:
     model: str
     of: Mapping[Place, Mapping[str, float]]  # by sample, in the task's order; full attention at each budget's samples
     costs: Mapping[Place, Costs]
+    comms: frozenset[str] = frozenset()  # of methods that fetch
+    prompts: Sequence[int] = ()  # tokens of each sample's prompt, the question in it; empty where they are not kept
 
     @property
     def scopes(self) -> list[str]:
@@ -306,12 +313,16 @@ def lines_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow])
             by_sample.setdefault(row.sample_id, []).append(row)
     for sample, turns in by_sample.items():
         score = fsum(float(row.score or 0.0) for row in turns) / len(turns)
-        yield Line(asked.key, config["model"]["name"], place, sample, score, averaged([*map(costs_of, turns)]))
+        costs, comm = averaged([*map(costs_of, turns)]), str(config.get("comm") or "")
+        yield Line(asked.key, config["model"]["name"], place, sample, score, costs, comm)
 
 
 def costs_of(row: SampleRow) -> Costs:
     return Costs(
-        float(row.ledger.get("bytes_resident_device") or 0.0), row.generated_tokens, bool(row.fields.get("cut_off"))
+        float(row.ledger.get("bytes_resident_device") or 0.0),
+        row.generated_tokens,
+        bool(row.fields.get("cut_off")),
+        row.prompt_tokens,
     )
 
 
@@ -360,7 +371,10 @@ def of_model(asked: Asked, model: str, lines: Sequence[Line]) -> Scores | None:
             place = scope, memory, method
             of[place] = {sample: by[sample].score for sample in both}
             costs[place] = averaged([by[sample].costs for sample in both])
-    return Scores(asked, model, of, costs) if of else None
+    comms = {line.comm for place in of if fetches(place[2]) for line in rows[place].values()}
+    full = rows.get((SHOWN, "", FULL), {})
+    prompts = sorted(round(n) for line in full.values() if (n := line.costs.prompt_tokens))
+    return Scores(asked, model, of, costs, frozenset(comms), prompts) if of else None
 
 
 def common(rows: Sequence[Mapping[str, Line]]) -> list[str]:
@@ -405,7 +419,7 @@ def by_place(lines: Sequence[Line]) -> dict[tuple[str, str, Place], dict[str, Li
 def keep(path: Path, lines: Sequence[Line]) -> None:
     rows = (
         (one.asked, one.model, *one.place, one.sample, f"{one.score:.4g}", f"{one.costs.device_bytes:.0f}",
-         f"{one.costs.tokens:.4g}", f"{one.costs.cut_off:.4g}")
+         f"{one.costs.tokens:.4g}", f"{one.costs.cut_off:.4g}", f"{one.costs.prompt_tokens:.0f}", one.comm)
         for one in lines
     )  # fmt: skip
     kept.keep(path, COLUMNS, rows)
@@ -414,6 +428,6 @@ def keep(path: Path, lines: Sequence[Line]) -> None:
 def load(path: Path) -> list[Line]:
     return [
         Line(row["set"], row["model"], (row["scope"], row["memory"], row["method"]), row["sample"],
-             float(row["score"]), Costs(*(float(row[name]) for name in COLUMNS[-3:])))
+             float(row["score"]), Costs(*(float(row.get(name) or 0) for name in COLUMNS[-5:-1])), row.get("comm") or "")
         for row in kept.load(path)
     ]  # fmt: skip

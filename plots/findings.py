@@ -22,7 +22,7 @@ from pathlib import Path
 import matplotlib
 
 from engine.foreign import write_csv
-from plots import style
+from plots import conditions, style
 from plots.contrasts import CONTRASTS, LOOKED, OTHER_SCOPE, Contrast, looked_at, outcomes
 from plots.evidence import (
     FULL,
@@ -57,7 +57,7 @@ HEADS = (
 HEAD = """\
 # Results
 
-How well {models} answer with a compressed cache.
+{conditions}How well {models} answer with a compressed cache.
 The prompt's cache is compressed: on the device, every method may hold the same share of the bytes that full attention's
 keys and values take, and methods that fetch ({fetching}) keep all of them in host memory besides. Two things vary: that
 share, and what the method sees while it compresses. It sees the prompt with its question ("question shown"), or the
@@ -82,8 +82,7 @@ not 4,096. Budgets with a comparison fixed beforehand were asked first. No run w
 method scored. RULER's common words were given up, of which full attention named none in five samples. Scores were read
 while runs were under way: this page was made with fewer samples before, and p is not corrected for those looks. Needles
 are asked in the order of their depth, so a budget counts when all were asked. Where a table has a dash, the method
-needs more bytes: KIVI a fifth of them, Quest a seventh where a prompt has 1,000 tokens.
-[What the harness shows in an hour](hour.md) has all methods at five budgets in tokens, with few samples.
+needs more bytes: KIVI a fifth of them, Quest those of a page.
 No paper whose tables `make paper-tables` knows ran these two models, so no published figure stands here; that command
 puts published figures beside runs of the papers' own models.
 """
@@ -260,7 +259,7 @@ def section(scores: Scores, every: Sequence[str] = ()) -> str:
     ns = "; ".join(asked_so_far(scores, scope) for scope in scores.scopes)
     parts = [
         f"## {asked.title}",
-        f"{asked.about} {scores.model}; {ns}.{left_out(scores, every)}",
+        f"{asked.about} {scores.model}; {ns}{lengths_of(scores)}.{left_out(scores, every)}",
         f"    python run.py -m experiment={asked.experiment}",
     ]
     if tight := [column for column in scores.columns if scores.is_tight(*column)]:
@@ -274,6 +273,13 @@ def section(scores: Scores, every: Sequence[str] = ()) -> str:
         f"All figures, with differences, p-values, ranks and bytes held: [{asked.key}.csv]({NAME}/{asked.key}.csv)."
     )
     return "\n\n".join(parts) + "\n"
+
+
+def lengths_of(scores: Scores) -> str:
+    """Of prompts, the question in them: the median and both ends."""
+    if not (tokens := scores.prompts):
+        return ""
+    return f"; prompts of {conditions.typical(scores):,} tokens ({tokens[0]:,} to {tokens[-1]:,})"
 
 
 def rest(sets: Sequence[Scores]) -> list[str]:
@@ -432,7 +438,10 @@ def page(sets: Sequence[Scores]) -> str:
     every = [*dict.fromkeys(name for one in sets if not one.asked.has_tokens for name in one.methods)]
     fetching = ", ".join(title(name) for name in every if fetches(name))
     found = findings or "No comparison is shown."
-    head = HEAD.format(models=models, fetching=fetching or "none here", findings=found, kept=KEPT, short=short)
+    said = conditions.head([conditions.of_comm(sets), conditions.collapse(sets)])
+    head = HEAD.format(
+        conditions=said, models=models, fetching=fetching or "none here", findings=found, kept=KEPT, short=short
+    )
     tested = REGISTER.format(n=len(CONTRASTS), table=register(sets))
     return "\n".join([head, tested, *(section(one, every) for one in sets), *rest(beside)])
 

@@ -19,7 +19,7 @@ from math import fsum
 from pathlib import Path
 
 from engine.terminal import say
-from plots import cited, findings
+from plots import cited, conditions, findings
 from plots.evidence import FULL, HIDDEN, SHOWN, WORDS, Scores, fetches, gathered, load, mean, title
 from results.names import own_methods
 from results.sheet import ABSENT, Sheet, markdown
@@ -36,7 +36,7 @@ NEEDS = {  # what a method's file says of what it takes
 HEAD = """\
 # Which method should I take?
 
-The rows say what you have, the columns how much of the cache's bytes may stay on the device.
+{conditions}The rows say what you have, the columns how much of the cache's bytes may stay on the device.
 
 {take}
 
@@ -225,7 +225,9 @@ def spread(ns: Sequence[int]) -> str:
 
 def page(sets: Sequence[Scores], lines: Sequence[cited.Line]) -> str:
     cited_now = TODAY.format(table=today(lines)) if lines else ""
-    return HEAD.format(take=take(sets), every=every(sets), today=cited_now, asked=sources(sets))
+    clustered = f"Of [cited.md](cited.md): {found}" if (found := cited.clustered(lines)) else ""
+    first_lines = conditions.head([conditions.of_comm(shared(sets)), conditions.collapse(sets), clustered])
+    return HEAD.format(conditions=first_lines, take=take(sets), every=every(sets), today=cited_now, asked=sources(sets))
 
 
 def main(arguments: Sequence[str]) -> int:
