@@ -13,6 +13,8 @@ from hydra import compose, initialize_config_dir
 from evals.overrides import check_overrides
 from evals.screen.dry import asked
 from evals.settings import settings
+from evals.studies import hardware
+from results import interval
 from results.names import STAND_INS
 from tests.tiny_run import example_file
 
@@ -75,6 +77,48 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
 def test_a_file_in_a_folder_is_started_as_a_module(page: Path) -> None:
     # `python FOLDER/FILE.py` looks for our packages in FOLDER.
     assert not re.findall(r"python [a-z_]+/[\w/]+\.py", page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES[:-1], ids=lambda page: page.name)
+def test_no_page_has_numbers_under_intervals_of_an_older_rule(page: Path) -> None:
+    """Four pages printed some 7,000 of them and called them too narrow."""
+    text = page.read_text()
+    words = " ".join(text.split())
+    assert "from before [intervals.md]" not in words
+    assert "Wilson" not in text or page.name == "intervals.md"
+    if "It has no numbers now." in words:
+        assert "|" not in text and "![" not in text and "    python -m plots." in text
+
+
+@pytest.mark.parametrize(
+    ("page", "part", "n"),
+    [("methods.md", "## Needle", 15), ("methods.md", "## Compressing before the question", 8),
+     ("needle.md", "## Retrieving methods", 20)],
+)  # fmt: skip
+def test_intervals_of_hits_are_todays(page: str, part: str, n: int) -> None:
+    text = (ROOT / "docs" / page).read_text().partition(part)[2].partition("\n## ")[0]
+    rows = "\n".join(line for line in text.splitlines() if line.startswith("|") and " of 15 " not in line)
+    cells = re.findall(r"(?<![\d,.])(\d{1,3})(?: %)? \((\d+) to (\d+)\)", rows)
+    assert len(cells) > 6
+    for share, *ends in cells:
+        hits = round(int(share) * n / 100)
+        found = interval([1.0] * hits + [0.0] * (n - hits))
+        assert found is not None and abs(100 * hits / n - int(share)) <= 0.5
+        assert [round(100 * end) for end in (found.low, found.high)] == [*map(int, ends)], share
+
+
+def test_costs_of_a_cpu_are_headed_so_and_a_gpus_are_as_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    """0.55 to 0.69 of full attention is a CPU's step: a GPU's reader took it home."""
+    text = (ROOT / "README.md").read_text()
+    heading, _, part = text.partition("## What it costs")[2].partition("\n")
+    assert heading.endswith("on a CPU") and "*simulated*" in part
+    (command,) = re.findall(r"python -m evals.studies.hardware (.+)    # README's", (ROOT / "docs/cost.md").read_text())
+    assert hardware.main(command.split()) == 0
+    lines = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines() if "  " in line.strip()]
+    heads = next(line for line in lines if "TPOT ms" in line)
+    steps = [float(line[heads.index("TPOT ms")]) for line in lines if {"Full", "PQCache"} & {*line}]
+    full, pqcache = steps
+    assert full < pqcache and f"{pqcache:.1f} ms against {full:.1f}" in " ".join(part.split())
 
 
 def targets_of(text: str) -> set[str]:
