@@ -10,6 +10,7 @@ Not here: streams, events, pinned memory (`benchmarks/pretend/cuda.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -167,7 +168,9 @@ def dispatch(machine: Machine, func: Any, args: Any, kwargs: Any) -> Any:
             return kwargs["out"]
         if name.endswith("_"):
             return args[0]
-    return tree_map(lambda x: Pretended(x, index) if isinstance(x, Tensor) else x, out)
+    # A view of a tensor from outside inference mode is none of inference mode, and torch numbers its versions.
+    with torch.inference_mode(far[0].is_inference()) if func.is_view else nullcontext():
+        return tree_map(lambda x: Pretended(x, index) if isinstance(x, Tensor) else x, out)
 
 
 def capture(machine: Machine, again: Callable[[], Any], taken: list[Tensor], out: Any) -> None:

@@ -32,6 +32,17 @@ def test_operands_on_two_devices_are_refused(machine: Machine) -> None:
     assert (here + there.to("cuda:0")).tolist() == [2, 2, 2]
 
 
+@pytest.mark.parametrize(
+    "view", [lambda x: x[None, :, None], lambda x: x[:, 1:], lambda x: x.view(4), lambda x: x.mT, lambda x: x.chunk(2)[1]]
+)
+def test_what_was_made_before_is_looked_at_in_inference_mode(machine: Machine, view) -> None:
+    host = torch.arange(4.0).view(2, 2)
+    x = host.to("cuda")
+    with torch.inference_mode():
+        seen = view(x)
+    assert seen.tolist() == view(host).tolist() and seen.is_inference() == x.is_inference()
+
+
 def test_each_operator_that_computes_is_a_launch(machine: Machine) -> None:
     x = torch.ones(4, 4, device="cuda")
     with machine.counting() as counts:
