@@ -39,6 +39,11 @@ def quicken() -> None:
     interpreter.is_quick = True
 
 
+def whole(x: Any) -> int:
+    """The number of a loop's bound, an array of one: Triton 3.6 asks numpy for it in a way that 2.4 refuses."""
+    return int(x.handle.data.item())
+
+
 def change_language_once(interpreter: Any) -> None:
     """Change Triton's language once for each file of kernels.
 
@@ -50,6 +55,7 @@ def change_language_once(interpreter: Any) -> None:
     def once(fn: Any) -> Lasting:
         if id(fn.__globals__) not in files:
             patch(fn)
+            interpreter.tl.tensor.__index__ = whole
             files.add(id(fn.__globals__))
         return Lasting()
 

@@ -83,6 +83,12 @@ def has_no_power_of_2(x):
     tl.store(x + tl.arange(0, 4), tl.zeros((3,), tl.float32))
 
 
+@triton.jit
+def counts(x, n):
+    for i in range(0, n, 2):
+        tl.store(x + i, i + 1.0)
+
+
 def found():
     draw = torch.Generator().manual_seed(0)
     numbers, whole = torch.randn(3, 13, generator=draw), torch.randint(0, 300, (3, 13), generator=draw)
@@ -109,6 +115,9 @@ for _ in range(2):
     assert repr(after) == repr(before), (before, after)
 assert "nan" not in repr(before[:2]), before[:2]  # bfloat16 is computed with as its bits
 assert not any("passes" in seen for seen in before[3:]), before[3:]
+counted = torch.zeros(5)
+counts[(1,)](counted, 5)  # by itself Triton 3.6 makes no such loop with numpy 2.4
+assert counted.tolist() == [1, 0, 3, 0, 5], counted
 '''
 
 

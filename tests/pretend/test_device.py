@@ -33,7 +33,8 @@ def test_operands_on_two_devices_are_refused(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    "view", [lambda x: x[None, :, None], lambda x: x[:, 1:], lambda x: x.view(4), lambda x: x.mT, lambda x: x.chunk(2)[1]]
+    "view",
+    [lambda x: x[None, :, None], lambda x: x[:, 1:], lambda x: x.view(4), lambda x: x.mT, lambda x: x.chunk(2)[1]],
 )
 def test_what_was_made_before_is_looked_at_in_inference_mode(machine: Machine, view) -> None:
     host = torch.arange(4.0).view(2, 2)
