@@ -200,10 +200,13 @@ def config_of(model_type: str) -> Any:
 
 
 def model_of(config: Any, seed: int, made_by: Any = transformers.AutoModelForCausalLM) -> Any:
-    """Drawn weights in float32 with which attention is neither uniform nor one token; it never stops by itself."""
+    """Drawn weights in float32 with which attention is neither uniform nor one token; it never stops by itself.
+
+    It attends eagerly, by the formula of its own file: transformers' sdpa leaves out Gemma 2's cap before 5.21.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        hf = made_by.from_config(config, dtype=torch.float32)
+        hf = made_by.from_config(config, dtype=torch.float32, attn_implementation="eager")
     draw = torch.Generator().manual_seed(seed)
     for name, weight in hf.named_parameters():
         last = name.rpartition(".")[2]

@@ -33,8 +33,8 @@ HYBRID = "hybrid"  # full attention and a state beside it, in one layer
 COMPRESSED = ("full_attention", HYBRID)
 LOCAL = ("sliding_attention", "chunked_attention")
 WITH_STATE = ("linear_attention", "conv")
-# dummy: a layer without attention, such as an MLP of its own
-KNOWN = (*COMPRESSED, *LOCAL, *WITH_STATE, *CHOOSING, "dummy")
+WITHOUT = ("dummy", "moe", "mlp")  # layers without attention; transformers before 5.23 says which else they are
+KNOWN = (*COMPRESSED, *LOCAL, *WITH_STATE, *CHOOSING, *WITHOUT)
 # What an attention call may carry beside q, k, v, scale and window; everything else changes its result unseen.
 UNDERSTOOD = frozenset(
     {
@@ -139,7 +139,8 @@ def check_values(config: Any, name: str) -> None:
     modes = getattr(text, "kv_sharing_modes", None)
     if modes is None and getattr(text, "num_kv_shared_layers", 0):
         raise ConfigError(
-            f"the model {name!r} shares K and V between layers and does not say which (kv_sharing_modes); {INSTEAD}"
+            f"the model {name!r} shares K and V between layers and does not say which (kv_sharing_modes, which "
+            f"transformers knows from 5.23 on); {INSTEAD}"
         )
 
 

@@ -31,7 +31,7 @@ from engine.passes.rotations import rotary_dims
 from engine.shapes import DRAWN, Checkpoint, ModelShape
 from kernels.jit import triton
 
-CHECK_VERSION = 1  # of the comparison of our attention with transformers' own: another one is made anew
+CHECK_VERSION = 2  # of the comparison of our attention with transformers' own: another one is made anew
 
 
 def load(

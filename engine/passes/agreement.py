@@ -89,11 +89,14 @@ def prompt_of(model: Model) -> Tensor:
     return ids.to(model.device)
 
 
-def own_logits(model: Model, ids: Tensor, attention: str | None = None) -> Tensor:
-    """Of transformers' own attention, behind the prompt and each step: (steps + 1, vocabulary) float32."""
+def own_logits(model: Model, ids: Tensor, attention: str = "eager") -> Tensor:
+    """Of transformers' own attention, behind the prompt and each step: (steps + 1, vocabulary) float32.
+
+    Eagerly: that is the formula in the model's own file, while sdpa leaves out what torch's attention has no argument
+    for, such as Gemma 2's cap in transformers before 5.21.
+    """
     before = model.hf.config._attn_implementation
-    if attention is not None:
-        model.hf.set_attn_implementation(attention)
+    model.hf.set_attn_implementation(attention)
     model.forget_text()
     try:
         with torch.inference_mode():
@@ -101,8 +104,7 @@ def own_logits(model: Model, ids: Tensor, attention: str | None = None) -> Tenso
                 return own_steps(model.hf, ids)
             out = model.hf(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     finally:
-        if attention is not None:
-            model.hf.set_attn_implementation(before)
+        model.hf.set_attn_implementation(before)
     return out.logits[0, -N_STEPS - 1 :].float()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
 
 from engine.attend import attend_own
@@ -38,6 +39,15 @@ EXACT = (
     *("lfm2", "llama4_text", "modernbert-decoder", "nemotron", "nemotron_h", "phi", "qwen3_5_text", "qwen3_next"),
     *("smollm3", "stablelm", "zamba2"),
 )
+SINCE = {  # transformers before that names these layers otherwise or not at all, or caches other things for them
+    "deepseek_v32": "5.18",
+    "deepseek_v4": "5.23",
+    "gemma3n_text": "5.23",
+    "hy_v4": "5.18",
+    "qwen4_exp_text": "5.21",
+}
+TOO_NEW = {name for name, since in SINCE.items() if Version(transformers.__version__) < Version(since)}
+EXACT_HERE = [name for name in EXACT if name not in TOO_NEW]
 REFUSED = {
     "bert": "answers differently",
     "bloom": "code of its own",
@@ -50,17 +60,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", EXACT_HERE)
 def test_this_architecture_answers_as_transformers_does(name: str) -> None:
     found = look(name)
     assert found.word == "exact", found
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [*REFUSED, *TOO_NEW])
 def test_this_architecture_is_refused_in_one_sentence(name: str) -> None:
     found = look(name)
     assert found.word == "refused", found
-    assert REFUSED[name] in found.says
+    assert REFUSED.get(name, f"the model '{name}'") in found.says
     assert "\n" not in found.says and len(found.says) < 500
 
 
@@ -397,7 +407,7 @@ def test_a_model_of_too_many_modules_is_refused_while_they_are_made(monkeypatch:
     assert shape_of(config, "many").n_layers == 5
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(n, d) for n in EXACT for d in (torch.bfloat16, torch.float16)])
+@pytest.mark.parametrize(("name", "dtype"), [(n, d) for n in EXACT_HERE for d in (torch.bfloat16, torch.float16)])
 def test_no_right_model_is_refused_in_half_precision(name: str, dtype: torch.dtype) -> None:
     """Of experts too: a router's two best may be so near that rounding takes the other one."""
     register_attention()
