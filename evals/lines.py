@@ -13,6 +13,7 @@ from engine.books.audit import uncounted_bytes
 from engine.books.ledger import Entry
 from engine.books.strip import attended_bins
 from engine.budget import exact, show
+from engine.checkpoints.packages import out_of_bounds
 from engine.sampling.spec import draw_id
 from evals.batch.reply import Reply, TurnReply
 from evals.cells import Cell
@@ -232,6 +233,8 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         )
     if settings.model.check == "never":
         notes.append("KVBench's attention was not compared with transformers' own (model.check=never)")
+    if settings.device.startswith("cuda") and (words := out_of_bounds("triton")):
+        notes.append(f"{words}: no kernel was tried with it")
     notes += dict.fromkeys(
         f"decode steps ran without CUDA graphs: {row.fields['why_no_graphs']}"
         for row in rows

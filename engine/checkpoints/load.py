@@ -7,8 +7,10 @@ checkpoint is which (`engine/checkpoints/digests.py`), a shape without torch (`e
 """
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from engine.checkpoints.digests import cache_home, digests_of, read_own, write_o
 from engine.checkpoints.gguf import check_gguf
 from engine.checkpoints.header import check_config, gguf_file, hub_config, not_had
 from engine.checkpoints.kinds import auto_class, check_compresses, shape_of
+from engine.checkpoints.packages import out_of_bounds, shadowed
 from engine.checkpoints.placement import device_map_of, layer_devices, spread
 from engine.checkpoints.text import how_to_read, marks, text_part
 from engine.checkpoints.trial import check_tokenizer
@@ -31,6 +34,7 @@ from engine.passes.rotations import rotary_dims
 from engine.shapes import DRAWN, Checkpoint, ModelShape
 from kernels.jit import triton
 
+logger = logging.getLogger(__name__)
 CHECK_VERSION = 2  # of the comparison of our attention with transformers' own: another one is made anew
 
 
@@ -52,6 +56,7 @@ def load(
     """
     from transformers import AutoConfig, AutoTokenizer
 
+    refuse_shadowed()
     where, options = locate(id, revision, trust_remote_code)
     if not Path(where).exists():
         hub_config(where, revision)  # refuses at once what transformers would look for again and again
@@ -214,6 +219,7 @@ def read_config(
     """transformers' configuration of a text model, from the values `given` or from where the model is."""
     from transformers import AutoConfig
 
+    refuse_shadowed()
     if given is not None:
         return AutoConfig.for_model(**given)
     return text_part(whole_config(id, revision=revision, trust_remote_code=trust_remote_code))
@@ -259,6 +265,19 @@ def locate(id: str, revision: str | None, trust_remote_code: bool) -> tuple[str,
     return id, options | ({} if revision is None else {"revision": revision})
 
 
+@cache
+def warn_of_triton() -> None:
+    """Say once that this Triton is one that kernels were not tried with."""
+    if words := out_of_bounds("triton"):
+        logger.warning("%s: no kernel was tried with it, and some may be slow, fail or be wrong", words)
+
+
+def refuse_shadowed() -> None:
+    """Raise `ConfigError` where transformers cannot be imported beside our folder of kernels."""
+    if words := shadowed():
+        raise ConfigError(words)
+
+
 def resolve_device(device: str) -> str:
     """`auto` is the first GPU where there is one."""
     if device == "auto":
@@ -272,6 +291,8 @@ def resolve_device(device: str) -> str:
             "a GPU's kernels need Triton, which is not installed; run pip install -c constraints.txt triton, or use "
             "device=cpu"
         )
+    if device.startswith("cuda"):
+        warn_of_triton()
     return device
 
 

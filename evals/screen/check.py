@@ -10,21 +10,18 @@ import os
 import platform
 import shutil
 import sys
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from rich.table import Table
 
 from engine import terminal
 from engine.checkpoints import header
+from engine.checkpoints.packages import installed, out_of_bounds, shadowed
 from engine.errors import ConfigError
 from evals.screen import fits
 from evals.screen.fits import FORMULA, Shipped, shipped
@@ -103,18 +100,8 @@ def machine() -> list[Fact]:
 def python() -> Fact:
     versions = {name: installed(name) or "" for name in ("torch", "transformers")}
     text = ", ".join([platform.python_version(), *(f"{name} {found}" for name, found in versions.items())])
-    problems = [
-        f"{name} {found} is installed, and KVBench asks for {wanted}"
-        for name, found in versions.items()
-        if not (wanted := asked_for(name)).contains(found, prereleases=True)
-    ]
-    return Fact("Python", text, f"{'; '.join(problems)}; run `make setup`" if problems else None)
-
-
-def asked_for(name: str) -> SpecifierSet:
-    """The versions of a package that pyproject.toml allows."""
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return next(wanted.specifier for wanted in map(Requirement, project["dependencies"]) if wanted.name == name)
+    problems = [words for name in versions if (words := out_of_bounds(name))]
+    return Fact("Python", text, f"{'; '.join(problems)}; run `make setup`" if problems else shadowed())
 
 
 def processors() -> Fact:
@@ -171,7 +158,11 @@ def triton() -> Fact:
     found = installed("triton")
     if found is None:
         return Fact("Triton", "not installed; a GPU cannot be used without (pip install -c constraints.txt triton)")
-    return Fact("Triton", found if has_gpu() else f"{found}; there is no GPU to use it on")
+    words = f"; {said}: no kernel was tried with it" if (said := out_of_bounds("triton")) else ""
+    if not has_gpu():
+        return Fact("Triton", f"{found}; there is no GPU to use it on{words}")
+    problem = import_module("kernels.launch").fault()
+    return Fact("Triton", f"{found}{words}; a kernel {'fails' if problem else 'was compiled and launched'}", problem)
 
 
 def flash_attn() -> Fact:
@@ -372,14 +363,6 @@ def root_of(path: Path, sources: Any) -> Path:
 
 def count(n: int, what: str) -> str:
     return f"{n} {what if n != 1 else what.removesuffix('s')}"
-
-
-def installed(name: str) -> str | None:
-    """The version of an installed package."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def has_gpu() -> bool:

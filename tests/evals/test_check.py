@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +13,12 @@ import torch
 import yaml
 
 import run
-from engine.checkpoints import header, load
+from engine.checkpoints import header, load, packages
 from engine.errors import ConfigError
 from engine.width import PASS_VALUES, SHARE
 from evals.screen import check, fits
 from evals.screen.fits import ROOT, Shipped, architecture_file, shipped
-from kernels import build
+from kernels import build, launch
 from tasks.known import known_tasks
 from tasks.reasoning import judge
 
@@ -72,11 +73,16 @@ def test_this_machine_can_do_the_main_job(capsys: pytest.CaptureFixture[str]) ->
         assert (name in lines) == (vars(kind).get("data") is not None)
 
 
+def versions_with(**others: str) -> Callable[[str], str]:
+    """What is installed here, but for some packages."""
+    return lambda name: others.get(name) or version(name)
+
+
 def test_an_older_transformers_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "version", lambda name: "5.12.0" if name == "transformers" else "2.13.0+cpu")
+    monkeypatch.setattr(packages, "version", versions_with(transformers="5.12.0"))
     code, text, _ = screen(capsys)
     assert code == 1
-    assert "\ntransformers 5.12.0 is installed, and KVBench asks for <6,>=5.14; run `make setup`\n" in text
+    assert "\ntransformers 5.12.0 is installed, and KVBench asks for <6,>=5.17; run `make setup`\n" in text
     assert "main job works" not in text
 
 
@@ -93,8 +99,10 @@ def test_gpus_are_named_and_the_first_ones_memory_decides(
     h200: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(check, "where", lambda model: "here" if model.name.startswith("llama-3.1") else model.id)
+    monkeypatch.setattr(launch, "fault", lambda: None)
     code, text, lines = screen(capsys)
     assert code == 0
+    assert lines["Triton"] == f"{version('triton')}; a kernel was compiled and launched"
     assert "CUDA 12.8: cuda:0 NVIDIA H200, 70.0 GB of 150.0 GB free; cuda:1" in lines["processors"]
     assert lines["dtype"] == "auto is bfloat16 on cuda: on a GPU it is fast"
     assert "torch's own attention" in lines["flash-attn"]
@@ -217,7 +225,7 @@ def test_extras_that_are_missing_are_named_with_their_use(monkeypatch: pytest.Mo
             return "2.50"
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(check, "version", found)
+    monkeypatch.setattr(packages, "version", found)
     text = check.extras().text
     assert text.startswith("ray 2.50; pip install -c constraints.txt: submitit (on Slurm), ")
 
@@ -308,3 +316,46 @@ def test_a_gpu_without_triton_is_refused(h200: None, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="need Triton, which is not installed"):
         load.resolve_device(device)
     assert load.resolve_device("cpu") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("lacking", "says"),
+    [("compiler", "it needs a C compiler (apt install gcc)"), ("header", "(apt install python3-dev)")],
+)
+def test_a_launch_that_fails_names_what_is_missing(
+    lacking: str,
+    says: str,
+    h200: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launch, "column_sums", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("gcc says no")))
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)
+    monkeypatch.delenv("CC", raising=False)
+    (tmp_path / "Python.h").touch()
+    place = tmp_path / "nowhere" if lacking == "header" else tmp_path
+    monkeypatch.setattr(launch.sysconfig, "get_config_var", lambda name: str(place))
+    monkeypatch.setattr(launch.shutil, "which", lambda name: None if lacking == "compiler" else f"/usr/bin/{name}")
+    code, text, lines = screen(capsys)
+    assert code == 1 and lines["Triton"].endswith("a kernel fails")
+    last = text.splitlines()[-1]
+    assert "cannot launch a kernel (gcc says no); it needs" in last and says in last
+    assert ("python3-dev" in last) == (lacking == "header") and ("gcc)" in last) == (lacking == "compiler")
+
+
+def test_a_triton_that_was_not_tried_is_said_once_and_by_the_check(
+    h200: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = "triton 3.9.0 is installed, and KVBench asks for <3.8,>=3.6"
+    monkeypatch.setattr(packages, "version", versions_with(triton="3.9.0"))
+    monkeypatch.setattr(launch, "fault", lambda: None)
+    load.warn_of_triton.cache_clear()
+    for device in ("auto", "cuda", "cuda:0"):
+        load.resolve_device(device)
+    load.warn_of_triton.cache_clear()
+    assert [words in record.getMessage() for record in caplog.records] == [True]
+    assert check.triton().text.startswith(f"3.9.0; {words}: no kernel was tried with it")
+    assert check.triton().problem is None
+    monkeypatch.setattr(packages, "version", versions_with(triton="3.6.0"))
+    assert packages.out_of_bounds("triton") is None

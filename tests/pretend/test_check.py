@@ -1,0 +1,33 @@
+"""What `make check` does on a GPU, and what a result says of it."""
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.pretend.cuda import Machine
+from engine.checkpoints import packages
+from kernels import launch
+from tests.tiny_run import run, save_tiny
+
+
+def test_a_gpu_compiles_and_launches_a_kernel(machine: Machine) -> None:
+    with machine.counting() as counts:
+        assert launch.fault() is None
+    assert counts.launches
+
+
+def test_a_kernel_that_computes_something_else_is_said(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "column_sums", lambda q, *_, **__: q.new_zeros(1, 1, 32, dtype=torch.float64))
+    assert "something else than its reference" in str(launch.fault())
+
+
+@pytest.mark.parametrize(("device", "says"), [("cuda", 1), ("cpu", 0)])
+def test_a_result_says_that_its_triton_was_not_tried(
+    device: str, says: int, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(packages, "version", lambda name: "3.9.0" if name == "triton" else version(name))
+    words = ["model=any", f"model.id={save_tiny(tmp_path / 'tiny')}", "model.name=tiny", "method=full", "task=fidelity"]
+    result, _ = run([*words, "task.prompt_tokens=16", "task.windows=1", "task.steps=4"], tmp_path / "out", device)
+    assert sum("triton 3.9.0 is installed, and KVBench asks for" in note for note in result.notes) == says
