@@ -25,19 +25,28 @@ if TYPE_CHECKING:
     Show = Callable[[Sequence[tuple[Path, RunResult]]], None]
 
 CONF = Path(__file__).resolve().parent / "conf"
-HELP = """\
+EXAMPLES = """\
 KVBench: KV-cache compression methods under the same budget, with what each one really costs.
 
-usage: python run.py [group=NAME | key=value] …
-       python run.py -m [group=NAME,NAME | key=value,value] …    every combination at once
+examples
+  python run.py method=oracle task=needle ratio=0.2
+  python run.py method=streamingllm task=needle ratio=1/10 limit=5 out=/somewhere/else
+  python run.py -m method=full,oracle,streamingllm task=needle ratio=0.1,0.2
+  python run.py model=meta-llama/Llama-3.2-1B-Instruct task=needle task.grid=32k"""
+HELP = f"""\
+{EXAMPLES}
+
+usage
+  python run.py [group=NAME | key=value] …
+  python run.py -m [group=NAME,NAME | key=value,value] …    every combination at once
 
 groups
-{groups}
+{{groups}}
                   model=ORG/NAME, model=FOLDER and model=FILE.gguf work as well
                   method=FILE.py runs a method of your own (docs/adding-a-method.md)
 
 keys, with their defaults (a group's own keys stand in conf/GROUP/NAME.yaml: method.n_sink=8)
-{keys}
+{{keys}}
 
 flags
   -m, --multirun     run every combination of the values given with commas
@@ -50,12 +59,6 @@ flags
   --cfg job          print the composed configuration instead of running it
   --hydra-help       flags of Hydra, which composes the configuration
 
-examples
-  python run.py method=oracle task=needle ratio=0.2
-  python run.py method=streamingllm task=needle ratio=1/10 limit=5 out=/somewhere/else
-  python run.py -m method=full,oracle,streamingllm task=needle ratio=0.1,0.2
-  python run.py model=meta-llama/Llama-3.2-1B-Instruct task=needle task.grid=32k
-
 exit code: 0 done, 1 out of memory or an error of ours, 2 wrong input, 130 or 143 stopped; a
 stopped command goes on where it was when given again"""
 LONGEST = 400  # characters of one word in a sentence
@@ -65,7 +68,7 @@ def help_text() -> str:
     """Groups and keys as the YAML files have them; read as text, parsers drop the comments."""
     listed = []
     folders = {path.relative_to(CONF).parent.as_posix() for path in CONF.glob("*/**/*.yaml")}
-    for folder in sorted(folders):
+    for folder in sorted(folders - {"architecture"}):  # which nobody chooses: a model's name leads to its file there
         names = ", ".join(sorted(file.stem for file in (CONF / folder).glob("*.yaml")))
         lines = textwrap.wrap(names, 80, break_on_hyphens=False)
         listed.append(f"  {folder:<16}" + ("\n" + " " * 18).join(lines))
@@ -143,6 +146,9 @@ def stop_at_signals() -> None:
 
 def main(argv: list[str], show: "Show | None" = None) -> int:
     """Run a command line; `show` prints what was run in place of the table."""
+    if not argv:
+        say(f"{EXAMPLES}\n\nNothing was asked, so nothing is run; python run.py --help lists groups, keys and flags.")
+        return 0
     if {"-h", "--help"} & set(argv):
         say(help_text())
         return 0

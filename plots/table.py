@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
     except WrongKey as error:
         return refuse(str(error))
     if not made:
-        return refuse(f"no finished run below {options.runs}; make some with `python run.py`, or name another folder")
+        return refuse(f"no finished run below {options.runs}; `make run` makes some, or name another folder")
     made_texts = written(made, options.caption)
     if options.out is None:
         say(made_texts[FORMATS[options.format]], end="")

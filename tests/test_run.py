@@ -193,8 +193,24 @@ def test_no_runner_is_called_for_wrong_input(
     assert shown.err.count("\n") == 1
 
 
-def test_no_arguments_run_the_defaults(calls: list[list[Settings]]) -> None:
+def test_no_arguments_print_the_examples_and_run_nothing(
+    calls: list[list[Settings]], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert code() == 0
+    said = capsys.readouterr().out
+    assert calls == []
+    assert "python run.py method=oracle task=needle ratio=0.2" in said and "python run.py --help" in said
+    assert len(said.splitlines()) < 12
+
+
+def test_examples_stand_first_in_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code("--help") == 0
+    said = capsys.readouterr().out
+    assert said.index("\nexamples\n") < said.index("\nusage\n") < said.index("\ngroups\n")
+
+
+def test_what_is_not_said_is_as_in_the_defaults(calls: list[list[Settings]]) -> None:
+    assert code("seed=0") == 0
     ((cell,),) = calls
     assert (cell.method.name, cell.task.name, cell.is_sweep) == ("oracle", "needle", False)
 
@@ -253,7 +269,7 @@ def test_printing_a_configuration_runs_nothing(calls: list[list[Settings]], caps
 def test_out_of_memory_is_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     oom = {"status": "oom", "n_oom": 4, "n_samples": 0, "score": None, "score_ci95": None}
     replace_runner(monkeypatch, lambda cells: [(Path("x"), result_of(cells[0], **oom))])
-    assert code() == 1
+    assert code("method=oracle") == 1
     assert "Oracle (out of memory)" in capsys.readouterr().out
 
 
@@ -262,7 +278,7 @@ def test_what_the_runner_refuses_is_code_2(monkeypatch: pytest.MonkeyPatch, caps
         raise ConfigError("the model's window is too short")
 
     replace_runner(monkeypatch, run_cells)
-    for argv in ([], ["-m", "ratio=0.1,0.2"]):
+    for argv in (["ratio=0.1"], ["-m", "ratio=0.1,0.2"]):
         assert code(*argv) == 2
         assert capsys.readouterr().err == "run.py: the model's window is too short\n"
 
@@ -273,7 +289,7 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) 
 
     replace_runner(monkeypatch, run_cells)
     with pytest.raises(ZeroDivisionError):
-        code()
+        code("ratio=0.1")
 
 
 def test_a_stopped_run_says_that_it_can_go_on(
@@ -283,7 +299,7 @@ def test_a_stopped_run_says_that_it_can_go_on(
         raise KeyboardInterrupt
 
     replace_runner(monkeypatch, run_cells)
-    for argv in ([], ["-m", "ratio=0.1,0.2"]):
+    for argv in (["ratio=0.1"], ["-m", "ratio=0.1,0.2"]):
         assert code(*argv) == 130
         shown = capsys.readouterr().err
         assert "goes on" in shown
@@ -295,7 +311,7 @@ def test_sigterm_is_code_143(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         raise Terminated
 
     replace_runner(monkeypatch, run_cells)
-    assert code() == 143
+    assert code("ratio=0.1") == 143
     assert capsys.readouterr().err == STOPPED
 
 
