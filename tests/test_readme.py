@@ -147,3 +147,21 @@ def test_the_spine_is_read_in_an_hour() -> None:
     assert len(files) >= 6
     n = sum((ROOT / file).read_text().count("\n") for file in files)
     assert n <= 1_900 and abs(n - int(said.replace(",", ""))) <= 100
+
+
+def patterns_of(file: str) -> set[str]:
+    """What a file of patterns leaves out, without the signs of its syntax."""
+    lines = (ROOT / file).read_text().split()
+    return {line.removeprefix("**/").strip("/") for line in lines if not line.startswith(("#", "!"))}
+
+
+def test_what_a_command_writes_by_default_is_no_part_of_the_repository() -> None:
+    sources = [file.read_text() for room in ("plots", "evals", "benchmarks") for file in (ROOT / room).rglob("*.py")]
+    outs = re.findall(r'"--out",[^)]*default=Path\("([^"]+)"\)|(?<=, )"(outputs/\w+)"', "\n".join(sources))
+    folders = {(given or page).partition("/")[0] for given, page in outs} - {"docs"}  # whose pages are kept
+    assert {"site", "outputs"} <= folders
+    assert folders <= patterns_of(".gitignore")
+
+
+def test_a_container_gets_nothing_that_git_ignores() -> None:
+    assert patterns_of(".gitignore") <= patterns_of(".dockerignore")
