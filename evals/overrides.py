@@ -41,6 +41,7 @@ APART = ("hydra", "architecture", "hardware", "heads")  # Hydra's own, and table
 LAUNCHER = "hydra/launcher"  # the one group of Hydra's own that can be chosen from
 # Hydra's grammar reads a list in time that grows with the square of its length, and nested brackets by recursion.
 MOST_WORDS, MOST_ELEMENTS, LONGEST, DEEPEST, MOST_DIGITS = 1_000, 1_000, 10_000, 20, 300
+SPARE_COMMA = re.compile(r"(?<![^\[{(]),+|,+(?=\s*([\]}),]|$))")  # with no value in front of it, or none behind it
 MOST_CELLS = 10_000  # of a sweep; each is composed before the first one runs
 INFOS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 # Hydra's flags and their values: () is any value, None is no value
@@ -175,6 +176,11 @@ def parse_override(word: str) -> Override:
     except HydraException:
         if not equals and not word.startswith("~"):
             raise ConfigError(f"{word!r} is no flag and no key=value, like ratio=0.2") from None
+    mended = SPARE_COMMA.sub("", value).strip()
+    if mended not in ("", value) and is_read(f"{key}={mended}"):
+        raise ConfigError(
+            f"{word} has a comma too many; write {key}={mended}, and several values without blanks between them"
+        )
     try:
         if re.search(r"[\[\]{}(),'\"$\\=]", value):  # meant as Hydra's syntax, so not ours to quote
             raise HydraException
@@ -184,6 +190,14 @@ def parse_override(word: str) -> Override:
             f"{word!r} is no override that Hydra can read; write key=value, "
             "and put values with brackets, commas or quotes into quotes"
         ) from None
+
+
+def is_read(word: str) -> bool:
+    """Whether Hydra's grammar reads it."""
+    try:
+        return bool(OverridesParser.create().parse_override(word))
+    except HydraException:
+        return False
 
 
 def config_groups() -> dict[str, list[str]]:
