@@ -34,6 +34,7 @@ from tasks.base import Task
 if TYPE_CHECKING:  # imports torch
     from engine.sparse.base import SparsePrefill
 
+RUNS = Path(__file__).resolve().parents[1] / "runs"
 ARCHITECTURES = Path(__file__).resolve().parents[1] / "conf" / "architecture"
 T = TypeVar("T")
 MOST_COUNT = 10_000  # of anything that a task counts

@@ -14,18 +14,17 @@ from engine.errors import ConfigError
 from engine.keeping import AS_THEY_ARE, Keeping
 from engine.shapes import Checkpoint, ModelShape
 from engine.sparse.base import SparsePrefill
-from evals.asked import Asked, Lookups, check
-from evals.models import look_into, look_up, resolve_hardware
+from evals.asked import RUNS, Asked, Lookups, check
+from evals.models import look_into, look_up, name_of, resolve_hardware
 from evals.outside import is_target
 from evals.refusals import leave_out, naming, refuse_nothing_left
 from evals.settings import Settings, load_class
 from methods.base import SelectiveAttention, Variant
 from methods.rules import Coding, Rules
-from results import run_name
+from results import RunFolder, run_name
 from tasks.base import Task
 
 FIRST = Rules.version  # of what makes codes, until its answers change
-RUNS = Path(__file__).resolve().parents[1] / "runs"
 
 
 @dataclass(frozen=True)
@@ -138,13 +137,12 @@ def distinct(cells: Iterable[Cell]) -> list[Cell]:
 def ready_cell(asked: Asked, look: Lookups) -> Cell:
     """The cell with what only the model's files tell: these are converted now, where they have to be."""
     settings = resolve_hardware(asked.settings)
-    found = look(look_up, settings)
-    shape = found.shape
-    if shape != asked.shape:
-        check(asked, shape)
-    config = identity(settings, asked, found.digest)
+    shape = asked.shape or checked_shape(asked, settings, look)
+    config = identity(settings, asked, look(name_of, settings))
     path = place(settings, config)
-    if not is_finished(path):
+    RunFolder.refuse(path, config, {})
+    if not is_finished(path):  # else nothing is asked of the model, and transformers need not be imported
+        shape = checked_shape(asked, settings, look)
         with naming(settings):
             checkpoint = look(look_into, settings)
             asked.rules.check_model(asked.params, checkpoint)
@@ -153,6 +151,14 @@ def ready_cell(asked: Asked, look: Lookups) -> Cell:
         settings, asked.rules, asked.params, asked.task, shape, config, path, asked.sparsity, asked.coding,
         asked.keeping,
     )  # fmt: skip
+
+
+def checked_shape(asked: Asked, settings: Settings, look: Lookups) -> ModelShape:
+    """What transformers makes of the model's configuration, of which the header may have said nothing."""
+    shape = look(look_up, settings)
+    if shape != asked.shape:
+        check(asked, shape)
+    return shape
 
 
 def check_loaded(cells: Iterable[Cell], model: Checkpoint) -> None:

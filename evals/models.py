@@ -3,7 +3,7 @@
 Not here: how a model is loaded (`engine`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,22 +46,21 @@ def resolve_hardware(settings: Settings) -> Settings:
     return replace(settings, device=device, dtype=resolve_dtype(settings.dtype, device))
 
 
-@dataclass(frozen=True)
-class Found:
-    """A model of which only shape and contents are known so far."""
-
-    shape: ModelShape
-    digest: str  # of its contents
-
-
-def look_up(settings: Settings) -> Found:
-    """A model's shape, and short names of its weights, before they are loaded; its files are converted if need be."""
+def name_of(settings: Settings) -> str:
+    """A short name of a model's contents, before they are loaded; its files are converted if need be."""
     spec = settings.model
     if settings.weights == "random":
-        return Found(shape_of(random_config(spec), spec.name), "random")
-    shape = read_shape(spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+        return "random"
     where, _ = locate(spec.id, spec.revision, spec.trust_remote_code)
-    return Found(shape, digest_of(where, spec.revision))
+    return digest_of(where, spec.revision)
+
+
+def look_up(settings: Settings) -> ModelShape:
+    """A model's shape, before its weights are loaded."""
+    spec = settings.model
+    if settings.weights == "random":
+        return shape_of(random_config(spec), spec.name)
+    return read_shape(spec.name, spec.id, revision=spec.revision, trust_remote_code=spec.trust_remote_code)
 
 
 def look_into(settings: Settings) -> Checkpoint:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 from engine.lazy import load_torch
 from engine.machine import leave_busy_cores
 from engine.terminal import say
-from evals.asked import ask
+from evals.asked import RUNS, ask
 from evals.refusals import refuse_nothing_left
 from evals.settings import Settings
 from results import RunResult
+from results.files import refuse_closed
 
 if TYPE_CHECKING:
     from evals.cells import Cell
@@ -35,6 +36,8 @@ def prepare(cells: Sequence[Settings]) -> "list[Cell]":
 
 def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
     """Run cells, or pick up where an earlier process stopped: each cell's folder and result, in their order."""
+    for out in {cell.out for cell in cells}:
+        refuse_closed(out or RUNS)
     ready = prepare(cells)
     from evals.cells import distinct, grouped
     from evals.logger import Copies

@@ -244,6 +244,15 @@ def going_on(folder: Path) -> Generator[None]:
         ) from None
 
 
+def refuse_closed(folder: Path) -> None:
+    """Raise `ConfigError` where this user can neither write to a run's folder nor make it; nothing is touched."""
+    there = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
+    if not os.path.isdir(there):  # noqa: PTH112 - Path.is_dir raises below a closed folder
+        raise unusable(folder, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there)))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise unusable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there)))
+
+
 def unusable(path: Path, error: OSError) -> ConfigError:
     where = error.filename or path
     return ConfigError(

@@ -110,7 +110,7 @@ def chosen(words: Sequence[str]) -> Chosen:
     refuse_keys(settings)
     if asked.rules.reads_inputs:
         raise Unserved(f"{asked.rules.title} reads the attention's input, which vLLM does not hand out; leave it out")
-    return Chosen(settings, asked, look_up(settings).shape)
+    return Chosen(settings, asked, look_up(settings))
 
 
 def refuse_keys(settings: Settings) -> None:

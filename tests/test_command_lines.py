@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from engine.shapes import Checkpoint, ModelShape
 from evals import cells, overrides, runner
-from evals.models import Found
 from evals.overrides import CONF, config_groups
 from evals.settings import Settings
 from run import main
@@ -147,7 +146,8 @@ def embedded() -> Any:
         raise Prepared
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cells, "look_up", lambda settings: Found(SMOLLM2, "digest"))
+        patch.setattr(cells, "look_up", lambda settings: SMOLLM2)
+        patch.setattr(cells, "name_of", lambda settings: "digest")
         patch.setattr(cells, "look_into", lambda settings: Checkpoint(SMOLLM2, ("digest",), SMOLLM2.d_h))
         patch.setattr(runner, "run_cells", run_cells)
         patch.setattr(data, "data_roots", lambda folder: roots(folder) if folder else [])

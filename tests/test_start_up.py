@@ -8,6 +8,7 @@ import pytest
 
 from tests.tiny_run import save_tiny
 
+SHORT = ["task.lengths=[500]", "task.depths=[50]", "task.source=embedded", "dtype=float32"]  # of the needle
 ROOT = Path(__file__).resolve().parents[1]
 MOST_CPU_SECONDS = 4.0  # of a refusal; idle cores take a second
 WRONG = """
@@ -92,3 +93,37 @@ def test_a_fault_of_ours_is_shown_as_one(fails: str) -> None:
     done = subprocess.run([sys.executable, "-S", "-c", lines], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback")
+
+
+@pytest.mark.parametrize("words", [["method=snapkv"], ["-m", "method=snapkv,quest"]], ids=" ".join)
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_folder_that_cannot_be_used_is_refused_without_torch(words: list[str], place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said, _, refusal = python(WRONG, *words, *SHORT, f"out={tmp_path / place}").partition("\n")
+    code, seconds, *imported = said.split()
+    assert (code, imported) == ("2", [])
+    assert f"{tmp_path / place} cannot be used" in refusal and refusal.endswith("out=DIR\n")
+    assert float(seconds) < MOST_CPU_SECONDS
+
+
+def test_a_folder_of_another_run_is_refused_without_the_model(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "checkpoint")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").touch()
+    said, _, refusal = python(WRONG, f"model={model}", *SHORT, f"out={tmp_path / 'run'}").partition("\n")
+    assert said.split()[0] == "2" and "transformers" not in said
+    assert "is not empty and is no folder of a run" in refusal
+
+
+def test_finished_work_is_found_without_the_model(tmp_path: Path) -> None:
+    words = ["-m", "method=full,snapkv", "ratio=0.2,0.3", f"model={save_tiny(tmp_path / 'checkpoint')}", *SHORT]
+    first, again = (printed(*words, f"out={tmp_path / 'runs'}") for _ in range(2))
+    assert "transformers" in first[-1]
+    assert again[-1].split()[0] == "0" and "transformers" not in again[-1]
+    assert again[:-1] == first[:-1]
+
+
+def printed(*words: str) -> list[str]:
+    """What a command printed on standard output, and behind it what `WRONG` says of it."""
+    done = subprocess.run([sys.executable, "-c", WRONG, *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()

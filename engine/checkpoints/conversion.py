@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -27,10 +28,8 @@ MAKING = ".making"  # behind the name of a folder that is not complete
 
 def converted_folder(file: Path) -> Path:
     """Where the conversion of a GGUF file lies, or will."""
-    import transformers
-
     # A new transformers may dequantise or convert the tokenizer differently, so it converts anew.
-    key = f"{digest_of(str(file), None)}-transformers-{transformers.__version__}"
+    key = f"{digest_of(str(file), None)}-transformers-{version('transformers')}"
     return cache_home() / "models" / f"{file.stem[:80]}-{key}"
 
 

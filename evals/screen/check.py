@@ -224,7 +224,7 @@ def wandb() -> Fact:
 def folders() -> list[Fact]:
     """Where runs and conversions go."""
     digests = import_module("engine.checkpoints.digests")
-    runs, cache = import_module("evals.cells").RUNS, digests.cache_home()
+    runs, cache = import_module("evals.asked").RUNS, digests.cache_home()
     return [cache_folder(cache), runs_folder(runs), embedded(cache)]
 
 

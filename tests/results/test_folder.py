@@ -15,7 +15,7 @@ from results import (
     summarise,
 )
 from results import folder as results
-from results.files import sealed
+from results.files import refuse_closed, sealed
 from tests.results.made_rows import (
     CONFIG,
     FACTS,
@@ -252,6 +252,21 @@ def test_a_folder_that_cannot_be_written_is_refused_in_a_sentence(tmp_path: Path
     (tmp_path / "run" / "config.yaml").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"config\.yaml is no plain file"):
         open_folder(tmp_path / "run")
+
+
+def test_a_place_that_cannot_be_written_is_refused_without_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "run", tmp_path / "file", Path("/dev/null"), Path("/dev/null/x")):
+        with pytest.raises(ConfigError, match=r"cannot be used .*Not a directory.*; choose another one with out=DIR"):
+            refuse_closed(path)
+    refuse_closed(tmp_path)
+    refuse_closed(tmp_path / "not" / "yet")
+    monkeypatch.setattr(os, "access", lambda path, how: Path(path) != tmp_path)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        refuse_closed(tmp_path / "not" / "yet")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind root")

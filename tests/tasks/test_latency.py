@@ -94,7 +94,7 @@ def test_shapes_of_large_models_are_here(tmp_path) -> None:
         ("llama-3.1-8b-instruct", 32, 32, 8),
         ("mistral-7b-instruct-v0.2", 32, 32, 8),
     ):
-        shape = look_up(cell([f"model={name}", "weights=random", "task=latency"], tmp_path)).shape
+        shape = look_up(cell([f"model={name}", "weights=random", "task=latency"], tmp_path))
         assert (shape.n_layers, shape.h, shape.h_kv, shape.d_h) == (n_layers, h, h_kv, 128)
         assert len(shape.attention_layers) == n_layers
 
