@@ -8,7 +8,7 @@ checkpoint is which (`engine/checkpoints/digests.py`), a shape without torch (`e
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import version
@@ -35,6 +35,8 @@ from engine.shapes import DRAWN, Checkpoint, ModelShape
 from kernels.jit import triton
 
 logger = logging.getLogger(__name__)
+TOKENIZER = "tokenizer.json"
+VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")  # that take its place
 CHECK_VERSION = 2  # of the comparison of our attention with transformers' own: another one is made anew
 
 
@@ -54,7 +56,7 @@ def load(
     Before it is given away it answers a short prompt by transformers' own attention and by ours; `check=False` leaves
     that out.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     refuse_shadowed()
     where, options = locate(id, revision, trust_remote_code)
@@ -64,9 +66,8 @@ def load(
     on = torch_device(device)
     kind = getattr(torch, resolve_dtype(dtype, device))
     register_attention()
-    check_tokenizer(where, options, id)
+    tokenizer = tokenizer_at(where, options, id)
     with quiet(), _explained(id, where):
-        tokenizer = AutoTokenizer.from_pretrained(where, **options)
         config = AutoConfig.from_pretrained(where, **options)
         model_and_info: Any = auto_class(text_part(config)).from_pretrained(
             where, dtype=kind, output_loading_info=True, ignore_mismatched_sizes=True, **how_to_read(config),
@@ -192,12 +193,35 @@ def made(hf: Any, tokenizer: Any, shape: ModelShape, dtype: torch.dtype, digest:
 
 def load_tokenizer(id: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """A model's tokenizer without its weights."""
+    return tokenizer_at(*locate(id, revision, trust_remote_code), id)
+
+
+def tokenizer_at(where: str, options: Mapping[str, Any], id: str) -> Any:
+    """The tokenizer of a folder or a hub name, tried out before it is believed."""
     from transformers import AutoTokenizer
 
-    where, options = locate(id, revision, trust_remote_code)
     check_tokenizer(where, options, id)
-    with quiet(), _explained(id, where):
-        return AutoTokenizer.from_pretrained(where, **options)
+    try:
+        with quiet(), _explained(id, where):
+            tokenizer = AutoTokenizer.from_pretrained(where, **options)
+    except ConfigError:
+        refuse_no_tokenizer(Path(where), VOCABULARIES, id)
+        raise
+    # Classes of some models make a tokenizer without a vocabulary where its files are not there.
+    refuse_no_tokenizer(Path(where), {*getattr(tokenizer, "vocab_files_names", {}).values()}, id)
+    return tokenizer
+
+
+def refuse_no_tokenizer(folder: Path, names: Collection[str], id: str) -> None:
+    """Raise `ConfigError` where a folder has none of the files that its tokenizer would be made of."""
+    if not names or not folder.is_dir() or any(folder.glob("tokenizer.*")):
+        return
+    if not any((folder / name).is_file() for name in names):
+        others = ", ".join(sorted({*names} - {TOKENIZER})) or "another file"
+        raise ConfigError(
+            f"the folder model.id={id} has no {TOKENIZER} (nor {others} in its place), so no text becomes tokens; copy "
+            "it from where the weights are from"
+        )
 
 
 class Letters:

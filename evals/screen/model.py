@@ -10,13 +10,14 @@ Not here: whether answers agree, which the loaded model is asked (`engine/passes
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from engine import terminal
 from engine.budget import token_bytes
 from engine.checkpoints.digests import digests_of
 from engine.checkpoints.kinds import Survey, check_compresses, kinds_of, survey
-from engine.checkpoints.load import empty_model, read_checkpoint, read_config, shape_of
+from engine.checkpoints.load import empty_model, load_tokenizer, read_checkpoint, read_config, shape_of
 from engine.errors import ConfigError
 from engine.passes.rotations import rotary_dims
 from engine.shapes import Checkpoint, ModelShape
@@ -26,6 +27,7 @@ from evals.screen import check
 from evals.screen.fits import longest
 from evals.settings import ModelSpec, from_words, methods_for
 
+OWN = "its own configuration"
 PROMPT = 4096  # tokens that each method is planned for
 BUDGETS = {"ratio": "ratio=0.2", "memory": "memory=0.25", "answer": f"budget={2 * PROMPT}"}  # in a command's words
 
@@ -80,7 +82,7 @@ def look(words: Sequence[str]) -> Known:
     how: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
     try:
         checkpoint = read_checkpoint(spec.name, spec.id, **how)
-        config, told_by = read_config(spec.id, **how), "its own configuration"
+        config, told_by = read_config(spec.id, **how), OWN
     except ConfigError as error:
         if given is None or not is_not_had(error):
             raise
@@ -88,6 +90,8 @@ def look(words: Sequence[str]) -> Known:
         digests = digests_of(spec.id, spec.revision)
         checkpoint = Checkpoint(shape_of(config, spec.name), digests, rotary_dims(empty_model(config)))
     check_compresses(checkpoint.shape)
+    if told_by == OWN and Path(spec.id).expanduser().is_dir():  # of a name on the hub nothing more is downloaded
+        load_tokenizer(spec.id, **how)
     return Known(spec, config, checkpoint, told_by)
 
 

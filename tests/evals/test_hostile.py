@@ -84,6 +84,23 @@ NO_UNKNOWN = {"type": "WordPiece", "vocab": {}, "unk_token": "[UNK]", "continuin
               "max_input_chars_per_word": 100}  # fmt: skip
 
 
+def as_qwen(folder: Path) -> None:
+    """Without files, its class makes a tokenizer that gives no text a token."""
+    changed(folder / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+
+
+@pytest.mark.parametrize("edit", [lambda folder: None, as_qwen], ids=["llama", "qwen"])
+def test_a_folder_without_a_tokenizer_is_told_which_file_is_missing(
+    edit: Edit, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "tokenizer.json").unlink()
+    edit(folder)
+    sentence = f"the folder model.id={folder} has no tokenizer.json"
+    assert said(folder).startswith(sentence)
+    assert main(["--check", f"model={folder}"]) == 2
+    assert capsys.readouterr().err.startswith(f"run.py: {sentence}")
+
+
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("value", ["abc", {"a": 1}, [[1]], 2**70, -5, 10**9, 1.5, True, [1, 10**9], ["x"]], ids=str)
 def test_stop_tokens_of_no_type_or_size_are_refused(file: str, value: Any, folder: Path) -> None:
