@@ -50,7 +50,7 @@ keys, with their defaults (a group's own keys stand in conf/GROUP/NAME.yaml: met
 
 flags
   -m, --multirun     run every combination of the values given with commas
-  --list tasks       say what each task asks, its length, samples and licence, and what it costs on this machine
+  --list tasks       say what each task asks, its lengths, answers and licence, and which of its data are here
   --list methods     say what each method does, by families, and its presets; --list models: sizes and windows
   --check            say what this machine has, and whether the main job works on it
   --check model=X    say what a model has and which methods run on it, before its weights are downloaded

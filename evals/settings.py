@@ -55,6 +55,7 @@ KINDS = {  # what a group's classes are, and the package that they are taken fro
 }
 
 
+MADE_OF = {"task": ("params", "data_dir", "seed")}  # what a class is called with
 CHECKS = ("auto", "never")
 
 
@@ -392,11 +393,25 @@ def of_kind(choice: Choice, found: Any) -> type:
     module, _, name = KINDS[choice.group].rpartition(".")
     kind = getattr(importlib.import_module(module), name)
     if inspect.isclass(found) and issubclass(found, kind) and not inspect.isabstract(found):
+        if choice.group in MADE_OF:
+            refuse_signature(choice, found)
         return found
     package = module.partition(".")[0]
     raise ConfigError(
         f"{choice.group}._target_={choice.target} is no {name} of {package}/; choose a file of conf/{choice.group}"
     )
+
+
+def refuse_signature(choice: Choice, found: type) -> None:
+    """Raise `ConfigError` for a class that cannot be made of what all of its group are made of."""
+    names = MADE_OF[choice.group]
+    try:
+        inspect.signature(found).bind(*names)
+    except TypeError as error:
+        raise ConfigError(
+            f"{choice.target} cannot be made ({error}); its __init__ takes ({', '.join(('self', *names))}), as "
+            "tasks/base.py says"
+        ) from None
 
 
 # --- plain values to typed ones ---------------------------------------------------------------

@@ -46,7 +46,9 @@ def own_tasks() -> dict[str, TaskCard]:
     targets = {
         file.stem: re.search(r"^_target_: (tasks[\w.]+)\.\w+$", file.read_text(), re.MULTILINE) for file in files
     }
-    return {name: card_of(ROOT / f"{target[1].replace('.', '/')}.py") for name, target in targets.items() if target}
+    modules = {name: target[1].replace(".", "/") for name, target in targets.items() if target}
+    found = {name: (ROOT / f"{module}.py", ROOT / module / "__init__.py") for name, module in modules.items()}
+    return {name: card_of(file) for name, files in found.items() for file in files if file.is_file()}
 
 
 def card_of(file: Path) -> TaskCard:

@@ -26,6 +26,8 @@ from engine.foreign import CsvWriter
 from engine.terminal import printable
 
 ABSENT = "-"
+GAP = 2  # columns of a terminal between those of a table
+FOLDED = 30  # letters of a word that may stand on several lines of a narrow terminal
 WIDEST = 7  # columns of a LaTeX table before it is scaled to the width of the text
 SIGNS = str.maketrans(
     {
@@ -62,6 +64,7 @@ class Sheet:
     heads: Sequence[Head]
     rows: Sequence[Sequence[Cell] | str]  # a text is the title of the rows below it
     n_keys: int = 1  # columns of words, at the left; the others are numbers
+    n_wrapped: int = 1  # of them, those whose words may stand on several lines of a narrow terminal
     title: str = ""
     about: str = ""  # what all rows share
     notes: Sequence[str] = ()  # sentences below it
@@ -85,28 +88,35 @@ class Sheet:
 # --- terminal ----------------------------------------------------------------------------------
 
 
-def on_terminal(sheet: Sheet, gap: int = 2, title: str | None = None) -> Table:
+def on_terminal(sheet: Sheet, title: str | None = None) -> Table:
     """Columns as wide as their longest word, heads standing on their last line."""
     lines = [joined(head).split("\n") for head in sheet.heads]
     rows = [[str(cell) for cell in row] for _, block in sheet.blocks() for row in block]
-    view = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), title=title, title_justify="left")
+    view = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), title=title, title_justify="left")
     for i, head in enumerate(lines):
         above = "\n" * (max(map(len, lines)) - len(head))
         widest = max(map(len, [*head, *(row[i] for row in rows)]))
         justify = "left" if i < sheet.n_keys else "right"
-        view.add_column(above + "\n".join(head), justify=justify, no_wrap=i > 0, min_width=0 if i == 0 else widest)
+        wraps, words = i < sheet.n_wrapped, " ".join([*head, *(row[i] for row in rows)]).split()
+        least = min(FOLDED, max(map(len, words), default=0)) if wraps else widest
+        text = above + "\n".join(head)
+        view.add_column(text, justify=justify, no_wrap=not wraps, min_width=least, overflow="fold")
     for row in rows:
         view.add_row(*map(printable, row))
     return view
 
 
-def show(sheet: Sheet, width: int = 0) -> None:
-    """To standard output, what all rows share above and the notes below; numbers are never cut."""
+def show(sheet: Sheet, fits: bool = False) -> None:
+    """To standard output, what all rows share above and the notes below; numbers are never cut.
+
+    One that `fits` is no wider than the terminal where the columns that may wrap allow it.
+    """
     console, view = terminal.console(highlight=False), on_terminal(sheet)
-    needed = Measurement.get(console, console.options.update(max_width=10_000), view)
-    if not console.is_terminal:
-        console.width = max(console.width, width)
-    console.width = max(console.width, needed.minimum if width else needed.maximum)
+    if fits:
+        needed = sum((column.min_width or 0) + GAP for column in view.columns) - GAP
+    else:
+        needed = Measurement.get(console, console.options.update(max_width=10_000), view).maximum
+    console.width = max(console.width, needed)
     if sheet.about:
         console.print(sheet.about, soft_wrap=True, markup=False)
     console.print(view, markup=False)

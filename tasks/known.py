@@ -5,6 +5,7 @@ A task is a file or folder here and a file there: its class says which data and 
 Not here: which task a run asks (`evals/settings.py`).
 """
 
+import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -12,16 +13,26 @@ from typing import Any
 
 import yaml
 
+from engine.errors import one_line
+from engine.terminal import say
+
 CONF = Path(__file__).resolve().parents[1] / "conf" / "task"
 
 
 @cache
 def known_tasks() -> dict[str, Any]:
-    """The class of every task, by its name."""
-    trees = [yaml.safe_load(file.read_text()) for file in sorted(CONF.glob("*.yaml"))]
-    targets = dict.fromkeys(tree["_target_"] for tree in trees if "_target_" in tree)
-    kinds = [getattr(import_module(target.rpartition(".")[0]), target.rpartition(".")[2]) for target in targets]
-    return {kind.name: kind for kind in kinds}
+    """The class of every task, by its name; a file that leads to none is named on standard error, and left out."""
+    found: dict[str, Any] = {}
+    for file in sorted(CONF.glob("*.yaml")):
+        try:
+            tree = yaml.safe_load(file.read_text())
+            if "_target_" in tree:
+                module, _, name = tree["_target_"].rpartition(".")
+                kind = getattr(import_module(module), name)
+                found.setdefault(kind.name, kind)
+        except (Exception, SystemExit) as error:  # whatever a user's file raises, the others are asked
+            say(f"task={file.stem} is left out: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
+    return found
 
 
 def own_data() -> dict[str, Any]:

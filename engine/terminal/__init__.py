@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+WIDTH = 100  # columns, where no terminal says how many there are
+
 
 def printable(text: str) -> str:
     """A text in which what cannot be printed is escaped: control characters, halves of pairs, changes of direction."""
@@ -47,7 +49,10 @@ def say(*words: object, file: TextIO | None = None, end: str = "\n") -> None:
 
 
 def console(**options: Any) -> "Console":
-    """rich's console, which takes texts as they are: names may look like its markup, and hold anything."""
+    """rich's console, which takes texts as they are: names may look like its markup, and hold anything.
+
+    It is as wide as the terminal, and `WIDTH` where there is none.
+    """
     from rich.console import Console
     from rich.text import Text
 
@@ -55,7 +60,10 @@ def console(**options: Any) -> "Console":
         def render_str(self, text: str, **options: Any) -> Text:
             return super().render_str(lines_of(text), **options)
 
-    return Shown(markup=False, emoji=False, **options)
+    shown = Shown(markup=False, emoji=False, **options)
+    if not shown.is_terminal and "width" not in options:
+        shown.width = WIDTH
+    return shown
 
 
 def lacks(error: ModuleNotFoundError) -> str:

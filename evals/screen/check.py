@@ -28,7 +28,6 @@ from evals.screen.fits import FORMULA, Shipped, shipped
 from results.machine import cpu_model
 from results.sheet import Sheet, on_terminal
 
-WIDTH = 100  # columns that the screen is made for
 EXTRAS = {  # optional packages, and what they are for
     "ray": "sweeps on many machines",
     "submitit": "on Slurm",
@@ -54,8 +53,6 @@ class Fact:
 def main() -> int:
     """Print the screen: 0 where the main job would work, else 1."""
     console = terminal.console(highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
     facts = machine()
     if not any(fact.problem for fact in facts):  # the others need what these found
         facts += folders()

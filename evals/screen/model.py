@@ -57,8 +57,6 @@ class Known:
 def main(words: Sequence[str]) -> int:
     """Print the screen; `ConfigError` for a model that KVBench refuses."""
     console = terminal.console(highlight=False)
-    if not console.is_terminal:
-        console.width = check.WIDTH
     known = look(words)
     console.print(check.grid(facts(known)))
     verdicts = {name: refusal(name, budget, known, words) for name, budget in known_methods().items()}

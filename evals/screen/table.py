@@ -16,7 +16,6 @@ from typing import Any
 from results import EXACT, METRICS, RunResult, few_samples
 from results.sheet import Sheet, show, without_shared
 
-WIDTH = 100  # columns, where no terminal says how many there are
 TEXTS = ("model", "task", "budget", "comm", "scope", "seed")  # columns only where they differ
 NUMBERS = {  # behind the score, its interval and n: heads, and what one value says for all rows
     "tokens\nattended": "{} tokens attended",
@@ -47,7 +46,7 @@ def print_table(done: Done) -> None:
     """To standard output, as wide as it has to be."""
     made = sheet(done)
     below = [*remarks([result for _, result in done]), *folders([path for path, _ in done])]
-    show(replace(made, notes=below), WIDTH)
+    show(replace(made, notes=below), fits=True)
 
 
 def sheet(done: Done) -> Sheet:

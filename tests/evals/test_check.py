@@ -1,6 +1,7 @@
 """What `run.py --check` says of this machine, and of others that are made up."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from engine.width import PASS_VALUES, SHARE
 from evals.screen import check, fits
 from evals.screen.fits import ROOT, Shipped, architecture_file, shipped
 from kernels import build, launch
+from tasks import known
 from tasks.known import known_tasks
 from tasks.reasoning import judge
 
@@ -359,3 +361,13 @@ def test_a_triton_that_was_not_tried_is_said_once_and_by_the_check(
     assert check.triton().problem is None
     monkeypatch.setattr(packages, "version", versions_with(triton="3.6.0"))
     assert packages.out_of_bounds("triton") is None
+
+
+def test_a_task_that_cannot_be_imported_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(known.CONF, tmp_path / "task")
+    (folder / "mine.yaml").write_text("_target_: tasks.not_there.Mine\n")
+    monkeypatch.setattr(known, "CONF", folder)
+    assert known_tasks.__wrapped__() == known_tasks()
+    assert capsys.readouterr().err.startswith("task=mine is left out: ModuleNotFoundError: ")

@@ -1,12 +1,20 @@
 """`--list` has a line for everything that can stand on a command line."""
 
+import shutil
+import sys
+from pathlib import Path
+
 import pytest
 
+import tasks
+from engine import terminal
 from engine.errors import ConfigError
+from evals.overrides import CONF
 from evals.screen import listing
 from evals.screen.fits import shipped
 from evals.screen.listing import main
 from results.names import own_methods, own_tasks
+from tests.test_start_up import MOST_CPU_SECONDS, WRONG, python
 
 
 def test_each_method_has_its_line_and_its_presets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,12 +36,88 @@ def test_each_model_has_its_size(capsys: pytest.CaptureFixture[str], monkeypatch
     assert lines["llama-3.1-8b-instruct"][2:8] == ["8.03", "G", "32", "131,072", "128", "KB"]
 
 
-def test_each_task_has_its_first_sample(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "costs", lambda firsts, shape: (dict.fromkeys(firsts, 2.0), "timed by nobody"))
-    monkeypatch.setattr(listing, "own_tasks", lambda: {name: own_tasks()[name] for name in ("needle", "babilong")})
+def test_each_task_has_its_card(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks"]) == 0
     said = capsys.readouterr().out
-    assert "needle " in said and "babilong " in said and "timed by nobody" in said
+    assert own_tasks().keys() <= {line.split(" ")[0] for line in said.splitlines()}
+    assert "a sentence hidden at a known depth of a text" in said and "licence MIT" in said
+    assert "cannot be asked" not in said
+
+
+TASK = """
+from dataclasses import dataclass
+from tasks.base import Task
+
+class Mine(Task):
+    name, version = "mine", 1
+
+    @dataclass(frozen=True)
+    class Params:
+        path: str
+
+    def __init__(self, {arguments}): ...
+    def check(self, shape): ...
+    def samples(self, tokenizer): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "tree", "says"),
+    [
+        (
+            TASK.format(arguments="params"),
+            "path: x",
+            "too many positional arguments); its __init__ takes (self, params,",
+        ),
+        (TASK.format(arguments="params, data_dir, seed"), "path: ???", "task.path is not given; add task.path=…"),
+        (TASK.format(arguments="params, data_dir, seed"), "paht: x", "no task key 'paht'"),
+        ("def broken(:", "path: x", "SyntaxError: "),
+        ("import sys; sys.exit(3)", "path: x", "SystemExit: 3"),
+        (None, "path: x", "is no Task of tasks/"),
+        ("", "- a", "no task is chosen"),
+        ("", "[", "ParserError: "),
+    ],
+    ids=["another __init__", "a missing value", "another key", "no Python", "an end", "no file", "a list", "no YAML"],
+)
+def test_a_task_that_cannot_be_asked_has_a_line_beside_the_others(
+    file: str | None, tree: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    folder = shutil.copytree(CONF / "task", tmp_path / "conf" / "task")
+    (folder / "mine.yaml").write_text(f"_target_: tasks.mine.Mine\n{tree}\n" if tree[0].isalpha() else tree)
+    if file is not None:
+        (tmp_path / "mine.py").write_text(file)
+    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "tasks.mine", raising=False)
+    monkeypatch.setattr(listing, "CONF", tmp_path / "conf")
+    assert main(["tasks"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert own_tasks().keys() <= {line.split(" ")[0] for line in lines}
+    (line,) = [line for line in lines if "mine" in line]
+    assert line.startswith("task=mine cannot be asked: ") and says in line
+
+
+@pytest.mark.parametrize("words", [["tasks"], ["methods"], ["models"]], ids=" ".join)
+@pytest.mark.parametrize("columns", [None, 120])
+def test_no_list_is_wider_than_the_terminal(
+    words: list[str], columns: int | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = [one for one in shipped() if one.name in ("mistral-small-3.2-24b-instruct", "smollm2-135m")]
+    monkeypatch.setattr(listing, "shipped", lambda: few)
+    if columns is not None:
+        monkeypatch.setattr(terminal, "WIDTH", columns)  # as of a terminal of this width
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= (columns or 100)
+    assert "…" not in said.replace("task.path=…", "")
+
+
+@pytest.mark.parametrize("words", [["tasks"], ["methods"]], ids=" ".join)
+def test_a_list_is_there_at_once(words: list[str]) -> None:
+    said = python(WRONG, "--list", *words).splitlines()
+    code, seconds, *imported = said[-1].split()
+    assert (code, imported) == ("0", [])
+    assert float(seconds) < MOST_CPU_SECONDS
 
 
 @pytest.mark.parametrize("words", [[], ["methods", "tasks"], ["metods"]])
