@@ -251,6 +251,15 @@ differences that all point one way the test, which takes up and down to be equal
 the interval still allows for a rare large loss. `samples_needed` says how few samples can show anything: 6 for one
 comparison, 8 for four, 9 for twelve.
 
+The test's p is the share of all signs of the differences whose mean is as far from 0 as theirs, equal means among them
+(sums that differ by less than a billionth of the differences' sizes are equal). Samples without a difference say
+nothing and are left out. **It is exact where the differences are of one size**, such as hits against misses (the
+binomial test), **and where there are up to 32**: all signs are counted. Of more, a million signs are drawn from seed 0,
+and p is (b + 1) / 1,000,001, where b of them are as far from 0: at p = 0.01 another seed moves it by 0.0001. Where none
+is, all that is known is that p is lower, and it is written "p < 1e-06"; so is an exact one below that. Holm's
+correction multiplies p by up to as many as there were comparisons. What follows from such a bound is a bound, too: of
+19 comparisons "p < 1.9e-05". Tables for programs say so in a column beside the number.
+
 Runs made before this rule have Wilson's, Student's or the bootstrap's interval in result.json; tables, figures and the
 report compute theirs from the samples.
 

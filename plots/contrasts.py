@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from plots.evidence import FULL, HIDDEN, SHOWN, Place, Scores, less
-from plots.stats import Corrected, holm
+from plots.stats import Corrected, corrected_over
 
 OTHER_SCOPE = "shown"
 
@@ -87,10 +87,7 @@ LOOKED = (
 def outcomes(sets: Sequence[Scores], contrasts: Sequence[Contrast] = CONTRASTS) -> dict[Contrast, Corrected]:
     """Those that can be tested so far. The others count in the correction as if their p-values were larger."""
     pairs = {one: less(*found) for one in contrasts if (found := one.fresh(sets)) is not None}
-    adjusted = holm([pair.p for pair in pairs.values()], family=len(contrasts)) if pairs else ()
-    return {
-        one: Corrected(pair, float(p), len(contrasts)) for (one, pair), p in zip(pairs.items(), adjusted, strict=True)
-    }
+    return corrected_over(pairs, len(contrasts))
 
 
 def looked_at(contrast: Contrast, scores: Scores) -> Corrected | None:

@@ -43,15 +43,15 @@ from plots.evidence import (
 from plots.figures.evidence import picture
 from plots.figures.results import SVG, save
 from plots.kept import KEPT, run
-from plots.stats import Corrected, corrected, rank_ranges
+from plots.stats import Corrected, corrected, is_bound, p_words, rank_ranges
 from results import interval
 from results.sheet import ABSENT, Sheet, markdown
 
 NAME = "results"
 HEADS = (
     "scope", "share of bytes", "method", "n", "score", "low", "high", "difference to full", "difference low",
-    "difference high", "p", "p after Holm", "compared", "best rank", "worst rank", "bytes held, share of full",
-    "answer in tokens", "cut off",
+    "difference high", "p", "p after Holm", "only below", "compared", "best rank", "worst rank",
+    "bytes held, share of full", "answer in tokens", "cut off",
 )  # fmt: skip
 
 HEAD = """\
@@ -213,7 +213,9 @@ def told(contrast: Contrast, words: str, sets: Sequence[Scores]) -> tuple[str, i
     kind = "the {} comparisons fixed beforehand" if fresh else "all {} of its kind, chosen afterwards"
     where = f"{scores.model}, `experiment={scores.asked.experiment}`"
     over = f"Holm over {kind.format(found.family)}"
-    difference = f"Difference {gap(found)}, n = {found.paired.n}, p = {found.p:.2g} ({over}; {where})."
+    p = p_words(found.p, found.is_bound)
+    p = p if p.startswith("<") else f"= {p}"
+    difference = f"Difference {gap(found)}, n = {found.paired.n}, p {p} ({over}; {where})."
     return f"{words} {difference}", found.sign
 
 
@@ -246,7 +248,7 @@ def numbers_of(contrast: Contrast, found: Corrected | None, scores: Scores | Non
     if found is None:
         is_low = scores is not None and not contrast.has_room(scores)
         return [str(contrast.seen), *[ABSENT] * 4, "too few answers" if is_low else "not yet"]
-    p = (f"{value:.2g}" for value in (found.paired.p, found.p))
+    p = p_words(found.paired.p, is_bound(found.paired.p)), p_words(found.p, found.is_bound)
     return [str(contrast.seen), str(found.paired.n), gap(found), *p, "yes" if found.sign else "no"]
 
 
@@ -422,7 +424,9 @@ def against(scores: Scores, place: tuple[str, str, str]) -> list[str]:
     found = scores.against_full[place]
     spread = found.paired.difference
     ends = ["", ""] if spread is None else [f"{100 * end:.1f}" for end in (spread.low, spread.high)]
-    return [f"{100 * found.paired.mean:.1f}", *ends, f"{found.paired.p:.4g}", f"{found.p:.4g}", str(found.family)]
+    below = ["p"] * is_bound(found.paired.p) + ["p after Holm"] * found.is_bound
+    p = f"{found.paired.p:.4g}", f"{found.p:.4g}", ", ".join(below)
+    return [f"{100 * found.paired.mean:.1f}", *ends, *p, str(found.family)]
 
 
 # --- the page ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ varies is the samples' difficulty and cancels. Randomness comes from a seed, so 
     rank_ranges          of one column: the ranks that each name may have
     front                of points with a cost: which are shown to be better than all that cost no more
     holm                 p-values adjusted for how many were looked at
+    p_words, p_short     a p-value as readers get it: "< 1e-06" where it is only known to be below
 
 What is drawn, coloured or printed bold as better or worse is what `corrected`, `standings` and `front` say. Scores are
 those of result.json, 0 to 1 or a measured number; `scaled` makes percents of an interval.
@@ -19,10 +20,11 @@ those of result.json, 0 to 1 or a measured number; `scaled` makes percents of an
 Not here: reading runs (`results/`), drawing (`plots/*.py`).
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import fsum
+from math import floor, fsum, log10
+from sys import float_info
 from typing import TypeVar, cast
 
 import numpy as np
@@ -35,12 +37,14 @@ Array = NDArray[np.float64]
 Name = TypeVar("Name", bound=Hashable)
 Sample = TypeVar("Sample", bound=Hashable)
 
-N_RESAMPLES = 10_000
-EXACT_UP_TO = 14  # differences other than zero whose 2^n signs are all tried
-CHUNK = 1 << 22  # numbers drawn at a time
-# Signs multiplied at a time: OpenBLAS gives larger products to threads, which takes 7 ms where one thread takes 0.3.
-BLOCK = 1 << 18
+N_DRAWS = 1_000_000  # of signs, where not all can be counted: 20 ms of 100 differences, 0.3 s of 1,000
+BOUND = 1 / (N_DRAWS + 1)  # the p-value of what no draw reaches, and no other test has: all that is known is "below"
+EXACT_UP_TO = 32  # differences other than zero whose 2^n signs are all counted; more would take longer than draws
+SMALLEST = 1e-6  # p-value that is shown as a number
+AT_ONCE = 16  # signs that one drawn number decides: a table of their sums has 512 KB and stays in a core's cache
+CHUNK = 1 << 15  # draws at a time
 ROUNDING = 1e-12  # scores that differ by less are equal
+SAME_SUM = 1e-9  # share of all differences' sizes; sums that are closer are equal
 
 
 @dataclass(frozen=True)
@@ -150,11 +154,12 @@ class Corrected:
     paired: Paired
     p: float  # Holm's
     family: int  # comparisons that were looked at together
+    is_bound: bool = False  # True: the p-value is below that, as no drawn sign was so extreme (`BOUND`)
 
     @property
     def turned(self) -> "Corrected":
         """The reference against the variant."""
-        return Corrected(self.paired.turned, self.p, self.family)
+        return replace(self, paired=self.paired.turned)
 
     @property
     def sign(self) -> int:
@@ -166,7 +171,7 @@ class Corrected:
     @property
     def words(self) -> str:
         """What a reader should take from it, in a sentence's part."""
-        test = f"p {self.p:.3f}" + (f" after Holm over {self.family}" if self.family > 1 else "")
+        test = f"p {p_short(self.p, self.is_bound)}" + (f" after Holm over {self.family}" if self.family > 1 else "")
         if self.sign:
             return f"{'higher' if self.sign > 0 else 'lower'} ({test}, n {self.paired.n})"
         few = few_samples(self.paired.n, self.family)
@@ -186,9 +191,24 @@ def corrected(
         families.setdefault(column(name), []).append(name)
     found: dict[Name, Corrected] = {}
     for names in families.values():
-        adjusted = holm([pairs[name].p for name in names])
-        found |= {name: Corrected(pairs[name], float(p), len(names)) for name, p in zip(names, adjusted, strict=True)}
+        found |= corrected_over({name: pairs[name] for name in names}, len(names))
     return {name: found[name] for name in pairs}
+
+
+def corrected_over(pairs: Mapping[Name, Paired], family: int) -> dict[Name, Corrected]:
+    """Comparisons of one family, of which there may be more than these.
+
+    Holm's value of a comparison is no less than that of those with a smaller p, so that it is a bound, too, where a
+    bound of one of them decides it.
+    """
+    if not pairs:
+        return {}
+    p = [pair.p for pair in pairs.values()]
+    adjusted, least = holm(p, family), holm([0.0 if is_bound(one) else one for one in p], family)
+    return {
+        name: Corrected(pair, float(high), family, bool(high > low))
+        for (name, pair), high, low in zip(pairs.items(), adjusted, least, strict=True)
+    }
 
 
 BEST, TIED, WORSE, UNDECIDED = "best", "tied", "worse", "undecided"
@@ -340,41 +360,96 @@ def _shared(ours: Mapping[Name, float], theirs: Mapping[Name, float]) -> Array:
     return _weighted([_differences(*both, ROUNDING) for both in sides]) if sides else np.zeros(0)
 
 
-def sign_flip_p(differences: Array, seed: int = 0, n: int = N_RESAMPLES) -> float:
+def sign_flip_p(differences: Array, seed: int = 0) -> float:
     """Two-sided p-value of the mean difference when the sign of each one is a coin's.
 
-    All signs are tried where there are few, else `n` random ones, the observed signs counted among them, so that it is
-    never 0. Samples without a difference say nothing and are left out.
+    It is exact where all differences are of one size (the binomial test) and where there are up to `EXACT_UP_TO`, whose
+    signs are all counted. Of more, a million signs are drawn, the observed ones counted among them, so that it is never
+    below `BOUND`. Samples without a difference say nothing and are left out. Neither order nor direction counts.
     """
-    rest = np.abs(differences[differences != 0])
-    if len(rest) == 0:
+    sizes = np.sort(np.abs(differences[differences != 0]))
+    if len(sizes) == 0:
         return 1.0
-    # Sums that are equal in exact arithmetic must count as equal.
-    observed = abs(differences.sum()) * (1 - 1e-9)
-    if len(rest) <= EXACT_UP_TO:
-        bits = np.arange(1 << len(rest))[:, None] >> np.arange(len(rest)) & 1
-        return float((np.abs((2 * bits - 1) @ rest) >= observed).mean())
-    extreme = 0
-    at_once = max(1, BLOCK // len(rest))
-    for signs in _kept_signs(seed, n, len(rest)) if len(rest) <= 256 else _signs(seed, n, len(rest)):
-        for start in range(0, len(signs), at_once):
-            extreme += int((np.abs(signs[start : start + at_once] @ rest) >= observed).sum())
-    return (extreme + 1) / (n + 1)
+    total = fsum(sizes)
+    if sizes[-1] - sizes[0] <= SAME_SUM * sizes[-1]:
+        ups = int((differences > 0).sum())
+        return _binomial_p(len(sizes), max(ups, len(sizes) - ups))
+    least = abs(fsum(differences)) - SAME_SUM * total  # of a sum that is as far from 0
+    if least <= 0:
+        return 1.0
+    return _general_p(sizes.tobytes(), least, seed)
 
 
-def _signs(seed: int, n: int, length: int) -> Iterator[NDArray[np.int8]]:
-    """`n` rows of random signs, as many at a time as fit."""
-    rng = np.random.default_rng(seed)
-    at_once = max(1, CHUNK // length)
-    for start in range(0, n, at_once):
-        drawn = rng.integers(0, 2, size=(min(n - start, at_once), length)) * 2 - 1
-        yield drawn.astype(np.int8)
+@lru_cache(maxsize=4096)
+def _general_p(stored: bytes, least: float, seed: int) -> float:
+    """Kept, since a page says of the same pair who is best, who lies behind, and what rank it may have."""
+    sizes = np.frombuffer(stored)
+    return _p_of_all(sizes, least) if len(sizes) <= EXACT_UP_TO else _p_of_draws(sizes, least, seed)
 
 
-@lru_cache(maxsize=32)
-def _kept_signs(seed: int, n: int, length: int) -> tuple[NDArray[np.int8], ...]:
-    """All of `_signs`, kept: a report compares hundreds of runs of as many samples; 2.6 MB at most each."""
-    return tuple(_signs(seed, n, length))
+@lru_cache(maxsize=4096)
+def _binomial_p(n: int, more: int) -> float:
+    """Of `n` coins, how often one side comes up at least `more` times, which are half of them or more."""
+    ways = tail = 1  # to choose what comes up on the other side
+    for k in range(n - more):
+        ways = ways * (n - k) // (k + 1)
+        tail += ways
+    return min(1.0, max(2 * tail / 2**n, float_info.min))
+
+
+def _p_of_all(sizes: Array, least: float) -> float:
+    """The share of all signs whose sum is so far from 0: each half's sums are listed, and their pairs counted."""
+    ones, others = (np.sort(_sums(half)) for half in (sizes[::2], sizes[1::2]))
+    n_below = int(np.searchsorted(others, least - ones).sum())
+    return 2 * (len(ones) * len(others) - n_below) / 2 ** len(sizes)
+
+
+def _p_of_draws(sizes: Array, least: float, seed: int) -> float:
+    sums, room = np.zeros(N_DRAWS), np.empty(CHUNK)  # without room of its own, `take` spends its time on getting some
+    for block, start in enumerate(range(0, len(sizes), AT_ONCE)):
+        table, drawn = _sums(sizes[start : start + AT_ONCE]), _drawn(seed, block)
+        for first in range(0, N_DRAWS, CHUNK):
+            part = drawn[first : first + CHUNK] & (len(table) - 1)
+            sums[first : first + CHUNK] += table.take(part, out=room[: len(part)], mode="clip")
+    return (int((np.abs(sums) >= least).sum()) + 1) / (N_DRAWS + 1)
+
+
+@lru_cache(maxsize=16)
+def _drawn(seed: int, block: int) -> NDArray[np.uint16]:
+    """Signs of a block of differences, a number for each draw: kept for the next test, 2 MB a block."""
+    return np.random.default_rng((seed, block)).integers(0, 1 << AT_ONCE, N_DRAWS, dtype=np.uint16)
+
+
+def _sums(sizes: Array) -> Array:
+    """The sums of all signs of some sizes."""
+    sums = np.zeros(1)
+    for size in sizes:
+        sums = np.concatenate([sums - size, sums + size])
+    return sums
+
+
+def is_bound(p: float) -> bool:
+    """Whether no drawn sign came as far as what was observed, so that the p-value is below this one."""
+    return p == BOUND
+
+
+def p_words(p: float, is_bound: bool = False) -> str:
+    """A p-value with two digits: "0.0063", or "< 1e-06" where draws tell no more. Bounds are rounded up."""
+    if p < SMALLEST:
+        return f"< {SMALLEST:.0e}"
+    return f"< {_rounded_up(p, 1 - floor(log10(p))):.2g}" if is_bound else f"{p:.2g}"
+
+
+def p_short(p: float, is_bound: bool = False) -> str:
+    """A p-value with three places: "0.020", or "< 0.001"."""
+    if p < 0.001:
+        return "< 0.001"
+    return f"< {_rounded_up(p, 3):.3f}" if is_bound else f"{p:.3f}"
+
+
+def _rounded_up(p: float, places: int) -> float:
+    shown = round(p, places)
+    return shown if shown >= p else shown + 10.0**-places
 
 
 def holm(p_values: Sequence[float] | Array, family: int | None = None) -> Array:

@@ -16,7 +16,7 @@ from typing import Any
 from plots.read import Run, score
 from plots.run_sets import front_of, is_deployable
 from plots.scored import Scored, best
-from plots.stats import Paired, corrected
+from plots.stats import Paired, corrected, is_bound
 from results import METRICS, SampleRow, few_samples
 from results.intervals import ANYWHERE
 
@@ -61,6 +61,7 @@ def correct(described: Sequence[dict[str, Any]]) -> None:
     for (_, part), one in zip(parts, found.values(), strict=True):
         part["paired"] = as_plain(one.paired) | {
             "holm": one.p,
+            "holm_is_bound": one.is_bound,
             "family": one.family,
             "sign": one.sign,
             "unit": "nats" if METRICS[part["metric"]].weight is not None else "",
@@ -83,6 +84,7 @@ def as_plain(found: Paired) -> dict[str, Any]:
         "mean": found.mean,
         "ci": None if spread is None else [spread.low, spread.high],
         "p": found.p,
+        "p_is_bound": is_bound(found.p),
         "n": found.n,
         "more": found.wins,
         "same": found.ties,

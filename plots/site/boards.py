@@ -83,6 +83,7 @@ def evidence(benchmark: str, described: Sequence[dict[str, Any]], runs: Sequence
             "host": bool(told["audit"]["bytes_resident_host"]), "moved": part["cost"]["moved"],
             "score": scale * part["score"], "metric": part["metric"], "n": part["n"], "over": part["over"],
             "less": None if pair is None else pair["sign"] < 0, "p": None if pair is None else pair["holm"],
+            "p_is_bound": None if pair is None else pair["holm_is_bound"],
             "mean": None if pair is None else (1 if pair["unit"] else scale) * pair["mean"],
             "rank": part["rank"], "of_answers": run.result.budget_counts is not None,
             "answer": run.result.answer_tokens_mean, "question": run.result.protocol == "full_prompt",

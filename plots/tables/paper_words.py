@@ -187,6 +187,7 @@ def records(tables: Iterable[Table]) -> Iterator[dict[str, Any]]:
                 | {"vs_full": cell.against and 100 * cell.against.paired.mean}
                 | {"vs_full_low": full and full.low, "vs_full_high": full and full.high}
                 | {"vs_full_p_holm": cell.against and cell.against.p}
+                | {"vs_full_p_holm_is_bound": cell.against and cell.against.is_bound}
                 | {"comm_measured" if key == "comm" else key: value for key, value in asdict(cell.cost).items()}
                 | {"run": cell.run}
             )

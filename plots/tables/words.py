@@ -119,7 +119,7 @@ def records(pivots: Sequence[Pivot]) -> Iterator[dict[str, Any]]:
                 {key: "all" if said.get(key) == ANY else said.get(key, "") for key in keys}
                 | {"table": number, "n": cell.n, "n_oom": cell.n_oom, "mark": cell.mark, "over_budget": cell.over}
                 | {name: None if value is None else pivot.scale * value for name, value in scores.items()}
-                | {"p_holm": cell.against and cell.against.p}
+                | {"p_holm": cell.against and cell.against.p, "p_holm_is_bound": cell.against and cell.against.is_bound}
                 | {name: value.of(cell.part.rows) for name, value in measures.items()}
                 | {"run": cell.part.run.folder.name}
             )

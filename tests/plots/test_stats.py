@@ -1,3 +1,7 @@
+import tracemalloc
+from dataclasses import replace
+from time import process_time
+
 import numpy as np
 import pytest
 import scipy.stats
@@ -7,6 +11,7 @@ from hypothesis import strategies as st
 from plots.stats import (
     BEST,
     LEVEL,
+    N_DRAWS,
     TIED,
     UNDECIDED,
     WORSE,
@@ -14,7 +19,10 @@ from plots.stats import (
     front,
     holm,
     interval,
+    is_bound,
     macro_interval,
+    p_short,
+    p_words,
     paired,
     paired_over_datasets,
     rank_ranges,
@@ -94,25 +102,102 @@ def test_a_difference_over_datasets_is_of_these_datasets() -> None:
     assert found.difference.high - found.difference.low < alone.difference.high - alone.difference.low
 
 
-@pytest.mark.parametrize("n", [3, 8, 14])
+@pytest.mark.parametrize("n", [3, 8, 16])
 def test_few_differences_have_the_exact_p_value_of_scipy(n: int) -> None:
     differences = np.random.default_rng(n).normal(0.4, 1, size=n)
     theirs = scipy.stats.permutation_test((differences,), np.mean, permutation_type="samples", n_resamples=1 << 20)
     assert sign_flip_p(differences) == pytest.approx(theirs.pvalue, rel=1e-9)
 
 
+@pytest.mark.parametrize(("wins", "losses"), [(3, 0), (9, 2), (40, 40), (41, 30), (60, 0), (700, 600), (5000, 5300)])
+@pytest.mark.parametrize("size", [1.0, 1 / 3, 0.1])
+def test_hits_and_misses_have_the_binomial_tests_p_value_whatever_their_number(
+    wins: int, losses: int, size: float
+) -> None:
+    """Of 60 wins a test of drawn signs said what its draws allow, and of 41 against 30 what its seed drew."""
+    differences = np.array([size] * wins + [-size] * losses + [0.0] * 7)
+    theirs = scipy.stats.binomtest(wins, wins + losses).pvalue
+    assert [sign_flip_p(differences, seed) for seed in range(3)] == pytest.approx([theirs] * 3, rel=1e-9)
+    assert not is_bound(sign_flip_p(differences))
+
+
+@pytest.mark.parametrize("n", [21, 26, 32])
+def test_up_to_32_differences_hang_on_no_seed(n: int) -> None:
+    """The distribution of such a sum is known: its steps are counted, ties among them."""
+    rng = np.random.default_rng(n)
+    steps = rng.integers(-3, 6, n)
+    counts = np.ones(1)  # of sums of all signs, from the lowest in steps of 1
+    for step in np.abs(steps):
+        counts = np.convolve(counts, np.bincount([0, 2 * step], minlength=1).astype(float) if step else [2.0])
+    sums = np.arange(len(counts)) - np.abs(steps).sum()
+    theirs = counts[np.abs(sums) >= abs(steps.sum())].sum() / 2.0**n
+    differences = np.array(0.1 * steps, dtype=np.float64)
+    assert [sign_flip_p(differences, seed) for seed in range(3)] == pytest.approx([theirs] * 3, rel=1e-9)
+    assert sign_flip_p(-differences[::-1]) == sign_flip_p(differences), "neither order nor direction counts"
+
+
+def test_sums_that_are_equal_but_for_rounding_count_as_equal() -> None:
+    """0.1 + 0.2 is more than 0.3 in floats: of three differences whose sums are 0.6 and 0, half are as far from 0."""
+    values = np.array([0.1, 0.2, -0.3])
+    assert sign_flip_p(values) == 1.0
+    assert sign_flip_p(np.concatenate([values] * 20)) == 1.0, "drawn signs, too"
+    thirds = np.array([1 / 3] * 3 + [1.0])
+    assert sign_flip_p(thirds) == 2 / 16 and sign_flip_p(np.array([1 / 3, 1 / 3, 1 / 3, -1.0])) == 1.0
+    assert sign_flip_p(np.array([1 / 3, 1 / 3, -1 / 3, 1.0])) == 8 / 16
+
+
 def test_many_differences_have_nearly_the_p_value_of_a_t_test() -> None:
     differences = np.random.default_rng(7).normal(0.15, 1, size=200)
     _, theirs = scipy.stats.ttest_1samp(differences, 0)
-    assert sign_flip_p(differences, n=20_000) == pytest.approx(theirs, abs=0.01)
+    assert sign_flip_p(differences) == pytest.approx(theirs, abs=0.002)
 
 
-def test_random_signs_agree_with_all_signs(monkeypatch: pytest.MonkeyPatch) -> None:
-    differences = np.random.default_rng(8).normal(0.3, 1, size=14)
+def test_a_million_signs_tell_small_p_values_and_seeds_hardly_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    differences = np.random.default_rng(8).normal(0.85, 1, size=32)
     exact = sign_flip_p(differences)
     monkeypatch.setattr("plots.stats.EXACT_UP_TO", 0)
-    assert sign_flip_p(differences, n=50_000) == pytest.approx(exact, abs=0.01)
-    assert sign_flip_p(np.full(100, 1.0)) > 0
+    drawn = [sign_flip_p(differences, seed) for seed in range(4)]
+    assert 0.0005 < exact < 0.005 and len({*drawn}) > 1
+    assert drawn == pytest.approx([exact] * 4, abs=5 * (exact / N_DRAWS) ** 0.5)
+
+
+def test_what_no_drawn_sign_reaches_is_a_bound_and_said_to_be_one() -> None:
+    rng = np.random.default_rng(4)
+    clear, unclear = 1 + 0.1 * rng.random(100), rng.normal(0, 1, 100)
+    assert sign_flip_p(clear) == 1 / (N_DRAWS + 1) and is_bound(sign_flip_p(clear))
+    assert not is_bound(sign_flip_p(unclear)) and not is_bound(1e-6) and not is_bound(1 / 1024)
+    assert p_words(sign_flip_p(clear), is_bound=True) == "< 1e-06" and p_words(0.00632) == "0.0063"
+    assert p_words(1e-17) == "< 1e-06" and (p_short(0.02), p_short(1e-4)) == ("0.020", "< 0.001")
+    assert p_short(0.00741, is_bound=True) == "< 0.008"
+    assert p_words(99 / (N_DRAWS + 1), is_bound=True) == "< 9.9e-05"
+    assert p_words(7.412e-4, is_bound=True) == "< 0.00075", "a bound is rounded up"
+
+
+def test_corrected_p_values_that_hang_on_a_bound_are_bounds() -> None:
+    """Holm's value of a comparison is at least that of all with a smaller p, so that theirs can decide it."""
+    rng = np.random.default_rng(4)
+    clear = paired(1 + 0.1 * rng.random(100), np.zeros(100), bounds=(0, 2))
+    near = replace(clear, p=1.6 / (N_DRAWS + 1))
+    far = replace(clear, p=0.02)
+    found = corrected({"clear": clear, "near": near, "far": far})
+    assert {name: one.is_bound for name, one in found.items()} == {"clear": True, "near": False, "far": False}
+    assert found["clear"].words == "higher (p < 0.001 after Holm over 3, n 100)"
+    assert found["far"].words == "higher (p 0.020 after Holm over 3, n 100)"
+    hidden = corrected({"clear": clear, "near": replace(near, p=1.1 / (N_DRAWS + 1)), "far": far})
+    assert hidden["near"].p == hidden["clear"].p and hidden["near"].is_bound
+    assert corrected({"only": replace(clear, p=0.00001)})["only"].words == "higher (p < 0.001, n 100)"
+
+
+def test_a_test_of_drawn_signs_takes_less_than_a_second_and_little_memory() -> None:
+    """Tables compare hundreds of pairs."""
+    differences = np.random.default_rng(1).normal(0.1, 1, size=200)
+    tracemalloc.start()
+    started = process_time()
+    sign_flip_p(differences, seed=11)
+    took = process_time() - started
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert took < 2 and peak < 64e6
 
 
 def test_equal_variants_have_no_difference() -> None:

@@ -3,8 +3,8 @@ const tone = (part) => (part.paired ? { 1: "good", "-1": "bad", 0: "" }[lower(pa
 
 // What the corrected test says, in words.
 function verdict(part) {
-  const { holm, family, n, sign } = part.paired;
-  const test = `p ${number(holm)}${family > 1 ? ` after Holm over ${family}` : ""}, n ${n}`;
+  const { holm, holm_is_bound: isBound, family, n, sign } = part.paired;
+  const test = `p ${pWords(holm, isBound)}${family > 1 ? ` after Holm over ${family}` : ""}, n ${n}`;
   if (sign) return `${sign > 0 ? "higher" : "lower"} than full attention (${test})`;
   const why = few[`${n}|${family}`];
   return `no significant difference to full attention (${test}${why ? `; ${why}` : ""})`;
@@ -27,7 +27,7 @@ function facts(run, part) {
     ["samples", part.of ? `${part.n}, of ${part.of.length} datasets that count alike` : String(part.n)],
     ["Δ vs full attention", pair ? difference(part) : run.full ? null : "no sample with the same prompt"],
     ["test", pair ? verdict(part) : null],
-    ["uncorrected", pair ? `p ${number(pair.p)}` : null],
+    ["uncorrected", pair ? `p ${pWords(pair.p, pair.p_is_bound)}` : null],
     ["pairs", pair ? `${pair.more} above full attention, ${pair.same} equal, ${pair.less} below` : null],
     ["standing", STANDINGS[part.standing]],
     ["tokens", `${number(part.cost.tokens, 1)} attended per step${run.full ? "" : `, ${number(run.audit.tokens_budget_mean, 1)} of the prompt allowed`}`],
@@ -74,7 +74,7 @@ function scoreCell(run, part) {
     part.standing === "tie" ? el("span", { class: "tie", title: STANDINGS.tie }, "≈ ") : null];
   const lines = [el("span", {}, signs, el(strong, { class: "score" }, number(part.score, digits(part.metric)))),
     el("small", {}, part.ci ? `${range(part.ci, digits(part.metric))}, ` : "", link(toSamples(run, part), `n ${part.n}`))];
-  if (part.paired) lines.push(el("small", { class: tone(part) }, `${difference(part)}, p ${number(part.paired.holm)}`));
+  if (part.paired) lines.push(el("small", { class: tone(part) }, `${difference(part)}, p ${pWords(part.paired.holm, part.paired.holm_is_bound)}`));
   if (run.n_oom) lines.push(el("small", { class: "flag" }, `${run.n_oom} out of memory`));
   const open = (event) => openCard(run, part, event.currentTarget);
   return el("td", { class: `cell ${tone(part) && `${tone(part)}-bg`}`, tabindex: 0, "aria-haspopup": "dialog",

@@ -36,6 +36,7 @@ function formatted(value, digits) {
   return formats.get(digits).format(value);
 }
 const number = (value, digits = 3) => (is(value) ? formatted(value, digits) : "-");
+const pWords = (p, isBound) => (p < 0.001 ? "< 0.001" : isBound ? `< ${number(Math.ceil(1000 * p) / 1000)}` : number(p)); // as p_short of plots/stats.py
 const signed = (value, digits = 3) => (value > 0 ? "+" : "") + number(value, digits);
 const scaled = (value, unit, digits = 1) => (is(value) ? number(value / unit, digits) : "-");
 const range = (ci, digits) => (ci ? `${number(ci[0], digits)} to ${number(ci[1], digits)}` : "");

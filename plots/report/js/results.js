@@ -106,7 +106,7 @@ function points(rows, axis) {
     const [low, high] = part.ci || [part.score, part.score];
     return { run: run.i, method: run.method, series: run.series, variant: run.variant, cost, score: part.score, low, high, n: part.n,
       hollow: Boolean(part.outside), full: run.full, interval: part.ci ? range(part.ci, digits(part.metric)) : "none", fronts: part.front,
-      p: part.paired ? number(part.paired.holm) : "-", against_full: part.paired ? difference(part) : "-",
+      p: part.paired ? pWords(part.paired.holm, part.paired.holm_is_bound) : "-", against_full: part.paired ? difference(part) : "-",
       digits: digits(part.metric), faint: lit() ? !isLit(run.method) : Boolean(only) && !only.has(run.method),
       description: `${run.variant}: ${number(part.score, digits(part.metric))} at ${number(cost, 0)}` };
   });

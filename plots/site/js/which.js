@@ -33,6 +33,6 @@ async function drawWhich() {
     { key: "held", title: "not shown to be worse", value: (row) => row.held, cell: ({ compared, worse }) => el("td", {}, compared.length ? `${compared.length - worse} of ${compared.length} runs` : "not compared") },
     { key: "mean", title: "mean Δ to full attention", value: (row) => row.mean, cell: ({ mean }) => el("td", {}, is(mean) ? signed(mean, 1) : "-") },
     { key: "evidence", title: "evidence", cell: ({ found }) => el("td", {}, el("details", {}, el("summary", {}, `${found.length} runs`), el("ul", {}, found.slice(0, 40).map((row) =>
-      el("li", {}, link({ at: "samples", bench: row.at, b: row.key, a: null, sample: null }, `${names.get(row.at)}: ${row.variant}`), ` ${number(row.score, 1)}, n ${row.n}, ${is(row.p) ? `p ${number(row.p)}` : "not compared"}`))))) },
+      el("li", {}, link({ at: "samples", bench: row.at, b: row.key, a: null, sample: null }, `${names.get(row.at)}: ${row.variant}`), ` ${number(row.score, 1)}, n ${row.n}, ${is(row.p) ? `p ${pWords(row.p, row.p_is_bound)}` : "not compared"}`))))) },
   ], rows, drawWhich));
 }
