@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import yaml
 
@@ -57,6 +57,17 @@ class Asked:
     keeping: Keeping = AS_THEY_ARE  # what becomes of kept keys and values
 
 
+class AskedMethod(NamedTuple):
+    """A cell's method, before a task or a model is looked at."""
+
+    settings: Settings  # as they were given, but for a method without a budget
+    rules: type[Rules]
+    params: Any
+    sparsity: "SparsePrefill | None"
+    coding: Coding | None
+    keeping: Keeping
+
+
 class Lookups:
     """What is looked up of models, each once; what refuses a model refuses it again without another look."""
 
@@ -94,8 +105,8 @@ def ask(cells: Sequence[Settings]) -> list[Asked]:
     return asked
 
 
-def ask_one(given: Settings, look: Lookups) -> Asked:
-    """Check a cell without torch."""
+def ask_method(given: Settings) -> AskedMethod:
+    """Check a cell's method, and what is asked of it."""
     rules, params = rules_and_params(given.method)
     settings = given
     if not rules.has_budget or rules.adapts(params):
@@ -107,6 +118,13 @@ def ask_one(given: Settings, look: Lookups) -> Asked:
     if settings.allocator is not None:
         with naming(settings):
             rules.check_allocator(params, settings.allocator)
+    sparsity, coding = sparsity_of(settings, rules), coding_of(settings, rules, params)
+    return AskedMethod(settings, rules, params, sparsity, coding, keeping)
+
+
+def ask_one(given: Settings, look: Lookups) -> Asked:
+    """Check a cell without torch."""
+    settings, rules, params, sparsity, coding, keeping = ask_method(given)
     task_class, task_params = class_and_params(settings.task)
     task: Task = task_class(task_params, settings.data_dir, settings.seed)
     if settings.weights == "random" and not task.is_timed:
@@ -138,7 +156,6 @@ def ask_one(given: Settings, look: Lookups) -> Asked:
             "compressed here; use compression_scope=full_prompt and a task with one question, or method.window=64"
         )
     shape = look(early_shape, settings)
-    sparsity, coding = sparsity_of(settings, rules), coding_of(settings, rules, params)
     asked = Asked(settings, rules, params, task, task_params, shape, sparsity, coding, keeping)
     if shape is not None:
         check(asked, shape)
@@ -148,18 +165,8 @@ def ask_one(given: Settings, look: Lookups) -> Asked:
 def check(asked: Asked, shape: ModelShape) -> None:
     """Raise `ConfigError` where a model of this shape cannot meet what is asked."""
     settings, rules, task = asked.settings, asked.rules, asked.task
-    refuse_counts(settings, rules)
     refuse_many(settings, shape)
-    with naming(settings):
-        rules.check_kinds(asked.params, shape, asked.coding)
-        rules.check(asked.params, settings.budget, shape)
-        refuse_heads(settings, shape)
-        rules.check_cache(asked.params, settings.cache)
-        asked.keeping.check(shape)
-        if asked.coding is not None:
-            asked.coding.rules.check_shape(asked.coding.params, shape)
-        checks.sizes("method", asked.params, shape.window, f"the window of model {shape.name!r}")
-        checks.sizes("cache", settings.cache, shape.window, f"the window of model {shape.name!r}")
+    check_method(AskedMethod(settings, rules, asked.params, asked.sparsity, asked.coding, asked.keeping), shape)
     if asked.sparsity is not None:
         if shape.choosing_layers:
             raise ConfigError(
@@ -174,6 +181,22 @@ def check(asked: Asked, shape: ModelShape) -> None:
     if shortest is not None:
         with naming(settings):
             rules.planned(asked.params, settings.budget, shape, shortest, settings.cache, partner=asked.coding)
+
+
+def check_method(asked: AskedMethod, shape: ModelShape) -> None:
+    """Raise `ConfigError` where the method cannot do on a model of this shape what is asked of it."""
+    settings, rules, params, _, coding, keeping = asked
+    refuse_counts(settings, rules)
+    with naming(settings):
+        rules.check_kinds(params, shape, coding)
+        rules.check(params, settings.budget, shape)
+        refuse_heads(settings, shape)
+        rules.check_cache(params, settings.cache)
+        keeping.check(shape)
+        if coding is not None:
+            coding.rules.check_shape(coding.params, shape)
+        checks.sizes("method", params, shape.window, f"the window of model {shape.name!r}")
+        checks.sizes("cache", settings.cache, shape.window, f"the window of model {shape.name!r}")
 
 
 def refuse_heads(settings: Settings, shape: ModelShape) -> None:

@@ -14,7 +14,7 @@ from engine.errors import ConfigError
 from engine.keeping import AS_THEY_ARE, Keeping
 from engine.shapes import Checkpoint, ModelShape
 from engine.sparse.base import SparsePrefill
-from evals.asked import RUNS, Asked, Lookups, check
+from evals.asked import RUNS, Asked, AskedMethod, Lookups, ask_method, check
 from evals.models import look_into, look_up, name_of, resolve_hardware
 from evals.outside import is_target
 from evals.refusals import leave_out, naming, refuse_nothing_left
@@ -53,7 +53,12 @@ class Cell:
         return self.settings.budget
 
     @property
+    def asked(self) -> AskedMethod:
+        return AskedMethod(self.settings, self.rules, self.params, self.sparsity, self.coding, self.keeping)
+
+    @property
     def label(self) -> str:
+        """The variant's name, with all that warns of what it is: the one place that says it (`method_label`)."""
         label = self.rules.label(self.params, self.request)
         if self.shape is not None and self.shape.choosing_layers:  # a submission's may be unknown (evals/submission)
             label += " (the model's choice)"
@@ -159,6 +164,17 @@ def checked_shape(asked: Asked, settings: Settings, look: Lookups) -> ModelShape
     if shape != asked.shape:
         check(asked, shape)
     return shape
+
+
+def cell_without_task(
+    given: Settings, shape: ModelShape | None = None, config: dict[str, Any] | None = None, path: Path | None = None
+) -> Cell:
+    """A cell that says what its method is called and plans, where nothing is asked of it, or nobody knows the model."""
+    settings, rules, params, sparsity, coding, keeping = ask_method(given)
+    nothing: Any = None
+    return Cell(
+        settings, rules, params, nothing, shape or nothing, config or {}, path or nothing, sparsity, coding, keeping
+    )
 
 
 def check_loaded(cells: Iterable[Cell], model: Checkpoint) -> None:

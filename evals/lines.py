@@ -59,8 +59,7 @@ def answer_line(sample: Sample, prompt: Prompt, sha: str, reply: Reply, row: Sel
     cell, answer, decoded, outcome = reply.cell, reply.answer, reply.decoded, reply.outcome
     n_steps = len(prompt.question_ids) + len(answer.ids) - 1
     steps = decoded.step_seconds[:n_steps] if outcome is None else decoded.step_seconds
-    in_mean = row.keeps_budget_in == "mean" or row.budget.counts == "mean"
-    ledger = row.store.ledger.summary(row.budget, cell.shape, row.skipped_layers(), in_mean, with_index=not row.drops)
+    ledger = books_of(row)
     uncounted = uncounted_bytes(row) if row.store.checked_for else 0
     if uncounted:
         ledger["within_budget"] = False
@@ -99,6 +98,12 @@ def answer_line(sample: Sample, prompt: Prompt, sha: str, reply: Reply, row: Sel
         | ({"method_report": report} if report else {})
         | ({"attended_bins": bins} if (bins := attended_bins(row.store.layers.values())) else {}),
     )
+
+
+def books_of(row: SelectiveAttention) -> dict[str, float | int | bool | None]:
+    """The ledger of an answer, as the sample's line has it."""
+    in_mean, whole = row.keeps_budget_in == "mean" or row.budget.counts == "mean", row.skipped_layers()
+    return row.store.ledger.summary(row.budget, row.trace.shape, whole, in_mean, with_index=not row.drops)
 
 
 def prefill_columns(row: SelectiveAttention, cell: Cell) -> dict[str, Any]:

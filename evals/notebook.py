@@ -16,7 +16,7 @@ Not here: scores, folders of results, many samples (`run.py`).
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ from engine.model import Model
 from engine.passes.probe import probe
 from engine.passes.trace import Trace
 from engine.prefill import prefill
+from evals.asked import check_method
+from evals.cells import Cell, cell_without_task, check_loaded
+from evals.lines import books_of
 from evals.models import load_model as load
 from evals.models import resolve_hardware
 from evals.settings import from_words, load_class
@@ -48,34 +51,46 @@ def load_model(name: str = "smollm2-135m", **keys: Any) -> Model:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A method with its parameters and its budget, before there is a prompt."""
+    """A method with its parameters, its budget and what else is asked of it, before there is a prompt."""
 
-    kind: type[SelectiveAttention]
-    params: Any
-    request: BudgetRequest
+    cell: Cell
+
+    @property
+    def params(self) -> Any:
+        return self.cell.params
+
+    @property
+    def request(self) -> BudgetRequest:
+        return self.cell.request
 
     @property
     def label(self) -> str:
         """As tables print it."""
-        return self.kind.label(self.params, self.request)
+        return self.cell.label
 
     def on(self, model: Model, s_prompt: int) -> Variant:
         """On prompts of so many tokens; `ConfigError` where the model or the budget does not suit the method."""
-        self.kind.check(self.params, self.request, model.shape)
-        self.kind.check_model(self.params, model.checkpoint)
-        return self.kind.variant_for(self.params, self.request, model.shape, s_prompt)
+        cell = replace(self.cell, shape=model.shape)
+        check_method(cell.asked, model.shape)
+        check_loaded([cell], model.checkpoint)
+        return cell.variant(s_prompt)
+
+
+OF_RUNS = (  # keys of the command line that are no parameters of a method
+    *("ratio", "budget", "budget_counts", "memory", "comm", "compensate"),
+    *("allocator", "compose", "compose_order", "positions", "dropped", "merging", "cache"),
+)
 
 
 def variant(method: str, **keys: Any) -> Wanted:
     """A method by its name in conf/method, or a file of your own.
 
-    `ratio`, `budget`, `comm` and `compensate` are the budget; every other key is a parameter of the method.
+    The keys of `OF_RUNS` are those of the command line: the budget, who divides it among layers and heads, who makes
+    codes of what is kept, what becomes of positions and of dropped values. What has a point there is a dict's entry:
+    `variant("knorm", allocator="global", **{"allocator.force": True})`. Every other key is a parameter of the method.
     """
-    budget = {key: value for key, value in keys.items() if key in ("ratio", "budget", "comm", "compensate")}
-    own = {f"method.{key}": value for key, value in keys.items() if key not in budget}
-    settings = from_words([f"method={method}", *words(budget | own)])
-    kind: Any = load_class(settings.method)
-    return Wanted(kind, build_params(kind, settings.method.params, "method"), settings.budget)
+    given = {key if key.partition(".")[0] in OF_RUNS else f"method.{key}": value for key, value in keys.items()}
+    return Wanted(cell_without_task(from_words([f"method={method}", *words(given)])))
 
 
 @dataclass(frozen=True)
@@ -160,7 +175,7 @@ class Reading:
                 wanted.label,
                 answer.ids,
                 self.model.tokenizer.decode(answer.ids, skip_special_tokens=True),
-                row.store.ledger.summary(row.budget, shape, row.skipped_layers(), row.keeps_budget_in == "mean"),
+                books_of(row),
                 looks,
             )
             for wanted, row, answer, looks in zip(self.wanted, rows, done.answers, watch.looks, strict=True)

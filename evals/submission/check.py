@@ -21,8 +21,7 @@ from engine.budget import exact
 from engine.errors import ConfigError
 from engine.foreign import refuse_depth
 from evals import rescore
-from evals.asked import coding_of, keeping_of, rules_and_params, sparsity_of
-from evals.cells import Cell
+from evals.cells import Cell, cell_without_task
 from evals.submission import frozen
 from evals.submission.folder import Finding
 from evals.submission.settings import settings_of
@@ -131,13 +130,8 @@ class Check:
     @cached_property
     def cell(self) -> Cell:
         """What was asked, from the configuration alone; without a frozen benchmark the model's shape is not known."""
-        settings = settings_of(self.config)
-        rules, params = rules_and_params(settings.method)
-        shape: Any = None if self.benchmark is None else self.benchmark.shape
-        sparsity, coding = sparsity_of(settings, rules), coding_of(settings, rules, params)
-        keeping = keeping_of(settings, rules, params)
-        no_task: Any = None
-        return Cell(settings, rules, params, no_task, shape, dict(self.config), self.folder, sparsity, coding, keeping)
+        shape = None if self.benchmark is None else self.benchmark.shape
+        return cell_without_task(settings_of(self.config), shape, dict(self.config), self.folder)
 
     def check_facts(self) -> None:
         """What result.json says of the run beside what was measured."""

@@ -3,16 +3,21 @@
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
+from engine.budget import EVERYTHING
 from engine.decode import decode
 from engine.errors import ConfigError
 from engine.model import Model
 from engine.prefill import prefill
 from evals import notebook
+from evals.asked import Lookups, ask_one
+from evals.cells import cell_without_task
 from evals.notebook import Reading, load_model, question, read, variant
+from evals.settings import from_words
 from tests.tiny import COMMON, prompt, tiny
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -33,7 +38,7 @@ def test_variants_are_those_of_the_command_line() -> None:
     assert (made.params.window, made.params.kernel) == (16, 7)
     assert (made.request.ratio, made.request.comm) == (Fraction(1, 5), Fraction(1, 32))
     assert made.label == "SnapKV" and variant("snapkv", ratio=0.2).label == "SnapKV (C)"
-    assert variant("full", budget=64).request.tokens == 64
+    assert variant("full", budget=64).request == EVERYTHING, "which has no budget, as in a run"
 
 
 @pytest.mark.parametrize(
@@ -119,3 +124,57 @@ def test_words_are_what_the_command_line_takes() -> None:
     assert notebook.words({"a": None, "b": True, "c": [1, 2], "d": "1/4", "e": (False, "x")}) == [
         *("a=null", "b=true", "c=[1,2]", "d=1/4", "e=[false,x]")
     ]
+
+
+KEYS = [
+    ("snapkv", {"allocator": "pyramid"}, "SnapKV+pyramid (C)"),
+    ("snapkv", {"compose": "think", "ratio": 0.5}, "SnapKV (C) + ThinK 0.4"),
+    ("snapkv", {"positions": "contiguous", "dropped": "merged"}, "SnapKV (C) (contiguous, merged values)"),
+    ("snapkv", {"memory": "1/4"}, "SnapKV"),
+    ("kvzip", {"chunk": 100}, "KVzip (C), whole prompt"),
+    ("quest", {"memory": 0.9, "comm": "1/8"}, "Quest (matched)"),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "label"), KEYS)
+def test_a_variant_takes_the_command_lines_keys_and_is_called_as_its_run(
+    name: str, keys: dict[str, Any], label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(COMMON, "vocab_size", len(model().tokenizer))  # KVzip reads words of its own
+    one = replace(tiny(), tokenizer=model().tokenizer)
+    made = variant(name, **keys)
+    given = {f"method.{key}" if key == "chunk" else key: value for key, value in keys.items()}
+    cell = cell_without_task(from_words([f"method={name}", *notebook.words(given)]))
+    assert made.label == cell.label == label
+    assert made.on(one, S) == replace(cell, shape=one.shape).variant(S)
+    answer, _ = read(one, prompt(S), [made, variant("full")]).answer(N_NEW)
+    assert answer.label == label and len(answer.ids) == N_NEW and answer.ledger["within_budget"]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("quest", {"allocator": "pyramid"}, "divides what a method keeps, and Quest keeps every token"),
+        ("snapkv", {"allocator": "pyramids"}, "pyramid"),
+        ("snapkv", {"compose": "kivi", "allocator": "pyramid"}, "gives layers or heads other numbers of tokens"),
+        ("snapkv", {"compose": "quest"}, "makes no codes of what another method keeps"),
+        ("quest", {"positions": "contiguous"}, "drops no tokens"),
+        ("snapkv", {"memory": 2}, "memory=2 is out of range"),
+        ("snapkv", {"compose_order": "quantise_first"}, "means nothing without compose"),
+    ],
+)
+def test_what_the_command_line_refuses_is_refused_by_the_same_sentence(
+    name: str, keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as ours:
+        variant(name, ratio=0.5, **keys)
+    with pytest.raises(ConfigError) as theirs:
+        ask_one(from_words([f"method={name}", "ratio=0.5", *notebook.words(keys)]), Lookups())
+    assert message in str(ours.value) and str(ours.value) == str(theirs.value)
+
+
+def test_keys_with_a_point_are_entries_of_a_dict() -> None:
+    made = variant("knorm", allocator="global", **{"allocator.force": True})
+    allocator = made.cell.settings.allocator
+    assert made.label == "Knorm+global (C)" and allocator is not None and allocator.force
+    assert variant("snapkv", **{"dropped": "merged", "merging.threshold": 0.5}).label.endswith("from 0.5)")
