@@ -24,14 +24,15 @@ from time import perf_counter, process_time
 import torch
 
 from benchmarks.paired import RESULTS
-from engine.budget import BudgetRequest
+from engine.budget import EVERYTHING, BudgetRequest
 from engine.checkpoints.load import load
 from engine.decode import attend_group, decode
 from engine.model import Model
 from engine.passes.trace import Trace
 from engine.prefill import prefill
 from engine.softmax import Softmax
-from evals.studies.hardware import FULL_REQUEST, Hardware, Numbers, count, layers_of, method_of, predict
+from evals.studies.counts import Numbers, count
+from evals.studies.hardware import Hardware, layers_of, method_of, predict
 from kernels.topk import top_stable
 from methods.base import SelectiveAttention
 from methods.calibration.prose import embedded_prose
@@ -45,7 +46,7 @@ REQUEST = BudgetRequest(Fraction(1, 5), None, Fraction(1, 64))
 def rows_of(model: Model, ids: Sequence[int], names: Sequence[str]) -> dict[str, SelectiveAttention]:
     """One prefill, a row per method, ready to decode."""
     kinds = {name: method_of(name) for name in names}
-    request = {name: FULL_REQUEST if name == "full" else REQUEST for name in names}
+    request = {name: EVERYTHING if name == "full" else REQUEST for name in names}
     variants = {
         name: kind.variant_for(params, request[name], model.shape, len(ids)) for name, (kind, params) in kinds.items()
     }
@@ -96,7 +97,7 @@ def read_rate(here: Here) -> float:
         for layer in shape.attention_layers:
             k, v = (torch.randn(1, shape.h_kv, s, shape.d_h, generator=draw) for _ in range(2))
             trace.add(layer, k.to(model.dtype), v.to(model.dtype), Softmax(shape.d_h**-0.5))
-        row = kind.variant_for(params, FULL_REQUEST, trace.shape, trace.s_prompt).row(trace, 40)
+        row = kind.variant_for(params, EVERYTHING, trace.shape, trace.s_prompt).row(trace, 40)
         for layer in shape.attention_layers:
             row.build(layer)
         times = []
@@ -172,7 +173,7 @@ def calibrate(here: Here) -> tuple[dict[str, Hardware], float]:
                 at_usual_pace(here, usual, rows_of(model, ids[:SHORT], [name])[name], feed) for _ in range(5)
             )
             kind, params = method_of(name)
-            request = FULL_REQUEST if name == "full" else REQUEST
+            request = EVERYTHING if name == "full" else REQUEST
             # The simulation counts 16 bits an element; here they may be 32.
             wide = model.dtype.itemsize / 2
             bare = Hardware("here", 1e6, rate / wide / 1e9, 1e6, None, 1, 1, 1, 1, 0, 0, 0, number_ns)
@@ -186,7 +187,7 @@ def calibrate(here: Here) -> tuple[dict[str, Hardware], float]:
             )
             free = predict(short, layers, bare, SHORT).tpot_s
             # All that is not explained by bytes and numbers is per layer, however large.
-            found[name] = replace(bare, layer_us=(measured - free) / layers.n_layers * 1e6)
+            found[name] = replace(bare, layer_us=(measured - free) / layers.shape.n_layers * 1e6)
     return found, usual
 
 
@@ -219,12 +220,12 @@ def main() -> None:
                     times[name].append(at_usual_pace(here, usual, row, feed))
         for name in METHODS:
             kind, params = method_of(name)
-            request = FULL_REQUEST if name == "full" else REQUEST
+            request = EVERYTHING if name == "full" else REQUEST
             counts = count(kind, params, request, model.shape, max(s, 2048))
             predicted = predict(counts, layers, machine[name], s)
             measured = statistics.median(times[name])
             off = predicted.tpot_s / measured - 1
-            numbers = layers.n_layers * counts.searched_numbers * machine[name].number_ns / 1e6
+            numbers = layers.shape.n_layers * counts.searched_numbers * machine[name].number_ns / 1e6
             lines.append(
                 {"method": name, "tokens": s, "measured_ms": round(1e3 * measured, 2),
                  "simulated_ms": round(1e3 * predicted.tpot_s, 2), "of_it_numbers_ms": round(numbers, 2),

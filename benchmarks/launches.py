@@ -33,7 +33,7 @@ import torch
 from benchmarks.pretend.counts import Counts
 from benchmarks.pretend.cuda import Machine
 from benchmarks.pretend.machine import pretended
-from engine.budget import BudgetRequest
+from engine.budget import EVERYTHING, BudgetRequest
 from engine.checkpoints.load import load_random, read_config
 from engine.decode import decode
 from engine.model import Model
@@ -42,7 +42,7 @@ from engine.passes.probe import probe
 from engine.passes.trace import Trace
 from engine.prefill import prefill
 from evals.settings import own_class
-from evals.studies.hardware import FULL_REQUEST, method_of
+from evals.studies.hardware import method_of
 from methods.base import SelectiveAttention, Variant
 from results.names import known, own_methods
 
@@ -113,7 +113,7 @@ def request_of(kind: type[SelectiveAttention]) -> BudgetRequest:
         return OF_ANSWERS
     if kind.takes == ("memory",):
         return OF_CODES
-    return REQUEST if kind.has_budget else FULL_REQUEST
+    return REQUEST if kind.has_budget else EVERYTHING
 
 
 def read(

@@ -199,6 +199,11 @@ class Rules:
         return budget, plan, cache
 
     @classmethod
+    def cycle(cls, plan: Any, s_prompt: int) -> tuple[int, int]:
+        """Steps before the first that is as any later one, and after how many steps the same comes again."""
+        return 0, 1
+
+    @classmethod
     def turns_queries(cls, params: Any) -> str:
         """What makes queries meet some tokens turned, which is the queries' own: "" where nothing does."""
         return ""

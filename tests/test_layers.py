@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "tasks": {"engine", "methods", "tasks"},
     "evals.studies": {
         *("engine", "methods", "results", "evals.studies"),
-        *("evals.overrides", "evals.settings", "evals.typed"),
+        *("evals.models", "evals.overrides", "evals.settings", "evals.typed"),
     },
     "evals.screen": {"engine", "kernels.build", "methods", "results", "tasks", "evals"},  # `make check` names kernels
     "evals": {"engine", "methods", "results", "tasks", "evals"},

@@ -36,7 +36,7 @@ def test_a_step_is_captured_and_replayed() -> None:
     model = load_random("small", config_of(3), dtype="bfloat16", device="cuda")
     with model.hooked():
         trace = prefill(model, [i % 250 for i in range(320)])
-        row = built(row_for(Full, Full.Params(), script.models.FULL_REQUEST, trace, 20))
+        row = built(row_for(Full, Full.Params(), script.models.EVERYTHING, trace, 20))
         done = decode(model, trace, [row], max_new_tokens=20)
     assert done.why_no_graphs is None and (done.by_graphs or 0) >= 10
 

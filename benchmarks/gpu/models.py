@@ -28,7 +28,7 @@ from benchmarks.gpu.results import Result
 from benchmarks.launches import BUDGETS, OF_CODES, config_of, read
 from engine.books.clock import synchronize
 from engine.books.ledger import Entry
-from engine.budget import BudgetRequest
+from engine.budget import EVERYTHING, BudgetRequest
 from engine.checkpoints.load import load_random
 from engine.decode import decode
 from engine.errors import ConfigError
@@ -38,7 +38,8 @@ from engine.passes.streams import stream_for
 from engine.passes.trace import Trace
 from engine.prefill import prefill
 from evals.overrides import CONF
-from evals.studies.hardware import FULL_REQUEST, Layers, count, method_of, predict, read_hardware
+from evals.studies.counts import count
+from evals.studies.hardware import Layers, method_of, predict, read_hardware
 from methods.base import SelectiveAttention, Variant
 from tasks.base import Sample
 from tasks.latency import Latency, Pass, Timed, run_pass
@@ -108,7 +109,7 @@ def request_of(kind: type[SelectiveAttention], asked: BudgetRequest) -> BudgetRe
         return OF_ANSWERS
     if kind.takes == ("memory",):
         return OF_CODES
-    return asked if kind.has_budget else FULL_REQUEST
+    return asked if kind.has_budget else EVERYTHING
 
 
 def sample_of(model: Model, s: int, n_new: int) -> Sample:
@@ -146,7 +147,7 @@ def times(
         sample, full = sample_of(model, s, n_new), None
         for i, name in enumerate(["full", *(name for name in names if name != "full")]):
             if i % 10 == 0:
-                full = one_pass(model, "full", sample, FULL_REQUEST, repeats, is_warm)
+                full = one_pass(model, "full", sample, EVERYTHING, repeats, is_warm)
             kind, params = method_of(name)
             request = request_of(kind, asked)
             found = full if name == "full" else one_pass(model, name, sample, request, repeats, is_warm)
@@ -314,7 +315,7 @@ def sweep(model: Model, s: int, n_new: int, comm: Fraction, names: Sequence[str]
             except ConfigError:
                 continue
     kind, params = method_of("full")
-    full = [kind.variant_for(params, FULL_REQUEST, model.shape, s)]
+    full = [kind.variant_for(params, EVERYTHING, model.shape, s)]
     shape = f"{len(variants)} variants, {s:,} tokens, {n_new} new"
     try:
         together(model, variants, sample, n_new)  # compiles kernels

@@ -10,11 +10,12 @@ from math import fsum
 import torch
 from torch import Tensor
 
+from engine.budget import token_bytes
 from engine.shapes import ModelShape
 from evals.models import config_of
 from evals.screen.estimate import USED, Load
 from evals.settings import Settings
-from evals.studies.hardware import Hardware, Layers, layers_of, linear
+from evals.studies.hardware import Hardware, Layers, layers_of, linear, reading
 
 ROWS, SIDE = 32768, 4096  # of weights that are more than caches hold
 TOKENS, PART = 512, 4096  # of the input that is multiplied with a part of the rows
@@ -25,20 +26,20 @@ def times(
     settings: Settings, shape: ModelShape, loads: Sequence[Load], n_rows: int, on: Hardware
 ) -> tuple[float, float]:
     """Seconds to read the prompts, once for all variants, and to answer: every variant reads its whole cache."""
-    layers = layers_of(shape, config_of(settings.model).get_text_config(decoder=True))
+    spec = settings.model
+    layers = layers_of(shape, config_of(spec).get_text_config(decoder=True), spec.trust_remote_code)
     answering = (USED * load.n_new * step(layers, on, load.n_read, n_rows) for load in loads)
     return fsum(read(layers, on, load.n_read) for load in loads), fsum(answering)
 
 
 def read(layers: Layers, on: Hardware, s: int) -> float:
-    """Of a prompt of `s` tokens; two causal products per layer are its attention."""
-    attention = 2 * layers.h * layers.d_h * s * s / on.flops
-    return layers.n_layers * (linear(on, layers.layer_weights, s) + attention) + linear(on, layers.head_weights, 1)
+    return layers.n_kept * reading(layers, on, s, s * s / 2) + linear(on, layers.head_weights, 1)
 
 
 def step(layers: Layers, on: Hardware, s: int, n_rows: int) -> float:
-    weights = layers.n_layers * linear(on, layers.layer_weights, n_rows) + linear(on, layers.head_weights, n_rows)
-    return weights + n_rows * layers.n_layers * layers.kv_bytes * s / on.bandwidth
+    shape, head = layers.shape, linear(on, layers.head_weights, n_rows)
+    kept = layers.n_kept * s * token_bytes(shape) + shape.left_bytes(s)
+    return shape.n_layers * linear(on, layers.layer_weights, n_rows) + head + n_rows * kept / on.bandwidth
 
 
 def this_machine(device: str, dtype: str) -> Hardware:

@@ -13,27 +13,23 @@ from dataclasses import replace
 from fractions import Fraction
 from math import floor
 
-import yaml
-
-from engine.budget import BudgetRequest
-from engine.checkpoints.load import read_config, shape_of
+from engine.budget import EVERYTHING, BudgetRequest
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from engine.terminal import say
 from engine.width import SHARE, prompt_bytes, variant_bytes, waves
-from evals.overrides import CONF
-from evals.studies.hardware import FULL_REQUEST, layers_of, method_of
+from evals.studies.hardware import method_of, read_model
 from methods.base import Variant
 from results.sheet import Sheet, pipes, show
 
 METHODS = "full snapkv h2o streamingllm quest sparq clusterkv infllm infinigen pqcache".split()
 LENGTHS = (8192, 32768, 131072)
-ELEMENT_BYTES = 2  # of weights, K and V
+ELEMENT_BYTES = 2  # of K and V
 
 
 def variant_of(name: str, shape: ModelShape, s: int, ratio: Fraction) -> Variant:
     kind, params = method_of(name)
-    request = BudgetRequest(ratio, None, Fraction(1, 64)) if kind.has_budget else FULL_REQUEST
+    request = BudgetRequest(ratio, None, Fraction(1, 64)) if kind.has_budget else EVERYTHING
     if getattr(params, "protect_prompt", False):  # it would keep the whole prompt, whatever the ratio
         params = replace(params, protect_prompt=False)
     if kind.of_answers:  # prompt and answer share as many tokens as others keep of a prompt
@@ -69,7 +65,7 @@ def at_once(room: float, size: float) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="llama-3.1-8b", help="a file of conf/architecture")
+    parser.add_argument("--model", default="llama-3.1-8b", help="as in a run, such as a file of conf/model")
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--gb", type=float, default=80, help="of the GPU")
@@ -78,15 +74,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, help="prefill.chunk")
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/gpus.md")
     asked = parser.parse_args(words)
-    path = CONF / "architecture" / f"{asked.model}.yaml"
     try:
-        if not path.is_file():
-            raise ConfigError(f"there is no {path.name} in conf/architecture")
-        config = read_config(asked.model, yaml.safe_load(path.read_text()))
-        shape = shape_of(config, asked.model)
-        layers = layers_of(shape, config)
-        weights = layers.weight_bytes + ELEMENT_BYTES * layers.head_weights  # the embedding is as large as the head
-        sheet = table(shape, weights, asked.gb, asked.methods, asked.lengths, asked.ratio, asked.n_new, asked.chunk)
+        model, layers = read_model(asked.model)
+        budget = asked.ratio, asked.n_new, asked.chunk
+        sheet = table(model.shape, layers.weight_bytes, asked.gb, asked.methods, asked.lengths, *budget)
         if asked.markdown:
             say("\n".join(pipes(sheet.heads, sheet.rows)))
         else:

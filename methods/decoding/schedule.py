@@ -167,6 +167,10 @@ class DecodingRules(Rules):
         return cls.schedule(params, budget.tokens)
 
     @classmethod
+    def cycle(cls, plan: Schedule, s_prompt: int) -> tuple[int, int]:
+        return 0 if plan.cuts_prompt(s_prompt) else plan.room(s_prompt), plan.interval
+
+    @classmethod
     def label(cls, params: Any, request: BudgetRequest) -> str:
         notes = cls.notes(params)
         return f"{cls.title} ({', '.join(notes)})" if notes else cls.title

@@ -35,7 +35,7 @@ from engine.checks import share
 from engine.errors import ConfigError
 from engine.model import Model
 from engine.observe import ModelFact, Observation, at_once
-from engine.passes.trace import Known
+from engine.passes.trace import Known, Trace
 from engine.placement import Placement
 from engine.softmax import Softmax
 from kernels.topk import top_stable
@@ -57,8 +57,13 @@ class OutputProjection(ModelFact):
         return Known({layer: projection(model.attentions[layer], model, layer) for layer in layers})
 
     def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+        raise AssertionError("a projection is as wide as values, which the trace has")
+
+    def observe_layer(
+        self, trace: Trace, layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
+    ) -> Tensor:
         """Where there is no model: heads' outputs as they are."""
-        return torch.eye(q.shape[-1], device=q.device).repeat(1, q.shape[1])
+        return torch.eye(trace.values(layer).shape[-1], device=q.device).repeat(1, q.shape[1])
 
 
 def projection(attention: Any, model: Model, layer: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 
 import run
 from engine import machine
+from engine.shapes import ModelShape
 from evals.screen import roofline
 from evals.studies.hardware import Layers, read_hardware
 from tests.tiny_run import save_tiny
@@ -58,7 +59,8 @@ def test_what_a_run_refuses_is_refused(model: Path, capsys: Any, more: list[str]
 
 
 def test_a_prompt_takes_the_products_of_its_tokens_and_a_step_the_reading_of_weights_and_caches() -> None:
-    layers = Layers(n_layers=2, h=4, d_h=8, layer_weights=1000, head_weights=500, kv_bytes=64)
+    shape = ModelShape("small", n_layers=2, h=4, h_kv=2, d_h=8, window=4096, attention_layers=(0, 1))
+    layers = Layers(shape, layer_weights=1000, head_weights=500, n_weights=3000)
     on = replace(read_hardware("laptop"), matrix_tflops=1e-6, share_matrix=1, memory_gb_s=1e-3, share_memory=1)
     assert roofline.read(layers, on, 100) == pytest.approx(
         2 * (2 * 1000 * 100 / 1e6 + 2 * 4 * 8 * 100**2 / 1e6) + 2 * 500 / 1e6

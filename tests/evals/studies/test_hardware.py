@@ -1,20 +1,20 @@
+import json
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 
-from engine.budget import BudgetRequest
+from engine.budget import EVERYTHING, BudgetRequest
+from engine.shapes import ModelShape
 from evals.overrides import CONF
+from evals.studies.counts import AT, N_STEPS, Counts, Numbers, count
 from evals.studies.hardware import (
-    COUNT_AT,
-    FULL_REQUEST,
-    N_STEPS,
-    Counts,
     Hardware,
     Layers,
-    Numbers,
-    count,
+    Question,
+    answer,
     main,
     method_of,
     predict,
@@ -24,17 +24,19 @@ from evals.studies.hardware import (
 
 # Round figures: 10^12 operations and 10^9 bytes a second, no prices but those a test adds.
 PLAIN = Hardware("plain", 1, 1, 1000, 1, 0.5, 1, 1, 1, 0, 0, 0, 0)
-LAYERS = Layers(2, 4, 8, 500_000, 1_000_000, 64)
+SHAPE = ModelShape("plain", 2, 4, 2, 8, 1 << 20, (0, 1))
+LAYERS = Layers(SHAPE, 500_000, 1_000_000, 3_000_000)
+READ_BYTES = 2 * (2 * 500_000 + 1_000_000)  # of weights, at a step
 NOTHING = Counts(0, 0, 0, 0, 0, 0, 0, 0)
 REQUEST = BudgetRequest(Fraction(1, 5), None, Fraction(1, 64))
 
 
 def test_a_step_without_attention_reads_all_weights_once() -> None:
     found = predict(NOTHING, LAYERS, PLAIN, 16)
-    assert found.tpot_s == pytest.approx(LAYERS.weight_bytes / 1e9)
+    assert found.tpot_s == pytest.approx(READ_BYTES / 1e9)
     # Weights are read once for the whole batch, K and V once per request.
     counts = replace(NOTHING, attended_bytes=1e6)
-    assert predict(counts, LAYERS, PLAIN, 16, 3).tpot_s == pytest.approx(LAYERS.weight_bytes / 1e9 + 2 * 3 * 1e6 / 1e9)
+    assert predict(counts, LAYERS, PLAIN, 16, 3).tpot_s == pytest.approx(READ_BYTES / 1e9 + 2 * 3 * 1e6 / 1e9)
 
 
 def test_a_fetch_is_waited_for_and_finding_is_hidden_behind_a_layer() -> None:
@@ -61,12 +63,12 @@ def test_numbers_that_a_search_makes_have_a_price_for_each_request() -> None:
 
 
 def test_numbers_are_counted_of_searches_alone_and_grow_with_what_is_scored() -> None:
-    shape, _ = read_model("smollm2-135m")
+    shape = read_model("smollm2-135m")[0].shape
     per_token = {}
-    for name in ("full", "snapkv", "quest", "sparq", "oracle"):
+    for name in ("full", "snapkv", "quest", "sparq", "oracle", "rocketkv"):
         kind, params = method_of(name)
-        low, high = (count(kind, params, FULL_REQUEST if name == "full" else REQUEST, shape, s) for s in COUNT_AT)
-        per_token[name] = (high.searched_numbers - low.searched_numbers) / (COUNT_AT[1] - COUNT_AT[0])
+        low, high = (count(kind, params, EVERYTHING if name == "full" else REQUEST, shape, s) for s in AT)
+        per_token[name] = (high.searched_numbers - low.searched_numbers) / (AT[1] - AT[0])
         assert (low.searched_numbers > 0) == (low.searched_bytes > 0)
     assert per_token["full"] == per_token["snapkv"] == 0
     # SPARQ and the oracle score every token for each query head or more, Quest two corners of 128 tokens' page.
@@ -76,6 +78,26 @@ def test_numbers_are_counted_of_searches_alone_and_grow_with_what_is_scored() ->
         scores = torch.arange(12).view(3, 4)[:, :2] + 1
         scores.topk(1)
     assert numbers.n == 12 + 6 + 2 * 3
+
+
+def test_tokens_that_are_read_once_more_are_waited_for_before_the_second_token() -> None:
+    bare, more = (predict(replace(NOTHING, probed_tokens=n), LAYERS, PLAIN, 4096) for n in (0, 4096))
+    assert more.ttft_s == bare.ttft_s and more.tpot_s == bare.tpot_s
+    # As many tokens as the prompt has, each of which sees the whole prompt and half of its own kind: thrice the pairs.
+    layers, pairs = 2 * 4096 * 500_000, 2 * 4 * 8 * 4096**2
+    assert bare.ttft_s == pytest.approx(2 * (layers + pairs) / 1e12 + 2e-3)
+    assert more.tt2t_s - bare.tt2t_s == pytest.approx(2 * (layers + 3 * pairs) / 1e12)
+
+
+def test_layers_that_no_method_compresses_read_what_they_keep() -> None:
+    """A model was priced as if all of its layers kept every token."""
+    slides = replace(SHAPE, attention_layers=(1,), left=((64, 1000),))  # 64 numbers of each of the last 1,000 tokens
+    counts = replace(NOTHING, attended_bytes=1e6, moved_kv_bytes=1e6)
+    found = predict(counts, replace(LAYERS, shape=slides), PLAIN, 4096, 3).parts
+    both = predict(counts, LAYERS, PLAIN, 4096, 3).parts
+    assert found["fetch"] == pytest.approx(both["fetch"] / 2)
+    assert found["attention"] == pytest.approx(both["attention"] / 2 + 3 * 2 * 64 * 1000 / 1e9)
+    assert (found["model"], found["head"]) == (both["model"], both["head"])
 
 
 def test_one_memory_has_no_link() -> None:
@@ -97,12 +119,12 @@ def test_clustering_shows_in_the_second_token_only_where_it_is_slower_than_the_l
 
 @pytest.mark.parametrize("name", ["full", "snapkv", "quest"])
 def test_counts_lie_on_a_line_through_two_lengths(name: str) -> None:
-    shape, _ = read_model("smollm2-135m")
+    shape = read_model("smollm2-135m")[0].shape
     kind, params = method_of(name)
-    request = FULL_REQUEST if name == "full" else REQUEST
+    request = EVERYTHING if name == "full" else REQUEST
     far = count(kind, params, request, shape, 3072)
     for field in ("attended_bytes", "searched_bytes", "resident_bytes"):
-        low, high = (getattr(count(kind, params, request, shape, s), field) for s in COUNT_AT)
+        low, high = (getattr(count(kind, params, request, shape, s), field) for s in AT)
         assert getattr(far, field) == pytest.approx((low + high) / 2)
     share = 1 if name == "full" else 0.2
     # A dropping method gets what 1/64 of the keys' bytes would have moved as tokens: 1/128 of the prompt.
@@ -114,14 +136,14 @@ def test_counts_lie_on_a_line_through_two_lengths(name: str) -> None:
 
 def test_a_budget_of_more_tokens_than_the_short_lengths_have_is_no_full_attention() -> None:
     """Counts were those of full attention at any length, where both short ones had no more tokens than the budget."""
-    shape, _ = read_model("smollm2-135m")
+    shape = read_model("smollm2-135m")[0].shape
     kind, params = method_of("snapkv")
     found = count(kind, params, BudgetRequest(None, 4096, Fraction(0)), shape, 65536)
     assert found.attended_bytes == pytest.approx((4096 + N_STEPS) * 4 * shape.h_kv * shape.d_h)
 
 
 def test_h2o_pays_for_its_sums_and_clusterkv_for_its_clusters() -> None:
-    shape, _ = read_model("smollm2-135m")
+    shape = read_model("smollm2-135m")[0].shape
     for name in ("h2o", "clusterkv"):
         kind, params = method_of(name)
         found = count(kind, params, REQUEST, shape, 8192)
@@ -139,12 +161,111 @@ def test_every_hardware_file_is_whole(name: str) -> None:
     assert 0 < found.bandwidth <= found.memory_gb_s * 1e9
 
 
-def test_the_command_says_that_it_simulates(capsys, tmp_path) -> None:
-    words = ["--model", "smollm2-135m", "--methods", "full", "snapkv", "--lengths", "4096", "8192"]
+METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
+# Whose cost follows from what a prompt says, from a prefill of their own, or from where a layer stands.
+REFUSED = {
+    "pyramidinfer": "shortens its own prefill",
+    "pyramidinfer_paper": "shortens its own prefill",
+    "turboquant_vllm": "leaves first and last layers whole",
+    **dict.fromkeys(("dms", "dms_kvzap", "dms_kvzap_kvpress", "simlayerkv_kvpress", "simlayerkv_paper"), "asks for"),
+}
+BUDGETS = {
+    "double_sparsity_paper": ["--budget", "512", "--comm", "1/16"],
+    "triattention": ["--budget", "2200"],
+    "triattention_class": ["--budget", "2200"],
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of which there is a configuration and nothing else."""
+    folder = tmp_path_factory.mktemp("models") / "small"
+    folder.mkdir()
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 64,
+        "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 64, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_a_row_or_one_sentence_that_says_why_not(name: str, small: str, capsys) -> None:
+    """Some ended in a traceback: no probe was run, no gate was there, no rotation, and nothing was cut."""
+    kind, _ = method_of(name)
+    budget = BUDGETS.get(name, ["--ratio", "1"] if kind.takes == ("memory",) else ["--budget", "512"])
+    code = main(["--model", small, "--on", "h100", "--methods", name, "--lengths", "2048", *budget])
+    out, err = capsys.readouterr()
+    if name in REFUSED:
+        assert code == 2 and err.startswith(f"error: {name}: ") and err.count("\n") == 1 and REFUSED[name] in err
+    else:
+        assert code == 0 and not err and "2,048" in out
+
+
+def rows_of(model: str, names: list[str], *budget: str, s: int = 2048) -> list[dict[str, Any]]:
+    rows, left_out = answer(Question(["h100"], model, names, [s], budget, 1))
+    assert not left_out
+    return rows
+
+
+def test_an_answer_is_counted_over_a_whole_cycle_of_cuts(small: str) -> None:
+    """The first steps were counted, of which some schedules cut at none."""
+    shape = read_model(small)[0].shape
+    kind, params = method_of("h2o_decode_paper")
+    request = BudgetRequest(None, 512, Fraction(0))
+    assert count(kind, params, request, shape, 2048).attended_bytes == 513 * 4 * shape.h_kv * shape.d_h
+    kind, params = method_of("rkv_kvpress_schedule")  # 512 steps lie between two cuts
+    found = count(kind, params, request, shape, 2048).attended_bytes
+    assert found == pytest.approx((512 + 513 / 2) * 4 * shape.h_kv * shape.d_h, rel=0.01)
+
+
+def test_codes_are_read_as_they_lie(small: str) -> None:
+    full, kivi = rows_of(small, ["full", "kivi_2bit"], "ratio=1", s=8192)
+    assert 0.1 < kivi["attention_s"] / full["attention_s"] < 0.3
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "met"),
+    # As their makers say: in all, and of them at a token, the first embedding apart.
+    [("llama-3.1-8b", 8.03e9, 7.5e9), ("gpt-oss-20b", 20.9e9, 3.6e9), ("qwen3-30b-a3b", 30.5e9, 3.0e9)],
+)
+def test_a_token_meets_the_weights_that_it_is_multiplied_with(name: str, total: float, met: float) -> None:
+    """Experts were taken for one gated feed-forward of the width in the configuration."""
+    model, layers = read_model(name)
+    assert layers.n_weights == pytest.approx(total, rel=0.01)
+    assert model.shape.n_layers * layers.layer_weights + layers.head_weights == pytest.approx(met, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["opt-6.7b", "gemma-3-4b-it", "deepseek-v2-lite-chat", "qwen3-next-80b-a3b-instruct"])
+def test_models_of_other_kinds_are_simulated(name: str) -> None:
+    for row in rows_of(name, ["snapkv", "pqcache", "criticalkv"], "ratio=0.2"):
+        assert row["fits"] is not (name == "qwen3-next-80b-a3b-instruct") and row["tpot_s"] > 0
+
+
+def test_times_are_compared_with_full_attention_though_nobody_asks_for_it(small: str) -> None:
+    full, among = rows_of(small, ["full", "snapkv"], "ratio=0.2", s=32768)
+    (alone,) = rows_of(small, ["snapkv"], "ratio=0.2", s=32768)
+    assert alone == among and full["tpot_to_full"] == 1 > among["tpot_to_full"]
+    assert among["tpot_to_full"] == among["tpot_s"] / full["tpot_s"]
+
+
+def test_the_command_says_that_it_simulates(capsys, small: str, tmp_path) -> None:
+    words = ["--model", small, "--methods", "full,snapkv", "dms", "--lengths", "4096", "8k"]
     assert main([*words, "--on", "laptop", "rtx4090-pcie1", "--csv", str(tmp_path / "rows.csv")]) == 0
-    assert "simulated, not measured" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "simulated, not measured" in out and "to Full" in out and "8,192" in out
+    assert "dms: Delayed eviction keeps as much as a prompt asks for" in " ".join(out.split())
     lines = (tmp_path / "rows.csv").read_text().splitlines()
     assert len(lines) == 1 + 8 and lines[0].startswith("simulated,") and lines[1].startswith("True,")
+
+
+def test_help_begins_with_commands(capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and 2 <= out.count("    python -m evals.studies.hardware --on")
+    assert out.index("    python -m") < out.index("options:")
 
 
 @pytest.mark.parametrize(
@@ -152,12 +273,17 @@ def test_the_command_says_that_it_simulates(capsys, tmp_path) -> None:
     [
         (["--on", "rtx"], "no --on 'rtx'"),
         (["--methods", "snapk"], "did you mean 'snapkv'"),
-        (["--model", "llama"], "no --model 'llama'"),
+        (["--methods", "full", "snapk"], "did you mean 'snapkv'"),
+        (["--model", "llama-3.1-8b-instuct"], "did you mean 'llama-3.1-8b-instruct'"),
+        (["--model", "smollm2-135m,qwen3-8b"], "--model=smollm2-135m,qwen3-8b is several models"),
         (["--lengths", "100"], "lengths start at"),
+        (["--lengths", "32q"], "--lengths=32q is no number of tokens"),
         (["--methods", "pyramidinfer", "--ratio", "0.9"], "shortens its own prefill"),
-        (["--ratio", "x"], "--ratio=x is not a number"),
+        (["--ratio", "x"], "ratio=x is not a number"),
+        (["--ratio", "0.1", "--budget", "10"], "ratio=0.1 and budget=10 are both given"),
     ],
 )
 def test_a_wrong_word_is_one_sentence(words, message, capsys) -> None:
     assert main(["--model", "smollm2-135m", *words]) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1
