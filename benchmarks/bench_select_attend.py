@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.paired import measure, record
 from kernels.gather import gather_tokens
-from kernels.select_attend import Tokens, attend_parts_native, attend_parts_ref, select_attend
+from kernels.select_attend import Tokens, attend_parts_native, attend_parts_ref
 
 N_SETS = 16  # sets of tokens, in turns
 CALLS = 20  # that are timed together
@@ -66,7 +66,7 @@ def bench(h: int, h_kv: int, d_h: int, s: int, n: int, dtype: torch.dtype, pairs
         rounding = (exact.to(dtype) - exact).abs().max()
         assert (got - exact).abs().max() <= 2 * rounding + 1e-6, "the result is wrong"
 
-        ours = timed(lambda idx: select_attend(q, k, v, idx, scale), sets)
+        ours = timed(lambda idx: attend_parts_native(q, [Tokens(k, v, idx)], scale), sets)
         copying = timed(lambda idx: flash(q, gather_tokens(k, idx), gather_tokens(v, idx), scale), sets)
         whole = timed(lambda idx: flash(q, k, v, scale), sets)
         shape = f"{n} of {s} tokens per {'query' if heads == h else 'KV'} head, {h}/{h_kv} heads of {d_h}"

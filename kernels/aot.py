@@ -128,7 +128,6 @@ def page_sites(shape: Shape, s: int) -> None:
     k = empty(1, shape.h_kv, s, shape.d_h)
     for page_len in (16, 32, 128):
         kmin, kmax = pages.page_bounds_triton(k, page_len)
-        pages.page_scores_triton(empty(1, shape.h, 1, shape.d_h), kmin, kmax)
         for agg in pages.AGGREGATES:
             keys = pages.page_keys_triton(empty(2, shape.h, 1, shape.d_h), kmin, kmax, agg)
             pages.expand_keys_triton(keys[..., : max(1, s // 10 // page_len)], 0, page_len, s)
@@ -161,12 +160,9 @@ def choice_sites(shape: Shape, s: int) -> None:
 def quantiser_sites(shape: Shape, s: int) -> None:
     for m, b in ((2, 6), (4, 8), (2, 4), (2, 2)):
         centroids = empty(shape.h_kv, m, 1 << b, shape.d_h // m, dtype=torch.float32)
-        q = empty(shape.h, shape.d_h)
         for n in (s - 32, s - 31):  # candidates are one more each step
             codes = PackedCodes(shape.h_kv, m, b, n, "meta")
             codes.n = n
-            pq_scores.pq_scores_triton(q, centroids, codes, n, shape.d_h**-0.5, **shape.weighing)
-            pq_scores.pq_logits_triton(q, centroids, codes, n)
             row = pq_scores.Coded(centroids, codes, n, 32, codes, n)
             queries, keys = empty(2, shape.h, 1, shape.d_h), empty(2, shape.h_kv, 1, shape.d_h)
             pq_scores.pq_keys_triton(queries, keys, [row, row], shape.d_h**-0.5, **shape.weighing)
@@ -244,7 +240,7 @@ def code_sites(shape: Shape, s: int) -> None:
         book = tokens.Book(
             empty(d_h, d_h, dtype=torch.float32), empty((1 << bits) - 1, dtype=torch.float32), bits, bits, 1e-8
         )
-        tokens.code_tokens(ageing, ageing, book)
+        tokens.UnitPacking(ageing, ageing, book).pack(ageing[0].x, ageing[0].x, 0)
         for group in (32, 64) if bits != 3 else ():
             beside = empty(h_kv, s, d_h // group)
             of_group, channels = (
@@ -254,7 +250,7 @@ def code_sites(shape: Shape, s: int) -> None:
             v = Side(BY_TOKEN, bits, group, s - 128, Quantised(codes, beside, beside), exact)
             k = Side(BY_CHANNEL, bits, group, s - 64, Quantised(of_group, channels, channels), exact)
             coded([(k, v), (v._replace(n=s - 128), v)], q, s)
-            tokens.pack_tokens([tokens.Ageing(exact[:, :, :1], v.packed, 7)] * 2, bits, group)
+            tokens.RangePacking([tokens.Ageing(exact[:, :, :1], v.packed, 7)] * 2, bits, group).pack()
 
 
 def landmark_sites(shape: Shape, s: int) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kernels.build import library
 from kernels.capped import bend, capped, with_sink
-from kernels.jit import cdiv, jit, power_of_2, tl, triton
+from kernels.jit import cdiv, jit, power_of_2, tl
 from kernels.topk import pack_key, pack_keys_ref
 
 
@@ -39,8 +39,6 @@ def cluster_tokens(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k
     """The first `k` tokens of each head's clusters in its `order`, -1 behind the last token that there is."""
     if order.device.type == "cpu" and native() is not None:
         return cluster_tokens_native(order, sizes, ends, tokens, k)
-    if order.is_cuda and triton is not None:
-        return cluster_tokens_triton(order, sizes, ends, tokens, k)
     return cluster_tokens_torch(order, sizes, ends, tokens, k)
 
 

@@ -1,7 +1,8 @@
 """Bounds of pages of keys, and what a query's inner product with any key of a page can be at most.
 
 Shapes    keys (1, h_kv, s, d_h), kmin and kmax (1, h_kv, n_pages, d_h), q (1, h, 1, d_h), scores (1, h, n_pages).
-Paths     C++ on a CPU, Triton on a GPU: bounds are read in their own dtype, products and sums are float32.
+Paths     C++ on a CPU; Triton on a GPU, where scores become keys to choose by (`kernels/topk.py`). Bounds are read in
+          their own dtype, products and sums are float32.
 Checks    tests/kernels/test_pages.py, benchmarks/bench_pages.py.
 
 Not here: which pages are taken.
@@ -37,11 +38,8 @@ def page_bounds(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
 def page_scores(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
     """The largest inner product that a key within each page's bounds could have with each query head, float32."""
     alike = kmin.stride() == kmax.stride() and kmin.stride()[2:] == (kmin.shape[3], 1)
-    if alike and len(q) == 1 and q.dtype == kmin.dtype == kmax.dtype:
-        if takes_native(q):
-            return page_scores_native(q, kmin, kmax)
-        if q.is_cuda and triton is not None:
-            return page_scores_triton(q, kmin, kmax)
+    if alike and len(q) == 1 and q.dtype == kmin.dtype == kmax.dtype and takes_native(q):
+        return page_scores_native(q, kmin, kmax)
     return page_scores_torch(q, kmin, kmax)
 
 
@@ -158,19 +156,6 @@ def page_bounds_triton(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
     return kmin, kmax
 
 
-def page_scores_triton(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
-    """A program for some pages of a KV head and all of its query heads."""
-    (_, h, _, d_h), (_, h_kv, n_pages, _) = q.shape, kmin.shape
-    scores = torch.empty(1, h, n_pages, dtype=torch.float32, device=q.device)
-    if n_pages:
-        width = power_of_2(d_h)
-        some, n_warps = fit_rows(width, PAGES, HELD)
-        score_pages[(cdiv(n_pages, some), h_kv)](
-            q.contiguous(), kmin, kmax, scores, d_h, n_pages, kmin.stride(1), h // h_kv, some, width, num_warps=n_warps
-        )
-    return scores
-
-
 AGGREGATES = ("query_head", "group_mean", "group_max")
 
 
@@ -253,18 +238,3 @@ def bound_page(keys, kmin, kmax, s, d_h, page_len, n_pages, stride, ROWS: tl.con
     to = (head.to(tl.int64) * n_pages + page) * d_h + column
     tl.store(kmin + to, tl.min(x.to(tl.float32), 0).to(x.dtype), inside)
     tl.store(kmax + to, tl.max(x.to(tl.float32), 0).to(x.dtype), inside)
-
-
-@jit
-def score_pages(q, kmin, kmax, scores, d_h, n_pages, stride, g, PAGES: tl.constexpr, WIDTH: tl.constexpr):
-    block, head = tl.program_id(0), tl.program_id(1)
-    page, column = block * PAGES + tl.arange(0, PAGES), tl.arange(0, WIDTH)
-    inside = column < d_h
-    mask = (page < n_pages)[:, None] & inside[None]
-    where = head.to(tl.int64) * stride + page[:, None] * d_h + column[None]
-    low = tl.load(kmin + where, mask, other=0.0).to(tl.float32)
-    high = tl.load(kmax + where, mask, other=0.0).to(tl.float32)
-    for i in range(g):
-        query = tl.load(q + (head * g + i) * d_h + column, inside, other=0.0).to(tl.float32)
-        terms = tl.maximum(query, 0.0)[None] * high + tl.minimum(query, 0.0)[None] * low
-        tl.store(scores + (head * g + i) * n_pages + page, tl.sum(terms, 1), page < n_pages)

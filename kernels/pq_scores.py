@@ -1,12 +1,13 @@
 """Scores of tokens by their codes: inner products of a query with all centroids, looked up and added up.
 
-`pq_logits` is the sums themselves. `pq_top` is a decode step's choice: a softmax of every query head over all
-candidates, added up over the heads of a group, and the k tokens with the highest sum, lower indices first among equals.
+`pq_top` is a decode step's choice: a softmax of every query head over all candidates, added up over the heads of a
+group, and the k tokens with the highest sum, lower indices first among equals.
 Logits bend towards `cap`, if it is not 0, and compete with `sink` (h,), if there is one.
 `pq_keys` are what a GPU chooses by for all rows of a class at once; it codes their newest tokens on the way.
 
-Shapes    q (h, d_h), centroids (h_kv, m, c, d_m), codes (h_kv, m, >= n) uint8 or `PackedCodes` -> logits (h, n)
-          float32, unscaled; idx (h_kv, k), or (h, k) where query heads choose for themselves, int64, in no order.
+Shapes    q (h, d_h), centroids (h_kv, m, c, d_m), codes (h_kv, m, >= n) uint8 or `PackedCodes`; idx (h_kv, k), or
+          (h, k) where query heads choose for themselves, int64, in no order.
+Paths     C++ on a CPU, for the sum of softmaxes without cap and sink; Triton's keys on a GPU; torch for the rest.
 Checks    tests/kernels/test_pq_scores.py, benchmarks/bench_pq_scores.py.
 
 Not here: codes (`pq_codes.py`), attention over what was chosen (`select_attend.py`).
@@ -28,10 +29,10 @@ from torch import Tensor
 from kernels.build import library
 from kernels.capped import bend, capped, with_sink
 from kernels.choices import MERGES
-from kernels.jit import cdiv, constants, distance, jit, power_of_2, tl, triton
+from kernels.jit import cdiv, constants, distance, jit, power_of_2, tl
 from kernels.pq_codes import PackedCodes
 from kernels.scratch import Scratch, empty
-from kernels.topk import pack_key, pack_keys_ref, top_stable, top_stable_ref
+from kernels.topk import pack_key, pack_keys_ref, top_stable_ref
 
 
 def pq_tables(q: Tensor, centroids: Tensor) -> Tensor:
@@ -41,31 +42,19 @@ def pq_tables(q: Tensor, centroids: Tensor) -> Tensor:
     return (parts @ centroids.float().mT).transpose(1, 2).reshape(len(q), m, c)
 
 
-def pq_logits(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int) -> Tensor:
-    """Sums of table entries over parts, part by part from the first: (h, n) float32."""
-    if takes_native(codes):
-        return pq_logits_native(q, centroids, codes, n)
-    if takes_triton(codes):
-        return pq_logits_triton(q, centroids, codes, n)
-    return pq_logits_ref(q, centroids, codes, n)
-
-
 def pq_top(
     q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, k: int, scale: float,
     merge: str = "softmax_sum", cap: float = 0.0, sink: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Indices of the chosen ones among the first n tokens: all, if k >= n."""
-    if merge == "softmax_sum":
-        if takes_triton(codes):
-            return pq_top_triton(q, centroids, codes, n, k, scale, cap, sink)
-        if takes_native(codes) and not cap and sink is None:
-            return pq_top_native(q, centroids, codes, n, k, scale)
+    if merge == "softmax_sum" and takes_native(codes) and not cap and sink is None:
+        return pq_top_native(q, centroids, codes, n, k, scale)
     return pq_top_ref(q, centroids, codes, n, k, scale, merge, cap, sink)
 
 
 def pq_logits_ref(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int) -> Tensor:
-    tables = pq_tables(q, centroids)
-    return sum_entries(tables, codes, n)
+    """Unscaled sums of table entries over parts, part by part from the first: (h, n) float32."""
+    return sum_entries(pq_tables(q, centroids), codes, n)
 
 
 def sum_entries(tables: Tensor, codes: PackedCodes | Tensor, n: int) -> Tensor:
@@ -126,11 +115,10 @@ def native() -> Any:
     lib = library("pq_scores")
     if lib is not None:
         size, pointer = ctypes.c_int64, ctypes.c_void_p
-        lib.pq_logits.argtypes = [size, size, size, size, pointer, pointer, size, size, size, size, pointer, size]
         lib.pq_top.argtypes = [
             size, size, size, size, pointer, pointer, size, size, size, size, size, ctypes.c_double, pointer, size
         ]  # fmt: skip
-        lib.pq_logits.restype, lib.pq_top.restype = None, size
+        lib.pq_top.restype = size
     return lib
 
 
@@ -142,18 +130,6 @@ def packed_codes(codes: PackedCodes | Tensor, n: int) -> tuple[int, int, int, in
     data = codes_of(codes)
     assert are_bytes(codes), (data.dtype, data.stride())
     return data.data_ptr(), data.stride(0), data.stride(1), planes
-
-
-def pq_logits_native(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int) -> Tensor:
-    """A head at a time, from tables that stay in its core's cache."""
-    entries = pq_tables(q, centroids).contiguous()
-    (h, m, c), h_kv = entries.shape, len(centroids)
-    logits = torch.empty(h, n)
-    native().pq_logits(
-        h, h_kv, m, c, entries.data_ptr(), *packed_codes(codes, n), n, logits.data_ptr(),
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return logits
 
 
 def pq_top_native(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, k: int, scale: float) -> Tensor:
@@ -181,51 +157,6 @@ TABLE = 8192  # numbers of centroids that a program works on at once, with a war
 OF_WARP = 512  # of more registers spill (`kernels/aot.py`)
 TOKENS = 256  # of one program
 NEVER = 1 << 62  # more steps than any answer has
-
-
-def takes_triton(codes: PackedCodes | Tensor) -> bool:
-    return codes_of(codes).is_cuda and are_bytes(codes) and triton is not None
-
-
-def pq_logits_triton(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int) -> Tensor:
-    """A program for some tokens of a query head."""
-    entries = pq_tables(q, centroids).contiguous()
-    h, m, c = entries.shape
-    logits = torch.empty(h, n, dtype=torch.float32, device=q.device)
-    _, head_stride, part_stride, planes = packed_codes(codes, n)
-    if n:
-        store_logits[(cdiv(n, TOKENS), h)](
-            entries, codes_of(codes), logits, n, c, head_stride, part_stride, h // len(centroids), m, planes, TOKENS
-        )
-    return logits
-
-
-def pq_top_triton(
-    q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, k: int, scale: float,
-    cap: float = 0.0, sink: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Codes are read twice, for the softmax's sums and for the scores, and logits are never stored."""
-    scores = pq_scores_triton(q, centroids, codes, n, scale, cap, sink)
-    return top_stable(scores, min(k, n))
-
-
-def pq_scores_triton(
-    q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, scale: float,
-    cap: float = 0.0, sink: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Softmax over tokens per query head, summed over the heads of a group: (h_kv, n) float32."""
-    entries = pq_tables(q, centroids).contiguous()
-    (h, m, c), h_kv, n_blocks = entries.shape, len(centroids), cdiv(n, TOKENS)
-    scores = torch.empty(h_kv, n, dtype=torch.float32, device=q.device)
-    if n == 0:
-        return scores
-    lses = torch.empty(h, n_blocks, dtype=torch.float32, device=q.device)
-    _, head_stride, part_stride, planes = packed_codes(codes, n)
-    strides = (head_stride, part_stride, h // h_kv, m, planes, TOKENS, cap > 0)
-    store_lses[(n_blocks, h)](entries, codes_of(codes), lses, scale, cap, n, c, *strides)
-    lse = lses.logsumexp(-1) if sink is None else torch.logaddexp(lses.logsumexp(-1), sink)
-    merge_weights[(n_blocks, h_kv)](entries, codes_of(codes), lse, scores, scale, cap, n, c, *strides)
-    return scores
 
 
 class Coded(NamedTuple):
@@ -455,54 +386,3 @@ def add_entries(
         code = read_code(row, token, mask, PLANES)
         total += tl.load(entries + (head * M + j) * c + code, mask, other=0.0)
     return total
-
-
-@jit
-def store_logits(
-    entries, codes, logits, n, c, head_stride, part_stride, g,
-    M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    block, head = tl.program_id(0), tl.program_id(1)
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    mask = token < n
-    x = add_entries(entries, codes, head, head // g, token, mask, c, head_stride, part_stride, M, PLANES)
-    tl.store(logits + head.to(tl.int64) * n + token, x, mask)
-
-
-@jit
-def store_lses(
-    entries, codes, lses, scale, cap, n, c, head_stride, part_stride, g,
-    M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
-    """Log-sum-exp of a block of tokens for a query head."""
-    block, head = tl.program_id(0), tl.program_id(1)
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    mask = token < n
-    x = add_entries(entries, codes, head, head // g, token, mask, c, head_stride, part_stride, M, PLANES)
-    x *= scale
-    if CAPPED:
-        x = bend(x, cap)
-    x = tl.where(mask, x, float("-inf"))
-    highest = tl.max(x, 0)
-    lse = highest + tl.log(tl.sum(tl.exp(x - highest), 0))
-    tl.store(lses + head * tl.num_programs(0) + block, lse)
-
-
-@jit
-def merge_weights(
-    entries, codes, lse, scores, scale, cap, n, c, head_stride, part_stride, g,
-    M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
-    """Weights of a block of tokens, added up over the query heads of a KV head."""
-    block, owner = tl.program_id(0), tl.program_id(1)
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    mask = token < n
-    total = tl.zeros((TOKENS,), tl.float32)
-    for i in range(g):
-        head = owner * g + i
-        x = add_entries(entries, codes, head, owner, token, mask, c, head_stride, part_stride, M, PLANES)
-        x *= scale
-        if CAPPED:
-            x = bend(x, cap)
-        total += tl.exp(x - tl.load(lse + head))
-    tl.store(scores + owner.to(tl.int64) * n + token, total, mask)

@@ -1,8 +1,8 @@
 """Attention of one query per head over chosen tokens of a cache, where they lie: K and V are not copied.
 
-`select_attend` is over one set of tokens; `attend_parts` over several at once, chosen ones and whole stretches, which
-is a decode step of a method that retrieves: sinks, window and what was fetched; `attend_rows` does so for all rows of a
-batch, wherever their tokens lie.
+`attend_parts` is over several sets of tokens at once, chosen ones and whole stretches, which is a decode step of a
+method that retrieves: sinks, window and what was fetched; `attend_rows` does so for all rows of a batch, wherever their
+tokens lie.
 
 Shapes    q (1, h, 1, d_h); k (1, h_kv, s, d_h); v (1, h_kv, s, d_v), whose rows may be the first numbers of those of k;
           idx (1, h_kv or h, n_chosen) int64, -1: no token (a GPU reads the lower half of each); late: more rows of K
@@ -41,7 +41,7 @@ from torch import Tensor
 from kernels.build import dtypes, library
 from kernels.capped import bend, capped
 from kernels.gather import gather_split, is_within, move_both
-from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, send, tl, triton, upload
+from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, send, tl, upload
 from kernels.scratch import Scratch, empty
 
 NEVER = 1 << 62  # more rows than any cache has
@@ -125,19 +125,6 @@ class Tokens:
         rows = starts[:, None] + torch.arange(longest, device=x.device)
         owner = torch.arange(len(starts), device=x.device)[:, None] if x.shape[1] > 1 else 0
         return x[0][owner, rows.clamp(max=x.shape[2] - 1)].unsqueeze(0)
-
-
-def select_attend(
-    q: Tensor, k: Tensor, v: Tensor, idx: Tensor, scale: float,
-    late: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention over the tokens at `idx`: out and lse."""
-    parts = [Tokens(k, v, idx, late)]
-    if native_takes(q, parts):
-        return attend_parts_native(q, parts, scale)
-    if q.is_cuda and triton is not None:
-        return select_attend_triton(q, k, v, idx, scale, late)
-    return attend_parts_ref(q, parts, scale)
 
 
 def attend_parts_ref(q: Tensor, parts: Sequence[Tokens], scale: float, cap: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -286,13 +273,6 @@ Piece = tuple[int, int, int, int, int, int, int, int, tuple[int, ...]]
 """What kernels read of some tokens of one row: how many there are; where chosen ones are, the row of their query or its
 address, where logits go and the stride of these; the kernel, how often it goes over the tokens, how many more there are
 at the next step, and its record."""
-
-
-def select_attend_triton(
-    q: Tensor, k: Tensor, v: Tensor, idx: Tensor, scale: float,
-    late: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return attend_rows_triton(q, [[Tokens(k, v, idx, late)]], scale)
 
 
 class Others(Protocol):

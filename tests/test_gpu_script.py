@@ -23,14 +23,14 @@ def test_kernels_agree_with_their_references(capsys) -> None:
     assert main(["--device", "cpu", "--small", "--only", "copies", "kernels"]) == 0
     shown = capsys.readouterr().out
     for op in (
-        "select_attend",
+        "attend_rows",
         "attend_codes",
         "page_bounds",
-        "page_scores",
+        "page_keys",
         "kmeans",
         "cluster_tokens",
         "pq_fit",
-        "pq_top",
+        "pq_keys",
     ):
         assert op in shown
     assert "WRONG" not in shown

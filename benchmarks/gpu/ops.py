@@ -20,7 +20,7 @@ from kernels.packed.attend import Packed, Side, attend_packed_ref
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, Quantised, quantise_channels, quantise_tokens
 from kernels.packed.rows import CodedRows
 from kernels.rows import values
-from kernels.topk import top_stable, top_stable_ref
+from kernels.topk import best_keys, top_keys, top_stable, top_stable_ref
 
 GROUP = 32  # tokens or channels of packed codes that share a scale
 N_CALLS = 20
@@ -132,11 +132,11 @@ def attention(shape: Shape, q: Tensor, k: Tensor, v: Tensor, draw: torch.Generat
     wide = [select_attend.Tokens(k.double(), v.double(), chosen)]
     exact = select_attend.attend_parts_ref(q.double(), wide, scale)[0]
     plain = select_attend.attend_parts_ref(q, parts, scale)[0]
-    found = select_attend.select_attend_triton(q, k, v, chosen, scale)[0]
+    found = select_attend.attend_rows_triton(q, [parts], scale)[0]
     error, allowed = worst(found, exact), 2 * worst(plain, exact) + 1e-5
-    seconds = seconds_of(lambda: select_attend.select_attend_triton(q, k, v, chosen, scale), device)
+    seconds = seconds_of(lambda: select_attend.attend_rows_triton(q, [parts], scale), device)
     return Result(
-        "select_attend", f"{shape.k} of {shape.s} per KV head", error <= allowed, error, 1e3 * seconds,
+        "attend_rows", f"{shape.k} of {shape.s} per KV head", error <= allowed, error, 1e3 * seconds,
         1e3 * seconds_of(lambda: select_attend.attend_parts_ref(q, parts, scale), device),
         2 * shape.h_kv * shape.k * shape.d_h * 2 / seconds / 1e9,
     )  # fmt: skip
@@ -182,14 +182,15 @@ def pages_of(shape: Shape, q: Tensor, k: Tensor) -> Iterator[Result]:
         0.0, 1e3 * seconds, 1e3 * seconds_of(lambda: pages.page_bounds_ref(k, shape.page_len), device),
         k.numel() * 2 / seconds / 1e9,
     )  # fmt: skip
-    exact = pages.page_scores_ref(q.double(), low.double(), high.double())
-    found, plain = (f(q, low, high) for f in (pages.page_scores_triton, pages.page_scores_torch))
-    error = worst(found, exact)
-    seconds = seconds_of(lambda: pages.page_scores_triton(q, low, high), device)
+    k_pages = max(1, shape.k // shape.page_len)
+    found = (f(q, low, high, "group_max") for f in (pages.page_keys_triton, pages.page_keys_ref))
+    ours, reference = (best_keys(keys, k_pages).int().sort(-1).values for keys in found)
+    other = float((ours != reference).float().mean())
+    seconds = seconds_of(lambda: pages.page_keys_triton(q, low, high, "group_max"), device)
     yield Result(
-        "page_scores", f"{n_pages} pages", error <= 2 * worst(plain, exact) + 1e-4, error, 1e3 * seconds,
-        1e3 * seconds_of(lambda: pages.page_scores_torch(q, low, high), device),
-        2 * low.numel() * 2 / seconds / 1e9,
+        "page_keys", f"{n_pages} pages", other < 1e-2, other, 1e3 * seconds,
+        1e3 * seconds_of(lambda: pages.page_keys_ref(q, low, high, "group_max"), device),
+        2 * low.numel() * 2 / seconds / 1e9, "error: share of other pages",
     )  # fmt: skip
 
 
@@ -247,11 +248,15 @@ def pq(shape: Shape, q: Tensor, k: Tensor) -> Iterator[Result]:
     packed = pq_codes.PackedCodes(shape.h_kv, shape.m, shape.b, shape.s, device)
     packed.extend(plain)
     asked = (q[0, :, 0], centroids, packed, shape.s, shape.k, shape.d_h**-0.5)
-    ours, reference = (f(*asked).sort(-1).values for f in (pq_scores.pq_top, pq_scores.pq_top_ref))
-    seconds = seconds_of(lambda: pq_scores.pq_top(*asked), device)
-    agree = float((ours == reference).float().mean())
+    newest, rows = torch.zeros_like(k[:, :, :1]), [pq_scores.Coded(centroids, packed, shape.s, 0)]
+
+    def search() -> Tensor:
+        return top_keys(pq_scores.pq_keys_triton(q, newest, rows, shape.d_h**-0.5), [shape.k])
+
+    agree = float((search()[0].int() == pq_scores.pq_top_ref(*asked).sort(-1).values).float().mean())
+    seconds = seconds_of(search, device)
     yield Result(
-        "pq_top", f"{shape.k} of {shape.s}, {shape.m} x {shape.b}", agree > 0.999, 1 - agree, 1e3 * seconds,
+        "pq_keys", f"{shape.k} of {shape.s}, {shape.m} x {shape.b}", agree > 0.999, 1 - agree, 1e3 * seconds,
         1e3 * seconds_of(lambda: pq_scores.pq_top_ref(*asked), device),
         shape.h_kv * shape.m * shape.s * shape.b / 8 / seconds / 1e9, "error: share of other tokens",
     )  # fmt: skip

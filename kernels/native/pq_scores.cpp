@@ -342,22 +342,3 @@ extern "C" int64_t pq_top(int64_t h, int64_t h_kv, int64_t m, int64_t c, const f
     });
     return std::all_of(told.begin(), told.end(), [](char x) { return x; });
 }
-
-// `entries` (h, m, c) -> `out` (h, n): sums over parts in their order.
-extern "C" void pq_logits(int64_t h, int64_t h_kv, int64_t m, int64_t c, const float *entries, const uint8_t *codes,
-                          int64_t head_stride, int64_t part_stride, int64_t planes, int64_t n, float *out,
-                          int64_t n_threads) {
-    const int64_t g = h / h_kv;
-    if (n * h < ALONE) n_threads = 1;
-    parallel_for(h_kv, (int)n_threads, [&](int64_t head) {
-        thread_local Room room;
-        std::vector<const uint8_t *> rows(m);
-        read_codes({codes + head * head_stride, part_stride, planes}, m, n, room, rows);
-        for (int64_t i = head * g; i < (head + 1) * g; i++)
-            for (int64_t j = 0; j < m; j++) {
-                const float *table = entries + (i * m + j) * c;
-                float *to = out + i * n;
-                for (int64_t t = 0; t < n; t++) to[t] = j ? to[t] + table[rows[j][t]] : table[rows[j][t]];
-            }
-    });
-}

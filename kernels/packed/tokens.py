@@ -55,7 +55,7 @@ def fields(token: Ageing, x: Tensor, to: Quantised) -> list[int]:
 
 
 def packs(d_h: int, group: int) -> bool:
-    """Whether `pack_tokens` knows such groups: codes of one follow those of the one before without a gap."""
+    """Whether `RangePacking` knows such groups: codes of one follow those of the one before without a gap."""
     return group == d_h or (group >= 8 and group & (group - 1) == 0 and d_h % group == 0)
 
 
@@ -77,11 +77,6 @@ class RangePacking:
     def pack(self, later: int = 0) -> None:
         """Tokens and places that are so many further on."""
         pack_ranges[self.grid](self.x, self.to.codes, self.to.scales, self.table, later, self.d_h, *self.form)
-
-
-def pack_tokens(tokens: Sequence[Ageing], bits: int, group: int) -> None:
-    """The same, once."""
-    RangePacking(tokens, bits, group).pack()
 
 
 class UnitPacking:
@@ -108,11 +103,6 @@ class UnitPacking:
             later, book.least, len(book.midpoints), self.d_h, *book.rotation.stride(), FIELDS, book.key_bits,
             book.value_bits, COLUMNS, power_of_2(self.d_h, 8),
         )  # fmt: skip
-
-
-def code_tokens(keys: Sequence[Ageing], values: Sequence[Ageing], book: Book) -> None:
-    """The same, once."""
-    UnitPacking(keys, values, book).pack(keys[0].x, values[0].x, 0)
 
 
 @jit

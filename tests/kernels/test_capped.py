@@ -12,9 +12,10 @@ from kernels.jit import triton
 from kernels.packed.attend import Packed, attend_packed, attend_packed_ref
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN
 from kernels.pq_codes import PackedCodes
-from kernels.pq_scores import Coded, pq_keys_triton, pq_scores_triton, pq_top, pq_top_ref
+from kernels.pq_scores import Coded, pq_keys_triton, pq_top, pq_top_ref
 from kernels.topk import best_keys, pack_keys_ref
 from tests.kernels.test_packed import as_float, side
+from tests.kernels.test_topk import scores_of
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 with_triton = pytest.mark.skipif(triton is None, reason="Triton is not installed")
@@ -145,7 +146,7 @@ def test_weights_by_codes_in_triton(cap: float, about: float | None) -> None:
     keys = pq_keys_triton(q.to(GPU), draw(2, 2, 1, 16).to(GPU), rows, 0.4, cap, there)
     for i, each in enumerate(codes):
         right = coded_weights(q[i, :, 0], centroids, each, each.n, cap, sink)
-        found = pq_scores_triton(q[i, :, 0].to(GPU), centroids.to(GPU), each, each.n, 0.4, cap, there)
+        found = scores_of(keys[i, :, : each.n])
         torch.testing.assert_close(found.cpu().double(), right, rtol=1e-4, atol=1e-6)
         best = best_keys(keys[i], 20).int().long().cpu() - 2
         torch.testing.assert_close(right.gather(-1, best).sum(-1), right.topk(20).values.sum(-1), rtol=1e-4, atol=1e-6)

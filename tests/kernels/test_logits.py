@@ -26,6 +26,7 @@ from kernels.topk import best_keys, pack_keys_ref, top_stable_ref
 from methods.retrieving.oracle import token_scores
 from methods.retrieving.sparq import covered_mass, query_weights, top_components
 from tests.kernels.test_capped import KINDS
+from tests.kernels.test_topk import scores_of
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 N, H, H_KV, D = 2, 4, 2, 16
@@ -41,11 +42,6 @@ def same_order(ours: Tensor, theirs: Tensor) -> None:
     k = ours.shape[-1] // 2
     assert torch.equal(best_keys(ours, k).int(), best_keys(theirs, k).int())
     torch.testing.assert_close(scores_of(ours), scores_of(theirs), rtol=1e-4, atol=1e-5)
-
-
-def scores_of(keys: Tensor) -> Tensor:
-    rising = (~(keys >> 32)).int()
-    return (rising ^ ((rising >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 def test_keys_are_ordered_as_scores_and_then_positions_are() -> None:

@@ -19,7 +19,7 @@ from kernels.packed.codes import (
     with_room,
 )
 from kernels.packed.rows import CodedRows, is_readable
-from kernels.packed.tokens import Ageing, Book, code_tokens, pack_tokens, packs
+from kernels.packed.tokens import Ageing, Book, RangePacking, UnitPacking, packs
 from kernels.select_attend import Tokens, attend_rows_triton
 from methods.quantising.codebooks import centroids, haar, midpoints
 from tests.kernels.test_capped import bent
@@ -177,7 +177,7 @@ def test_single_tokens_are_packed_as_many_are(bits: int, group: int, d: int, dty
     for packed in found:
         for each in packed:
             each[:, 2] = 0
-    pack_tokens([Ageing(row[:, :, 2:3], packed, 2) for row, packed in zip(x, found, strict=True)], bits, group)
+    RangePacking([Ageing(row[:, :, 2:3], packed, 2) for row, packed in zip(x, found, strict=True)], bits, group).pack()
     for ours, theirs in zip(found, expected, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(a[:, :7], b)
@@ -198,7 +198,7 @@ def test_keys_become_norms_and_codes_of_rotated_units(bits: int, d: int, dtype: 
 
     keys, values = ([room(1) for _ in range(n_rows)] for _ in range(2))
     to_pack = [[Ageing(x[i : i + 1], to[i], 3) for i in range(n_rows)] for x, to in ((k, keys), (v, values))]
-    code_tokens(to_pack[0], to_pack[1], Book(rotation, midpoints(table), bits, bits, least))
+    UnitPacking(to_pack[0], to_pack[1], Book(rotation, midpoints(table), bits, bits, least)).pack(k, v, 0)
     for i in range(n_rows):
         x = k[i].float()
         norm = x.norm(dim=-1, keepdim=True)

@@ -11,12 +11,13 @@ from kernels.pages import (
     page_bounds_native,
     page_bounds_ref,
     page_bounds_triton,
+    page_keys_triton,
     page_scores,
     page_scores_native,
     page_scores_ref,
     page_scores_torch,
-    page_scores_triton,
 )
+from tests.kernels.test_topk import scores_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
@@ -37,8 +38,8 @@ def in_triton_bounds(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
     return kmin.cpu(), kmax.cpu()
 
 
-def in_triton_scores(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
-    return page_scores_triton(q.to(GPU), kmin.to(GPU), kmax.to(GPU)).cpu()
+def scores_in_triton(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
+    return scores_of(page_keys_triton(q.to(GPU), kmin.to(GPU), kmax.to(GPU), "query_head")).cpu()
 
 
 BOUNDS: dict[str, Callable[[Tensor, int], tuple[Tensor, Tensor]]] = {
@@ -49,7 +50,7 @@ BOUNDS: dict[str, Callable[[Tensor, int], tuple[Tensor, Tensor]]] = {
 SCORES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "torch": page_scores_torch,
     "native": page_scores_native,
-    "triton": in_triton_scores,
+    "triton": scores_in_triton,
 }
 
 

@@ -25,8 +25,6 @@ from kernels.select_attend import (
     attend_rows_triton,
     native,
     native_takes,
-    select_attend,
-    select_attend_triton,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -123,10 +121,7 @@ def check(run: Callable[[Tensor, Tokens, float], tuple[Tensor, Tensor]], dtype: 
 
 
 def in_triton(q: Tensor, part: Tokens, scale: float) -> tuple[Tensor, Tensor]:
-    assert part.idx is not None
-    assert part.late is not None
-    late = (part.late[0].to(GPU), part.late[1].to(GPU))
-    out, lse = select_attend_triton(q.to(GPU), part.k.to(GPU), part.v.to(GPU), part.idx.to(GPU), scale, late)
+    out, lse = attend_rows_triton(q.to(GPU), [[changed(part, lambda x: deep_to(x, GPU))]], scale)
     return out.cpu(), lse.cpu()
 
 
@@ -379,8 +374,7 @@ def test_what_cpp_cannot_read_goes_to_torch() -> None:
     assert native_takes(q, [part])
     assert not native_takes(q, [turned])
     assert not native_takes(q.double(), [doubled(part)])
-    assert part.idx is not None
-    out, _ = select_attend(q, turned.k, turned.v, part.idx, scale, part.late)
+    out, _ = attend_parts_ref(q, [turned], scale)
     torch.testing.assert_close(out, attend_parts_native(q, [part], scale)[0])
 
 
@@ -388,8 +382,8 @@ def test_kernels_import_without_triton() -> None:
     code = (
         "import importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, package=None: None if name == 'triton' else find(name, package)\n"
-        "from kernels import clusters, pages, select_attend\n"
-        "assert select_attend.triton is None"
+        "from kernels import clusters, jit, pages, pq_scores, select_attend\n"
+        "assert jit.triton is None"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

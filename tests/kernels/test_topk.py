@@ -73,6 +73,12 @@ def keys_of(scores: torch.Tensor) -> torch.Tensor:
     return pack_keys_ref(scores, torch.arange(scores.shape[-1]))
 
 
+def scores_of(keys: torch.Tensor) -> torch.Tensor:
+    """The scores that keys were made of."""
+    rising = (~(keys >> 32)).int()
+    return (rising ^ ((rising >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
 @with_triton
 @pytest.mark.parametrize(("n", "ks"), [(1, (1,)), (300, (7, 300)), (1500, (700, 0, 1499)), (4500, (1600,))])
 @pytest.mark.parametrize("steps", [1, 1 << 20])

@@ -19,7 +19,7 @@ from engine.softmax import Softmax
 from engine.turns.state import fork_of
 from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, pq_codes_ref, room_bytes
 from kernels.pq_fit import pq_fit
-from kernels.pq_scores import pq_logits
+from kernels.pq_scores import pq_logits_ref
 from methods.full import Full
 from methods.retrieving import pqcache
 from methods.retrieving.pqcache import PQCache, code_shape
@@ -96,7 +96,7 @@ def check_search(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     q, k_new, v_new = (torch.from_numpy(x[name])[None, :, None] for name in ("q", "k_new", "v_new"))
     out = step(row, q, k_new, v_new)
     quantiser, n = row.quantisers[0], len(x["codes"])
-    logits = pq_logits(q[0, :, 0], quantiser.centroids, quantiser.codes, n) * row.trace.softmax[0].scale
+    logits = pq_logits_ref(q[0, :, 0], quantiser.centroids, quantiser.codes, n) * row.trace.softmax[0].scale
     scores = logits.view(meta["Hk"], -1, n).softmax(-1).sum(1)
     return first(
         differs("approximate logits", logits, x["approx_logits_scaled"], 2e-5),
