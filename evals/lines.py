@@ -187,7 +187,8 @@ def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:
     """A cell's score so far."""
     score, scale = combined(rows, cell.task.metric), METRICS[cell.task.metric or "score"].scale
     shown = None if score is None else scale * score
-    return Standing(cell.settings.method.name, cell.request.label(), len(rows), shown, cell.task.scores_later)
+    n = len({row.sample_id for row in rows})
+    return Standing(cell.settings.method.name, cell.request.label(), n, shown, cell.task.scores_later)
 
 
 def prefill_notes(cell: Cell, rows: Sequence[SampleRow], share: float) -> list[str]:

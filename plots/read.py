@@ -314,10 +314,15 @@ def score(row: SampleRow) -> float | None:
     return row.score
 
 
+def prompt(row: SampleRow) -> str:
+    """What tells the samples of a dataset apart in all runs: the prompt, of one with several questions its name."""
+    return row.sample_id if "turn" in row.fields else row.prompt_sha256
+
+
 def per_prompt(
     rows: Iterable[SampleRow],
     of: Callable[[SampleRow], float | None] = score,
-    key: Callable[[SampleRow], str] = lambda row: row.prompt_sha256,
+    key: Callable[[SampleRow], str] = prompt,
 ) -> dict[str, float]:
     """What `of` says of each prompt, mean over its draws and turns: these are no samples of their own."""
     found: dict[str, list[float]] = {}

@@ -70,7 +70,7 @@ class Scored:
 
     @property
     def n_oom(self) -> int:
-        return sum(row.score is None for row in self.rows)
+        return len({row.sample_id for row in self.rows if row.score is None})
 
     @property
     def over(self) -> bool:

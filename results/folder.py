@@ -58,7 +58,7 @@ from results.lock import Holder, acquire
 from results.read import doubt, is_sealed, parse_samples
 from results.schema import OtherSchemaError, RunResult, SampleRow
 from results.scores import PART, SCORES, Score, Scores, parse_scores, read_scores, to_text
-from results.summary import disagreement, with_scores
+from results.summary import disagreement, of_today, with_scores
 
 
 class RunFolder:
@@ -458,6 +458,7 @@ class RunFolder:
             sync_folder(self.path)
             self.notes.append(f"{path} was damaged ({error}) and is made again")
             return
+        result = of_today(result, self.rows)
         if is_old:
             result = self._write_result(result)
             self.notes.append(f"{path} was of other scores than {SCORES} and is made again")

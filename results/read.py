@@ -13,7 +13,7 @@ from engine.foreign import parse_json, read_bytes
 from results.files import unsealed
 from results.schema import OtherSchemaError, RunResult, SampleRow, check_keys
 from results.scores import REMAKE, SCORES, Scores, read_scores
-from results.summary import disagreement, with_scores
+from results.summary import disagreement, of_today, with_scores
 
 LARGEST_SAMPLES = 4 << 30  # bytes of samples.jsonl: a million answers of 4 kB
 
@@ -155,4 +155,4 @@ def read_run(folder: Path) -> tuple[RunResult, list[SampleRow]]:
             f"{folder / 'samples.jsonl'} cannot be believed: {why}; delete the lines that somebody changed, and run "
             "the same command again"
         )
-    return result, rows
+    return of_today(result, rows), rows

@@ -24,7 +24,8 @@ from results.files import unsealed
 from results.intervals import Bounds
 from results.names import shown_task
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE = (1, SCHEMA_VERSION)  # 1: `n_samples`, `n_oom` and `n_failed` were of lines, a turn or a draw each
 EXACT = "exact"  # the prefill of every run that names no other
 LARGEST = 1e300  # of numbers that are averaged: a thousand of them can still be added
 
@@ -345,7 +346,7 @@ class RunResult(RunFacts):
 
     schema_version: int = SCHEMA_VERSION
     status: str  # of STATUSES
-    n_samples: int  # that are ok
+    n_samples: int  # of which an answer is ok; turns and draws of a sample do not count apart
     n_oom: int
     score: float | None  # 0 to 1, or as METRICS says
     score_ci95: list[float] | None  # see `combined_ci95`
@@ -365,7 +366,7 @@ class RunResult(RunFacts):
     prefill_s: float | None
     tpot_s: float | None
     batch_rows_mean: float | None  # rows that were decoded together; above 1 tpot_s is the batch's
-    n_failed: int = 0  # samples whose answers ended in NaN
+    n_failed: int = 0  # of which an answer ended in NaN
     measures: dict[str, float | None] | None = None  # means of the task's other figures, by name
     probe_s: float | None = None  # of methods that read behind the prompt: beside `prefill_s`
     prefill_share: float | None = None  # of all pairs of query and key, what a sparse prefill computed
@@ -454,8 +455,10 @@ class RunResult(RunFacts):
         version = data["schema_version"]
         if not isinstance(version, int) or isinstance(version, bool):
             raise ValueError(f"key 'schema_version' is {version!r:.80}, not a whole number")
-        if version != SCHEMA_VERSION:  # before the keys, which may be others there
-            raise OtherSchemaError(f"schema_version is {version!r:.80}; only {SCHEMA_VERSION} can be read")
+        if version not in READABLE:  # before the keys, which may be others there
+            raise OtherSchemaError(
+                f"schema_version is {version!r:.80}; only {' and '.join(map(str, READABLE))} can be read"
+            )
         keys = [spec.name for spec in fields(cls)]
         needed = [key for key in keys if key not in OPTIONAL_KEYS]
         if unknown := sorted(check_keys(data, needed).keys() - set(keys)):

@@ -12,7 +12,7 @@ from math import comb, exp, fsum, log
 from typing import Any, cast
 
 from results.intervals import interval
-from results.schema import LEDGER_MEANS, METRICS, STATUSES, RunFacts, RunResult, SampleRow
+from results.schema import LEDGER_MEANS, METRICS, SCHEMA_VERSION, STATUSES, RunFacts, RunResult, SampleRow
 from results.scores import Scores, describe
 
 
@@ -98,6 +98,21 @@ def extremes(values: Iterable[float | None]) -> list[float] | None:
     return [min(found), max(found)] if found else None
 
 
+def counts(rows: Iterable[SampleRow]) -> dict[str, int]:
+    """How many samples have a line of each status; turns and draws of one do not count apart."""
+    seen = {(row.status, row.sample_id) for row in rows}
+    return {
+        name: sum(status == of for of, _ in seen)
+        for name, status in zip(("n_samples", "n_oom", "n_failed"), STATUSES, strict=True)
+    }
+
+
+def of_today(result: RunResult, rows: Iterable[SampleRow]) -> RunResult:
+    """A result of an earlier version as it would be written now."""
+    is_old = result.schema_version != SCHEMA_VERSION
+    return replace(result, schema_version=SCHEMA_VERSION, **counts(rows)) if is_old else result
+
+
 def summarise(rows: Sequence[SampleRow], facts: RunFacts, full: Sequence[SampleRow] = ()) -> RunResult:
     """What a finished run says of itself; the order of `rows` does not matter.
 
@@ -109,9 +124,7 @@ def summarise(rows: Sequence[SampleRow], facts: RunFacts, full: Sequence[SampleR
         **vars(facts),
         **means,
         status=max((row.status for row in rows), key=STATUSES.index, default="ok"),
-        n_samples=len(ok),
-        n_oom=sum(row.status == "oom" for row in rows),
-        n_failed=sum(row.status == "failed" for row in rows),
+        **counts(rows),
         score=combined(ok, facts.metric),
         score_ci95=combined_ci95(ok, facts.metric),
         ratio=None if facts.ratio_exact is None else float(Fraction(facts.ratio_exact)),
@@ -152,10 +165,11 @@ def with_scores(result: RunResult, rows: Sequence[SampleRow], scores: Scores | N
 
 def disagreement(result: RunResult, rows: Collection[SampleRow]) -> str | None:
     """What a result says that its samples do not, or None."""
-    counts = tuple(sum(row.status == status for row in rows) for status in STATUSES)
-    own = result.n_samples, result.n_oom, result.n_failed
-    if own != counts:
-        return "{} samples, {} oom and {} failed, samples.jsonl {}, {} and {}".format(*own, *counts)
+    own, found = (result.n_samples, result.n_oom, result.n_failed), tuple(counts(rows).values())
+    if result.schema_version == 1:
+        found = tuple(sum(row.status == status for row in rows) for status in STATUSES)
+    if own != found:
+        return "{} samples, {} oom and {} failed, samples.jsonl {}, {} and {}".format(*own, *found)
     kind = METRICS[result.metric or "score"]
     if any(METRICS[row.fields.get("metric", "score")] != kind for row in rows if row.score is not None):
         return "another metric than samples.jsonl"

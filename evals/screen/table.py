@@ -265,8 +265,7 @@ def too_few(results: Sequence[RunResult]) -> list[str]:
             groups.setdefault((result.task, result.dataset, result.model, result.protocol), []).append(result)
     lines: list[str] = []
     for group in groups.values():
-        # Draws of one prompt are no samples of their own.
-        n = min(result.n_samples // result.sampling.get("n_answers", 1) for result in group)
+        n = min(result.n_samples for result in group)
         n_compared = len(group) if len(group) == 1 else sum(not attends_all(result) for result in group)
         name = f"{group[0].task}: " if len(groups) > 1 else ""
         if n == 1 and len(group) == 1:

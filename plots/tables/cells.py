@@ -228,7 +228,7 @@ def table_cell(
         score=None if place.mean is None else 100 * place.mean,
         low=None if spread is None else 100 * spread.low,
         high=None if spread is None else 100 * spread.high,
-        n=len(rows) - place.n_oom,
+        n=place.n,
         n_oom=place.n_oom,
         over=place.over,
         embedded=run.embedded,

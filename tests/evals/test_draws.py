@@ -44,7 +44,7 @@ def test_draws_are_the_same_alone_and_beside_others(model: str, tmp_path: Path) 
     assert [row.fields["draw"] for row in full_rows] == [0, 1, 2] * 2
     assert len({row.sample_id for row in full_rows}) == 2 and len({row.prediction for row in full_rows}) == 6
     assert full.footprint == full.footprint_vs_full == 1
-    assert full.n_samples == 6 and full.answer_tokens_mean is not None and full.cut_off_share is not None
+    assert full.n_samples == 2 and full.answer_tokens_mean is not None and full.cut_off_share is not None
     assert full.sampling == {"temperature": 1.0, "top_p": 0.95, "n_answers": 3}
     assert rkv.budget_counts == "target" and rkv.peak_entries == 72 and rkv.reached_answers == rkv.reached_steps == 1
     assert peak.budget_counts == "peak" and peak.peak_entries == 64

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
+from evals.screen.table import remarks, sheet
 from plots.read import Run, load
+from plots.scored import Scored
 from plots.turns import in_words, less_full, with_turns, write
 from results import SampleRow, interval
+from results.read import read_run
 from tasks.base import Sample
 from tasks.longbench import embedded
 from tasks.longbench.shared import by_context
@@ -167,6 +170,54 @@ def test_independent_questions_stand_behind_the_context() -> None:
     assert tokenizer.decode(prompt.context_ids) == "<|im_start|>user\na text "
     assert tokenizer.decode(prompt.feeds[1]) == "question 2?<|im_end|>\n<|im_start|>assistant\n"
     assert prompt.n_new == max(map(len, prompt.feeds)) + 4
+
+
+CONTEXTS = {  # one context each, asked several times
+    "shared_context": ["task=shared_context", "task.max_new_tokens=3"],
+    "needle": [*QUESTIONS, "task.mode=golden"],
+    "needle, question by question": [*QUESTIONS, "task.mode=query_aware"],
+    "longbench": [
+        *("task=longbench", "task.source=embedded", "task.datasets=[docs_qa]", "task.rows=1"),
+        *("task.questions=4", "task.max_new_tokens=3"),
+    ],
+    "scbench": [
+        *("task=scbench", "task.source=embedded", "task.lengths=[500]", "task.rows=1"),
+        *("task.datasets=[scbench_mf]", "task.max_new_tokens=3"),
+    ],
+    "agent_traces": [
+        *("task=agent_traces", "task.source=embedded", "task.lengths=[5000]", "task.rows=1", "task.turns=2"),
+        *("task.output_tokens=40", "task.max_new_tokens=3"),
+    ],
+    "agent_forced": [
+        *("task=agent_forced", "task.source=embedded", "task.lengths=[4000]", "task.rows=1", "task.turns=2"),
+        *("task.output_tokens=40",),
+    ],
+    "draws": [*NEEDLE, "temperature=1", "n_answers=3"],
+}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same model with a window for texts of thousands of tokens."""
+    folder = save_tiny(tmp_path_factory.mktemp("wide") / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 15}))
+    return f"model.id={folder}"
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_context_with_several_questions_is_one_sample_everywhere(wide: str, tmp_path: Path, name: str) -> None:
+    """Table and result.json said n = 3 of one context, beside an interval over contexts, and `make run` said 1."""
+    has_prompts = name in ("needle, question by question", "agent_forced")  # for each question, of which limit=1 is one
+    words = ["model=any", wide, *CONTEXTS[name], "method=full", *([] if has_prompts else ["limit=1"])]
+    result, rows = run(words, tmp_path / "run")
+    assert len(rows) > 1 and len({row.sample_id for row in rows}) == 1
+    assert (result.n_samples, result.n_oom, result.n_failed) == (1, 0, 0)
+    assert result.score_ci95 is None and "n = 1" in (sheet([(tmp_path, result)]).about or "")
+    assert any("a single sample has a score" in line for line in remarks([result]))
+    (ran,) = load(tmp_path)
+    assert Scored(ran.rows).n == ran.result.n_samples == 1
+    assert read_run(tmp_path / "run") == (result, rows)
 
 
 @pytest.mark.parametrize("mode", ["independent", "golden", "dialogue"])

@@ -1,18 +1,25 @@
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from results import (
+    RunResult,
     SampleRow,
     combined_ci95,
     interval,
     summarise,
 )
+from results.read import read_run
+from results.summary import disagreement
 from tests.results.made_rows import (
     FACTS,
     ok_row,
     oom_row,
 )
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_summary_is_the_mean_of_its_samples() -> None:
@@ -49,6 +56,31 @@ def test_one_sample_over_its_budget_marks_the_run() -> None:
 def test_samples_out_of_memory_are_counted_and_not_averaged() -> None:
     result = summarise([ok_row(0), oom_row(1)], FACTS)
     assert (result.status, result.n_samples, result.n_oom, result.score) == ("oom", 1, 1, 1.0)
+
+
+def turns(*statuses: str) -> list[SampleRow]:
+    """The lines of one sample."""
+    fields = {"sample": "one"}
+    rows = [ok_row(i) if status == "ok" else oom_row(i) for i, status in enumerate(statuses)]
+    return [replace(row, fields=row.fields | fields | {"turn": i}) for i, row in enumerate(rows, 1)]
+
+
+def test_turns_of_a_sample_are_one_sample() -> None:
+    result = summarise([*turns("ok", "ok", "ok"), ok_row(8)], FACTS)
+    assert (result.n_samples, result.n_oom) == (2, 0)
+    partly = summarise(turns("ok", "oom", "oom"), FACTS)
+    assert (partly.n_samples, partly.n_oom, partly.status) == (1, 1, "oom")
+
+
+def test_a_result_that_counted_lines_is_read_as_one_that_counts_samples() -> None:
+    folder = ROOT / "docs" / "submissions" / "first-look" / "runs"
+    (file,) = folder.glob("shared_context-full-*/result.json")
+    written = RunResult.from_json(file.read_text())
+    assert (written.schema_version, written.n_samples) == (1, 3)
+    result, rows = read_run(file.parent)
+    assert len(rows) == 3 and (result.schema_version, result.n_samples) == (2, 1)
+    assert disagreement(written, rows) is None and disagreement(result, rows) is None
+    assert disagreement(replace(written, n_samples=1), rows) and disagreement(replace(result, n_samples=3), rows)
 
 
 def test_a_run_without_any_score_says_null() -> None:
