@@ -175,11 +175,13 @@ def listed(words: list[str]) -> int:
 
 def checked(words: list[str]) -> int:
     """Say what this machine has, or with `model=NAME` what a model has."""
-    if not words:
-        from evals.screen.check import main as check
+    from evals.screen.check import main as check
+    from evals.screen.check import refuse_others
 
+    if not words:
         return check()
     try:
+        refuse_others(words)
         from evals.screen.model import main as check_model
 
         return check_model(words)

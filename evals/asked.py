@@ -127,11 +127,12 @@ def ask_one(given: Settings, look: Lookups) -> Asked:
     settings, rules, params, sparsity, coding, keeping = ask_method(given)
     task_class, task_params = class_and_params(settings.task)
     task: Task = task_class(task_params, settings.data_dir, settings.seed)
+    asks = f"task={settings.task.name}"
     if settings.weights == "random" and not task.is_timed:
-        raise ConfigError(f"weights=random answers nothing that task={task.name} could score; use it with task=latency")
+        raise ConfigError(f"weights=random answers nothing that {asks} could score; use it with task=latency")
     if task.is_forced and settings.scope != "full_prompt":
         raise ConfigError(
-            f"compression_scope={settings.scope} has no meaning for task={task.name}, whose prompts have no "
+            f"compression_scope={settings.scope} has no meaning for {asks}, whose prompts have no "
             "question; use full_prompt"
         )
     if task.asking is not None:
@@ -141,12 +142,12 @@ def ask_one(given: Settings, look: Lookups) -> Asked:
             task.asking.check(rules, params, is_plain)
         if not settings.sampling.is_greedy:
             raise ConfigError(
-                f"temperature={settings.sampling.temperature:g} draws answers, and task={task.name} with several turns "
+                f"temperature={settings.sampling.temperature:g} draws answers, and {asks} with several turns "
                 "is answered greedily; use temperature=0"
             )
         if settings.scope != "full_prompt":
             raise ConfigError(
-                f"compression_scope={settings.scope} has no meaning for task={task.name} with several turns, where "
+                f"compression_scope={settings.scope} has no meaning for {asks} with several turns, where "
                 "task.mode says what is compressed; leave it away"
             )
     refuse_answers(settings, rules, task)
@@ -210,16 +211,16 @@ def refuse_heads(settings: Settings, shape: ModelShape) -> None:
 
 def refuse_answers(settings: Settings, rules: type[Rules], task: Task) -> None:
     """Raise `ConfigError` where no single answer is given that could be drawn, or compressed as it grows."""
+    asks = f"task={settings.task.name}"
     reads = "takes times" if task.is_timed else "reads a continuation" if task.is_forced else None
     if settings.sampling.identity() and (reads or task.asking is not None):
         key, value = next(iter(settings.sampling.identity().items()))
         raise ConfigError(
-            f"{key}={value} means nothing for task={task.name}, which {reads or 'asks several questions greedily'}; "
-            "leave it out"
+            f"{key}={value} means nothing for {asks}, which {reads or 'asks several questions greedily'}; leave it out"
         )
     if rules.of_answers and task.asking is not None:
         raise ConfigError(
-            f"method={settings.method.name} compresses a prompt and one answer, and task={task.name} asks several "
+            f"method={settings.method.name} compresses a prompt and one answer, and {asks} asks several "
             f"questions in turn; use another method with it"
         )
 

@@ -29,9 +29,10 @@ from filelock import FileLock
 
 from engine.errors import ConfigError
 from engine.foreign import parse_json
+from evals.asked import class_and_params
+from evals.refusals import refuse_missing_package
 from evals.screen.progress import Progress
-from evals.settings import Settings, load_class
-from evals.typed import build_params
+from evals.settings import Settings
 from results import RunResult, SampleRow, read_config, read_ledger, read_samples
 from results.files import is_file, write
 
@@ -72,13 +73,9 @@ class Copies:
         self.folders, self.sent = folders, set[Path]()
         if not cells:
             return
-        part = cells[0].logger
-        kind: Any = load_class(part)
-        params = build_params(kind, part.params, "logger")
+        kind, params = class_and_params(cells[0].logger)
         sweep = sweep_name(cells, folders) if cells[0].is_sweep else None
-        logger: Logger = kind(params, sweep)
-        logger.check()
-        self.logger = logger
+        self.logger = kind(params, sweep)
 
     def send(self, results: Mapping[Path, RunResult]) -> None:
         """Copy the runs that were not copied yet; behind the last one, say where the copies are."""
@@ -101,6 +98,13 @@ class Copies:
             farewell = self.logger.farewell(self.folders)
             if farewell is not None:
                 Progress("", 0, 0).say(farewell)
+
+
+def check_logger(cells: Sequence[Settings]) -> None:
+    """Raise `ConfigError` where no copies of these runs could be made."""
+    for cell in cells[:1]:
+        kind, params = class_and_params(cell.logger)
+        kind(params, None).check()
 
 
 def sweep_name(cells: Sequence[Settings], folders: Sequence[Path]) -> str:
@@ -140,12 +144,8 @@ class Wandb(Logger):
         tags: tuple[str, ...]
 
     def check(self) -> None:
-        try:
-            wandb = importlib.import_module("wandb")
-        except ModuleNotFoundError:
-            raise ConfigError(
-                "logger=wandb needs the package wandb, which is not installed; run pip install -c constraints.txt wandb"
-            ) from None
+        refuse_missing_package("wandb", "logger=wandb")
+        wandb = importlib.import_module("wandb")
         if self.mode(wandb) in ("online", "shared", "run") and not has_account():
             raise ConfigError(
                 "logger=wandb finds no account; run `wandb login`, or set WANDB_MODE=offline to keep the copies here"

@@ -52,6 +52,7 @@ FLAGS: dict[str, tuple[str, ...] | None] = {
     **dict.fromkeys(("-i", "--info"), INFOS),  # the value may be left out
     **dict.fromkeys(("-p", "--package"), ()),
 }
+OURS = ("--list", "--check", "--dry-run")  # which run.py takes before these
 MODES = {"-m", "--multirun", "-r", "--run", "-c", "--cfg", "-i", "--info"}  # one of them at a time
 
 
@@ -143,7 +144,7 @@ def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
             words.append(word)
             continue
         if flag not in FLAGS:
-            raise unknown_name("flag", flag, FLAGS)
+            raise unknown_flag(flag, value)
         flags.append(flag)
         allowed = FLAGS[flag]
         if allowed is None:
@@ -165,6 +166,14 @@ def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
     if {"-sc", "--shell-completion"} & set(flags) and not words:
         raise ConfigError("--shell-completion needs what to do; write -sc install=bash or -sc uninstall=bash")
     return flags, words
+
+
+def unknown_flag(flag: str, value: str) -> ConfigError:
+    """The error for a flag that is none, which may be a key with the signs of a flag."""
+    key = flag.lstrip("-").replace("-", "_")
+    if key in config_groups() or key in yaml.safe_load((CONF / "config.yaml").read_text()):
+        return ConfigError(f"{flag} is no flag; write {key}={value or 'VALUE'}")
+    return unknown_name("flag", flag, (*FLAGS, *OURS))
 
 
 def parse_override(word: str) -> Override:
@@ -337,6 +346,11 @@ def choices(overrides: Iterable[Override], groups: Mapping[str, list[str]]) -> d
         if not chosen[group]:
             raise ConfigError(f"{override.input_line} matches no file of conf/{group}")
         for name in chosen[group]:
+            if name.endswith(".py"):
+                raise ConfigError(
+                    f"{group}={name} is a file, and only methods are taken from one; write a file of conf/{group} that "
+                    f"names its class, and give its name"
+                )
             if name not in groups[group]:
                 raise unknown_name(group, name, groups[group])
     return chosen
@@ -437,6 +451,8 @@ def check_key(key: str, tree: Mapping[str, Any], groups: Iterable[str]) -> None:
             return  # an element of a list
         if part not in node:
             owners = [f"{group}.{part}" for group, own in tree.items() if isinstance(own, Mapping) and part in own]
+            if depth == 0 and part == "hardware":
+                raise ConfigError(f"{part}=… is for --dry-run, which says how long a command takes there; add it")
             if depth == 0 and owners:
                 raise ConfigError(f"no key {part!r}; did you mean {' or '.join(owners)}?")
             if depth == 0:

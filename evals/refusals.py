@@ -6,6 +6,7 @@ Not here: what is refused, and why (`evals/asked.py`, `evals/cells.py`, `evals/p
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, TypeVar
@@ -37,6 +38,14 @@ def passes(check: Callable[[S], object], one: S) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def refuse_missing_package(package: str, key: str) -> None:
+    """Raise `ConfigError` where what a key asks for takes a package that is not installed."""
+    if find_spec(package) is None:
+        raise ConfigError(
+            f"{key} needs the package {package}, which is not installed; run pip install -c constraints.txt {package}"
+        )
 
 
 def refuse_nothing_left(left: Collection[Any]) -> None:

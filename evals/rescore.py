@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from engine.budget import show
-from engine.errors import ConfigError, RunError
+from engine.errors import ConfigError, RunError, one_line
 from engine.terminal import printable, say
 from evals.screen.progress import Progress
 from evals.settings import Choice, load_class
@@ -131,7 +131,8 @@ def conf_of(name: str) -> dict[str, Any]:
 
 
 def unreadable(folder: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{folder} is no folder of a run that can be read ({error!r})")
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return ConfigError(f"{folder} is no folder of a run that can be read ({kind}{one_line(error)})")
 
 
 def answers_of(rows: Sequence[SampleRow]) -> list[SampleRow]:

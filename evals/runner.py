@@ -16,8 +16,9 @@ from engine.lazy import load_torch
 from engine.machine import leave_busy_cores
 from engine.terminal import say
 from evals.asked import RUNS, ask
-from evals.refusals import refuse_nothing_left
-from evals.settings import Settings
+from evals.logger import Copies, check_logger
+from evals.refusals import refuse_missing_package, refuse_nothing_left
+from evals.settings import POOLS, Settings
 from results import RunResult
 from results.files import refuse_closed
 
@@ -36,11 +37,14 @@ def prepare(cells: Sequence[Settings]) -> "list[Cell]":
 
 def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
     """Run cells, or pick up where an earlier process stopped: each cell's folder and result, in their order."""
+    check_logger(cells)
+    for launcher, kind in POOLS.items():
+        if any(isinstance(cell.pool, kind) for cell in cells):
+            refuse_missing_package(kind.package, f"hydra/launcher={launcher}")
     for out in {cell.out for cell in cells}:
         refuse_closed(out or RUNS)
     ready = prepare(cells)
     from evals.cells import distinct, grouped
-    from evals.logger import Copies
     from evals.loop import Group, run_group
     from evals.models import Models
     from evals.prepare import refuse_folders

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -92,6 +92,7 @@ class Choice:
 class RayPool:
     """Where Ray runs shards; the keys of conf/hydra/launcher/ray.yaml."""
 
+    package: ClassVar[str] = "ray"
     address: str | None
     shards: int | Literal["auto"]
     cpus: int
@@ -119,6 +120,7 @@ class RayPool:
 class SlurmPool:
     """Where Slurm runs shards; the keys of conf/hydra/launcher/submitit_slurm.yaml."""
 
+    package: ClassVar[str] = "submitit"
     cluster: str
     folder: str | None
     shards: int

@@ -284,22 +284,11 @@ class Resumable:
 
 
 def runner(pool: Pool) -> Run:
-    """How shards are run on this pool; refuses what is not installed."""
+    """How shards are run on this pool."""
+    package = importlib.import_module(pool.package)
     if isinstance(pool, RayPool):
-        ray = extra("ray", "ray")
-        return lambda shards, look: on_ray(ray, pool, shards, look)
-    submitit = extra("submitit", "submitit_slurm")
-    return lambda shards, look: on_submitit(submitit, pool, shards, look)
-
-
-def extra(package: str, launcher: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError:
-        raise ConfigError(
-            f"hydra/launcher={launcher} needs the package {package}, which is not installed; "
-            f"run pip install -c constraints.txt {package}"
-        ) from None
+        return lambda shards, look: on_ray(package, pool, shards, look)
+    return lambda shards, look: on_submitit(package, pool, shards, look)
 
 
 def lost(shard: Shard, n_tries: int, reason: object) -> RunError:

@@ -66,4 +66,5 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         return cast(dict[str, Any], read_yaml(path))
     except (ValueError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be read: {reason}") from None

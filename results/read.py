@@ -72,6 +72,12 @@ def read_samples(folder: Path) -> list[SampleRow]:
     return read_run(folder)[1] if path.is_file() else read_scored(folder)[0]
 
 
+def answered(folder: Path) -> frozenset[str]:
+    """The ids of the samples that a run has completed so far; none where there is no run."""
+    path = folder / "samples.jsonl"
+    return frozenset(parse_samples(path, path.read_bytes())[0]) if path.is_file() else frozenset()
+
+
 def read_scored(folder: Path) -> tuple[list[SampleRow], Scores | None, bytes]:
     """The rows of a run, the scores.jsonl that was laid over them, and what samples.jsonl holds."""
     path = folder / "samples.jsonl"

@@ -59,6 +59,9 @@ def python(code: str, *words: str) -> str:
         (["task=needle", "task.lengths=[90000]"], "more than the window of smollm2-135m"),
         (["task=longbench", "task.datasets=[docs]"], "no task.datasets 'docs'"),
         (["model=/no/such.gguf"], "model=/no/such.gguf does not exist"),
+        (["--dry-run", "hardware=h101"], "no hardware 'h101'; did you mean 'h100'"),
+        (["--check", "models"], "models says nothing of a model"),
+        (["task=shared_context", "method=rkv"], "task=shared_context asks several questions"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -93,6 +96,16 @@ def test_a_fault_of_ours_is_shown_as_one(fails: str) -> None:
     done = subprocess.run([sys.executable, "-S", "-c", lines], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback")
+
+
+@pytest.mark.parametrize(
+    ("word", "package"),
+    [("hydra/launcher=ray", "ray"), ("hydra/launcher=submitit_slurm", "submitit"), ("logger=wandb", "wandb")],
+)
+def test_a_package_that_is_not_there_is_named_without_torch(word: str, package: str) -> None:
+    said, _, refusal = python(f"import sys; sys.modules[{package!r}] = None\n{WRONG}", word, *SHORT).partition("\n")
+    assert (said.split()[0], said.split()[2:]) == ("2", [])
+    assert f"{word} needs the package {package}" in refusal
 
 
 @pytest.mark.parametrize("words", [["method=snapkv"], ["-m", "method=snapkv,quest"]], ids=" ".join)

@@ -69,6 +69,13 @@ def main() -> int:
     return int(bool(problems))
 
 
+def refuse_others(words: Iterable[str]) -> None:
+    """Raise `ConfigError` for words that say nothing of a model, before anything is imported that would look at one."""
+    for word in words:
+        if not word.startswith(("model=", "model.", "dtype=")):
+            raise ConfigError(f"{word} says nothing of a model; give --check with model=NAME alone, or without any key")
+
+
 def grid(rows: Iterable[tuple[str, str]], title: str = "") -> Table:
     """Two columns; what is too long wraps in its own."""
     table = Table(box=None, pad_edge=False, show_header=bool(title))

@@ -11,11 +11,13 @@ Not here: the arithmetic (`evals/screen/roofline.py`), times as samples end (`ev
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, unknown_name
 from engine.terminal import say
+from evals.overrides import CONF
 from evals.screen.progress import duration
 from evals.settings import Settings
 from results import RunResult
+from results.read import answered
 
 FLAG, KEY = "--dry-run", "hardware="
 Run = Callable[[list[Settings]], list[tuple[Path, RunResult]]]
@@ -26,6 +28,8 @@ def asked(argv: Sequence[str]) -> tuple[list[str], Run]:
     given = [word.removeprefix(KEY) for word in argv if word.startswith(KEY)]
     if len(given) > 1:
         raise ConfigError(f"{KEY}{given[1]} is a second one; give one, or none for this machine")
+    if given and given[0] not in (known := [file.stem for file in (CONF / "hardware").glob("*.yaml")]):
+        raise unknown_name("hardware", given[0], known)
     words = [word for word in argv if word != FLAG and not word.startswith(KEY)]
 
     def run(cells: list[Settings]) -> list[tuple[Path, RunResult]]:
@@ -50,16 +54,18 @@ def foretell(cells: Sequence[Settings], hardware: str | None) -> None:
     for each in grouped(distinct(ready)):
         group = Group(each)
         group.prepare()
-        if not group.samples:
+        done = [answered(cell.path) for cell in group.cells]
+        loads = [one.load for one in group.samples or () if not all(ids.issuperset(one.lines[None]) for ids in done)]
+        if not loads:
             say(f"{group.title()}: every sample is answered")
             continue
-        settings = group.first.settings
+        settings, n = group.first.settings, len(loads)
         machine = given or this_machine(settings.device, settings.dtype)
-        loads = [one.load for one in group.samples]
         reading, answering = times(settings, group.first.shape, loads, len(group.cells), machine)
         lengths = [load.n_read for load in loads]
+        left = f"{n} sample{'s' * (n != 1)}" if n == group.n else f"{n} of {group.n} samples left"
         say(
-            f"{group.title()}: {len(loads)} samples, {sum(lengths):,} tokens to read ({max(lengths):,} at most): "
+            f"{group.title()}: {left}, {sum(lengths):,} tokens to read ({max(lengths):,} at most): "
             f"{duration(reading)} to read, {duration(answering)} to answer"
         )
         total, where = total + reading + answering, machine.title

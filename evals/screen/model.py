@@ -72,9 +72,6 @@ def main(words: Sequence[str]) -> int:
 
 def look(words: Sequence[str]) -> Known:
     """The model that a command line names, by its configuration."""
-    other = next((word for word in words if not word.startswith(("model=", "model.", "dtype="))), None)
-    if other is not None:
-        raise ConfigError(f"{other} says nothing of a model; give --check with model=NAME alone, or without any key")
     spec = from_words(["method=full", *words]).model
     given = architecture(spec)
     how: dict[str, Any] = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.budget import token_bytes
 from engine.shapes import ModelShape
-from evals.models import config_of
+from evals.models import config_of, random_config
 from evals.screen.estimate import USED, Load
 from evals.settings import Settings
 from evals.studies.hardware import Hardware, Layers, layers_of, linear, reading
@@ -27,7 +27,8 @@ def times(
 ) -> tuple[float, float]:
     """Seconds to read the prompts, once for all variants, and to answer: every variant reads its whole cache."""
     spec = settings.model
-    layers = layers_of(shape, config_of(spec).get_text_config(decoder=True), spec.trust_remote_code)
+    config = random_config(spec) if settings.weights == "random" else config_of(spec)
+    layers = layers_of(shape, config.get_text_config(decoder=True), spec.trust_remote_code)
     answering = (USED * load.n_new * step(layers, on, load.n_read, n_rows) for load in loads)
     return fsum(read(layers, on, load.n_read) for load in loads), fsum(answering)
 

@@ -36,6 +36,29 @@ def test_it_says_samples_tokens_and_time_and_loads_no_weights(
     assert not (tmp_path / "out").exists()
 
 
+def test_it_says_what_is_left_of_a_run_that_was_stopped(model: Path, tmp_path: Path, capsys: Any) -> None:
+    words = [*SWEEP, "method=snapkv", "model=any", f"model.id={model}", f"out={tmp_path / 'out'}", "dtype=float32"]
+    assert run.main(words) == 0
+    (folder,) = (tmp_path / "out").iterdir()
+    (folder / "result.json").unlink()
+    lines = (folder / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    for kept, says in ((lines, "every sample is answered"), (lines[:1], "1 of 2 samples left, ")):
+        (folder / "samples.jsonl").write_bytes(b"".join(kept))
+        capsys.readouterr()
+        assert run.main([*words, "--dry-run", "hardware=h100"]) == 0
+        assert f"needle snapkv: {says}" in capsys.readouterr().out
+
+
+def test_a_model_whose_weights_are_drawn_needs_no_hub(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.checkpoints.load.hub_config", lambda *_: pytest.fail("the hub was asked"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    words = ["model=llama-3.1-8b", "weights=random", "method=snapkv", "task=latency", "limit=1", "dtype=bfloat16"]
+    assert run.main([*words, "--dry-run", "hardware=h100", f"out={tmp_path}"]) == 0
+    assert "latency snapkv: 1 sample, " in capsys.readouterr().out
+
+
 def code(words: list[str]) -> int:
     """The exit code of a command line."""
     try:

@@ -36,6 +36,13 @@ CASES: dict[str, list[tuple[dict[str, Any], str, list[str], float]]] = {
 }
 
 
+def test_a_folder_that_holds_no_run_is_one_plain_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rescore.main([str(tmp_path / "none")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{tmp_path / 'none'} is no folder of a run that can be read (")
+    assert "Error(" not in said and said.count(str(tmp_path)) == 2
+
+
 def run_of(folder: Path, task: str, *changes: tuple[str, Any]) -> Path:
     """A folder with config.yaml and samples.jsonl, as a run leaves them."""
     params = yaml.safe_load((REPO / "conf" / "task" / f"{task}.yaml").read_text())
