@@ -95,8 +95,11 @@ def device_name() -> str:
 
 
 def commit() -> str:
-    """The commit that was measured, with a mark where the code differs from it."""
+    """The commit that was measured, with a mark where the code differs from it; "none" without git or a repository."""
     root = Path(__file__).parents[1]
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # there is no git
+        return "none"
     return done.stdout.strip() or "none"

@@ -18,9 +18,10 @@ Not here: any kernel; what becomes of them on which GPU (`kernels/aot.py`).
 import os
 from array import array
 from collections.abc import Sequence
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from threading import RLock
 from typing import Any
 
 import torch
@@ -48,21 +49,28 @@ tl: Any = Later("triton.language") if find_spec("triton") else None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+PREPARING = RLock()  # of one thread, in which kernels prepare those that they call
+
+
 class Kernel:
     """A kernel before its first launch, which needs Triton's own in its place wherever its file names one."""
 
     def __init__(self, fn: Any, unspecialized: Sequence[str]) -> None:
         self.fn, self.unspecialized = fn, unspecialized
-
-    @cached_property
-    def made(self) -> Any:
-        return triton.jit(self.fn, do_not_specialize=[*self.unspecialized])
+        self.made: Any = None
+        self.is_ready = False
 
     def ready(self) -> Any:
         """Triton's kernel, launched on the device of its first tensor of a GPU; so are those that it calls."""
-        if "made" in vars(self):
-            return self.made
-        made = self.made
+        if not self.is_ready:
+            with PREPARING:
+                if self.made is None:
+                    self.prepare()
+        return self.made
+
+    def prepare(self) -> None:
+        """Make it, and put it and those that it calls where its file names them."""
+        made = self.made = triton.jit(self.fn, do_not_specialize=[*self.unspecialized])
 
         def run(*args: Any, **kwargs: Any) -> Any:
             index = next((x.device.index for x in args if isinstance(x, torch.Tensor) and x.is_cuda), None)
@@ -78,7 +86,7 @@ class Kernel:
                 names[name] = value.ready()
             elif isinstance(value, Later):
                 names[name] = import_module(value.name)
-        return made
+        self.is_ready = True
 
     def __getitem__(self, grid: Any) -> Any:
         return self.ready()[grid]

@@ -10,8 +10,8 @@ Paths     On a CPU topk, and where equal scores straddle the border the choice a
 Keys      A GPU's kernels store `pack_key` of a score and a position in place of the score: int64, no two equal, the
           best the smallest, the position in the lower half. The largest int64 stands for no token: its lower half is
           -1. `top_keys` are one launch: the border's upper half is found digit by digit, a histogram each, by programs
-          that wait for those before them, and what is below it is written in its place. Launches of torch's topk are
-          20 and more from 20,000 keys on, those of its sort 4 and more.
+          that wait for those before them, and what is below it is written in its place. Who waits for seconds ends the
+          kernel. Launches of torch's topk are 20 and more from 20,000 keys on, those of its sort 4 and more.
 Checks    tests/kernels/test_topk.py.
 
 Not here: which scores. Those without ties take `torch.topk`.
@@ -133,12 +133,17 @@ KEYS = 1024  # that a program reads at once
 DIGITS = 4  # of the upper half
 BINS = 256
 RANKED = 32  # keys that a program ranks
+LOOKS = 1 << 24  # of a program that waits, half a microsecond each: then something is wrong
 
 
 @cache
-def counters(device: torch.device, n: int) -> Tensor:
-    """Zeros, which every launch leaves as zeros: the model's stream has them to itself."""
+def counters(device: torch.device, stream: int, n: int) -> Tensor:
+    """Zeros, which every launch leaves as zeros: a stream has them to itself, for its launches follow each other."""
     return torch.zeros(n, dtype=torch.int32, device=device)
+
+
+def stream_of(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def top_keys_triton(keys: Tensor, ks: Sequence[int]) -> Tensor:
@@ -166,7 +171,7 @@ class KeyChoice:
         self.state = room("state", device, torch.int64, self.rows, DIGITS, 2)
         is_same = min(ks) == self.width
         self.table = self.out if is_same else constants((*ks, *more), device)
-        self.counters = counters(device, power_of_2(self.rows + 2))
+        self.device, self.n_counters = device, power_of_2(self.rows + 2)
         self.sizes = (self.width, heads, self.rows), is_same
 
     def take(self, keys: Tensor, n: int, age: int = 0) -> Tensor:
@@ -175,9 +180,10 @@ class KeyChoice:
         `age` is in steps since rows chose `ks`.
         """
         n_chunks, (sizes, is_same) = 1 if n <= ALONE else CHUNKS, self.sizes
+        counted = counters(self.device, stream_of(self.device), self.n_counters)
         select_keys[(self.rows * n_chunks * (1 if n_chunks == 1 else DIGITS + 1),)](
-            keys, self.table, self.out, self.counters, self.counts, self.state, n, *sizes, cdiv(n, n_chunks), age,
-            is_same, n_chunks, KEYS, DIGITS, BINS, num_warps=16 if n_chunks == 1 else 8,
+            keys, self.table, self.out, counted, self.counts, self.state, n, *sizes, cdiv(n, n_chunks), age,
+            is_same, n_chunks, KEYS, DIGITS, BINS, LOOKS, num_warps=16 if n_chunks == 1 else 8,
         )  # fmt: skip
         return self.out
 
@@ -191,10 +197,17 @@ def sort_keys_triton(keys: Tensor) -> Tensor:
     return out
 
 
+@jit
+def trap(x):
+    """End the kernel with an error, and all else that this process has on the GPU: better than to hang."""
+    tl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @jit(unspecialized=("n", "width", "n_rows", "length", "age"))
 def select_keys(
     keys, ks, out, counters, counts, state, n, width, heads, n_rows, length, age,
     SAME: tl.constexpr, CHUNKS: tl.constexpr, KEYS: tl.constexpr, DIGITS: tl.constexpr, BINS: tl.constexpr,
+    LOOKS: tl.constexpr,
 ):  # fmt: skip
     """One digit of one chunk of a head, or, behind the last digit, what the chunk has of the chosen keys.
 
@@ -213,9 +226,12 @@ def select_keys(
     end = tl.minimum(begin + length, n)
     fewer_at = counts + 2 * n_rows * CHUNKS * BINS + row * CHUNKS
     for phase in range(begin_phase, end_phase):
-        seen = tl.atomic_add(done, 0)
+        seen, looks = tl.atomic_add(done, 0), ticket * 0
         while seen < phase * CHUNKS:
             seen = tl.atomic_add(done, 0)
+            looks += 1
+            if looks == LOOKS:
+                trap(looks)
         tl.debug_barrier()
         # What is known of the border's upper half, and how many keys are wanted of those that agree with it so far.
         known = state + (row * DIGITS + phase - 1) * 2

@@ -203,7 +203,7 @@ class Stream:
 
     def __init__(self, machine: Machine, index: int) -> None:
         self.machine, self.index = machine, index
-        self.device = torch.device("cuda", index)
+        self.device, self.cuda_stream = torch.device("cuda", index), id(self)
         self.done = 0  # the tick up to which somebody waited
         self.copies: list[Copy] = []
         self.behind: list[tuple[int, Stream, int]] = []  # from this tick on, behind another stream's tick

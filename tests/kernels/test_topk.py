@@ -1,17 +1,21 @@
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kernels.topk as module
 from kernels.jit import triton
 from kernels.topk import (
     LARGEST,
     NO_KEY,
     KeyChoice,
+    counters,
     pack_keys_ref,
     sort_keys_triton,
+    stream_of,
     top_border,
     top_keys,
     top_keys_ref,
@@ -122,3 +126,28 @@ def test_all_or_no_keys_need_no_choice() -> None:
     keys = keys_of(torch.randn(1, 2, 20))
     assert top_keys(keys, [30]) is not None and torch.equal(top_keys(keys, [30]), keys)
     assert top_keys(keys, [0]).shape == (1, 2, 0)
+
+
+@with_triton
+@pytest.mark.skipif(GPU == "cuda", reason="a GPU has nothing left to go on with")
+def test_who_waits_for_a_program_that_never_comes_ends_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another launch on the same counters has taken a program's work."""
+    monkeypatch.setattr(module, "LOOKS", 50)
+    keys, counted = keys_of(torch.randn(1, 1, 4500)), torch.zeros(4, dtype=torch.int32)
+    counted[0] = 1
+    monkeypatch.setattr(module, "counters", lambda *_: counted)
+    with pytest.raises(Exception, match="inline_asm"):
+        top_keys_triton(keys, (7,))
+
+
+def test_streams_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of two streams run at once, and each takes its work by counting."""
+    stream = SimpleNamespace(cuda_stream=1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    device, cpu = torch.device("cuda", 0), torch.device("cpu")
+    first = counters(cpu, stream_of(device), 8)
+    stream.cuda_stream = 2
+    assert counters(cpu, stream_of(device), 8) is not first
+    stream.cuda_stream = 1
+    assert counters(cpu, stream_of(device), 8) is first
+    assert stream_of(cpu) == 0
