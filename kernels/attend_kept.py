@@ -254,8 +254,13 @@ KEYS, QUERIES = 64, 32  # of a program that adds up what keys get, in shared mem
 
 
 def takes_triton(q: Tensor) -> bool:
-    """Whether the kernels can work on such tensors; of float32 the registers hold too little."""
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and triton is not None
+    """Whether the kernels can work on such tensors."""
+    return q.is_cuda and q.dtype in dtypes() and holds(q.shape[3], q.element_size()) and triton is not None
+
+
+def holds(d_h: int, size: int) -> bool:
+    """Whether shared memory holds queries, keys and values of so many numbers of so many bytes."""
+    return size * power_of_2(d_h) <= 2048
 
 
 def attend_kept_triton(
@@ -269,27 +274,30 @@ def attend_kept_triton(
     out = torch.empty(1, h, s, d_v, dtype=q.dtype, device=q.device)
     lse = torch.empty(1, h, s, dtype=torch.float32, device=q.device)
     pairs = torch.empty(h, n_items, dtype=torch.int64, device=q.device)
-    programs, width = min(PROGRAMS, h * n_items), power_of_2(max(d_h, d_v), 16)
-    block = power_of_2(kept.block, 16)
-    held = HELD // 2 if width > 128 and architecture(q.device) >= 100 else HELD
-    rows = min(block, max(16, held // width))
+    programs, block = min(PROGRAMS, h * n_items), power_of_2(kept.block, 16)
+    rows, width, tile, n_warps = form_of(block, d_h, d_v, q.element_size(), architecture(q.device))
     assert s * d_v < 1 << 31, f"places of {s} tokens do not fit 32 bits"
     masks, strides = masks_of(kept)
     room = torch.empty(programs, cdiv(s, kept.block_k), dtype=torch.int32, device=q.device)
     attend_listed[(programs,)](
         q, k, v, *masks, room, out, lse, pairs, scale, cap, s, d_h, d_v, h, h // h_kv,
         n_sparse, n_items, kept.block, kept.dense_from, *strides, kept.block_k, kept.n_init, kept.reach, programs,
-        kept.blocks is None, block // rows, rows, width, LISTED, tile_of(width, rows), INTERPRETED,
-        num_warps=8 if max(rows, width // 2) >= 128 else 4, num_stages=2,
+        kept.blocks is None, block // rows, rows, width, LISTED, tile, INTERPRETED, num_warps=n_warps, num_stages=2,
     )  # fmt: skip
     return out, lse, pairs.sum(1)
 
 
-def tile_of(width: int, rows: int) -> int:
-    """Keys at a time that registers have room for, beside so many queries and channels."""
-    if max(width, rows) < 128:
-        return TILE
-    return TILE_OF_WIDE // 2 if width * rows > 128 * 128 or width > 512 else TILE_OF_WIDE
+def form_of(block: int, d_h: int, d_v: int, size: int, arch: int) -> tuple[int, int, int, int]:
+    """Queries, channels and keys at a time that registers have room for, and warps."""
+    width = power_of_2(max(d_h, d_v), 16)
+    if size == 4:
+        return min(block, 32 if width <= 256 else 16), width, 32 if width <= 128 else 16, 4 if width <= 128 else 8
+    held = HELD // 2 if width > 128 and arch >= 100 else HELD
+    rows = min(block, max(16, held // width))
+    tile = TILE if max(width, rows) < 128 else TILE_OF_WIDE
+    if width * rows > 128 * 128 or width > 512 or (width > 256 and d_h % 16):  # whose masks take registers
+        tile //= 2
+    return rows, width, tile, 8 if max(rows, width // 2) >= 128 else 4
 
 
 def kept_sums_triton(

@@ -187,10 +187,10 @@ def column_sums_native(q: Tensor, k: Tensor, scale: float, row_weights: Tensor, 
 
 # On a GPU.
 
-# Keys of a program, and queries that it meets at a time. Float32 takes three products of the tensor cores, and so more
-# registers and shared memory.
-KEYS, QUERIES = {2: 128, 4: 64}, {2: 64, 4: 16}  # by the bytes of an element
-WIDE = 256  # numbers of a head; of wider ones as many fewer at a time, at least 16, since all lie in shared memory
+# Keys of a program, queries that it meets at a time, and numbers of both, by the bytes of a number: of heads that are
+# no wider, and of others part by part. Float32 takes three products of the tensor cores, and so more registers and
+# shared memory.
+WHOLE, PARTED = {2: (128, 64, 256), 4: (64, 16, 128)}, {2: (64, 32, 128), 4: (64, 16, 32)}
 
 
 def takes_triton(q: Tensor, k: Tensor) -> bool:
@@ -208,11 +208,13 @@ def column_sums_triton(
     sums = torch.empty(h_kv, h // h_kv, s, dtype=torch.float64, device=q.device)
     weighed = row_weights is not None
     weights = row_weights.float().contiguous() if row_weights is not None else lse
-    width = power_of_2(d_h, least=16)
-    keys, queries = (max(16, some[q.element_size()] * WIDE // max(WIDE, width)) for some in (KEYS, QUERIES))
+    keys, queries, width = WHOLE[q.element_size()]
+    if d_h > width:
+        keys, queries, width = PARTED[q.element_size()]
+    width = min(width, power_of_2(d_h, least=16))
     sum_columns[(cdiv(s, keys), h)](
         q, k, lse, weights, sums, s, r, d_h, scale, cap, s if window is None else window, h // h_kv,
-        weighed, cap > 0, keys, queries, width, INTERPRETED, num_warps=8 if width <= WIDE else 4, num_stages=2,
+        weighed, cap > 0, keys, queries, width, cdiv(d_h, width), INTERPRETED, num_warps=8, num_stages=2,
     )  # fmt: skip
     return sums
 
@@ -221,15 +223,17 @@ def column_sums_triton(
 def sum_columns(
     q, k, lse, weights, sums, s, r, d_h, scale, cap, window, g,
     WEIGHED: tl.constexpr, CAPPED: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
     WIDE: tl.constexpr,  # float32 products, since Triton's interpreter takes bfloat16 for its bits
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, WIDTH)
     key = block * KEYS + tl.arange(0, KEYS)
-    there = (key < s)[:, None] & (column < d_h)[None]
-    keys = tl.load(k + (head // g * s + key[:, None]) * d_h + column[None], there, other=0.0)
-    if WIDE:
-        keys = keys.to(tl.float32)
+    of_key = k + (head // g * s + key[:, None]) * d_h + column[None]
+    if PARTS == 1:
+        keys = tl.load(of_key, (key < s)[:, None] & (column < d_h)[None], other=0.0)
+        if WIDE:
+            keys = keys.to(tl.float32)
     # Query i of q is token s - r + i; the first that meets a key is the key's own, the last is a window behind it.
     first = tl.maximum(block * KEYS - (s - r), 0) // QUERIES * QUERIES
     stop = tl.minimum(r, block * KEYS + KEYS - 1 + window - (s - r))
@@ -237,13 +241,20 @@ def sum_columns(
     for start in range(first, stop, QUERIES):
         row = start + tl.arange(0, QUERIES)
         inside = row < r
-        queries = tl.load(
-            q + (head * r + row[:, None]) * d_h + column[None], inside[:, None] & (column < d_h)[None], other=0.0
-        )
-        if WIDE:
-            queries = queries.to(tl.float32)
+        of_query = q + (head * r + row[:, None]) * d_h + column[None]
         normaliser = tl.load(lse + head * r + row, inside, other=float("inf"))
-        logits = tl.dot(keys, tl.trans(queries), input_precision="tf32x3") * scale
+        logits = tl.zeros((KEYS, QUERIES), tl.float32)
+        for part in range(PARTS):
+            there = part * WIDTH + column < d_h
+            if PARTS > 1:
+                keys = tl.load(of_key + part * WIDTH, (key < s)[:, None] & there[None], other=0.0)
+                if WIDE:
+                    keys = keys.to(tl.float32)
+            queries = tl.load(of_query + part * WIDTH, inside[:, None] & there[None], other=0.0)
+            if WIDE:
+                queries = queries.to(tl.float32)
+            logits = tl.dot(keys, tl.trans(queries), logits, input_precision="tf32x3")
+        logits *= scale
         if CAPPED:
             logits = bend(logits, cap)
         logits -= normaliser[None]

@@ -121,7 +121,8 @@ def fit_rows(width: int, most: int, held: int = 16384) -> tuple[int, int]:
     return max(1, min(most, held * n_warps // 4 // width)), n_warps
 
 
-# Bytes of shared memory that a program can have, by the GPU's architecture: 80 is A100, 90 H100 and H200, 100 B200.
+# Bytes of shared memory that a program can have, by the GPU's architecture: 80 is A100, 86 A10 and RTX 3090, 89 L40S
+# and RTX 4090, 90 H100 and H200, 100 B200, 120 RTX 5090.
 SHARED = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
 
 
@@ -134,7 +135,9 @@ def architecture(device: torch.device) -> int:
 
 
 def shared_memory(device: torch.device) -> int:
-    """What a program of this device can have."""
+    """What a program of this device can have, as the device itself says."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     return SHARED.get(architecture(device), min(SHARED.values()))
 
 

@@ -139,7 +139,7 @@ def page_scores_native(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
 # On a GPU.
 
 PAGES, HELD = 32, 8192  # whose scores are one program's; numbers of either bound that four warps hold
-WIDE = 256  # channels of a page that one program bounds
+WIDE, WHOLE = 256, 16384  # channels of a page that one program bounds, and numbers
 
 
 def page_bounds_triton(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
@@ -149,9 +149,10 @@ def page_bounds_triton(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
     kmin = keys.new_empty(1, h_kv, n_pages, d_h)
     kmax = torch.empty_like(kmin)
     if kmin.numel():
-        width = min(WIDE, power_of_2(d_h))
+        rows = power_of_2(page_len)
+        width = min(WIDE, power_of_2(d_h), max(16, WHOLE // rows))
         bound_page[(n_pages, h_kv, cdiv(d_h, width))](
-            keys, kmin, kmax, s, d_h, page_len, n_pages, keys.stride(1), power_of_2(page_len), width
+            keys, kmin, kmax, s, d_h, page_len, n_pages, keys.stride(1), rows, width
         )
     return kmin, kmax
 

@@ -41,7 +41,7 @@ from torch import Tensor
 from kernels.build import dtypes, library
 from kernels.capped import bend, capped
 from kernels.gather import gather_split, is_within, move_both
-from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, send, tl, upload
+from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, send, shared_memory, tl, upload
 from kernels.scratch import Scratch, empty
 
 NEVER = 1 << 62  # more rows than any cache has
@@ -260,10 +260,14 @@ def check_bias(bias: Tensor, heads: int, n: int) -> None:
 TILE = 64  # tokens that a program attends to at once
 SPLIT = 256  # tokens of a head that one program attends to at least
 PROGRAMS = 1024  # that a launch should have, where there are tokens enough
+STAGES = 3  # tiles that are on their way at once, where shared memory holds as many
 WIDE_HEAD = 256
 # Of heads wider than this, as a latent of 512 and 64 numbers: query heads of a program, tokens at once. Twice as many
-# of either do not fit the registers (`kernels/aot.py`, sm_80 to sm_100). Warps are those of heads of this width, too.
+# of either do not fit the registers (`kernels/aot.py`). Warps are those of heads of this width, too.
 WIDE_ROWS, WIDE_TILE, WIDE_WARPS = 16, 32, 8
+# Float32 has no product on tensor cores that is as exact, and each thread holds whole rows of both factors: numbers of
+# a key and of a value at once, in wide heads and in others.
+EXACT_PART, EXACT_PART_OF_NARROW = 128, 32
 MOVING = 5  # numbers of a piece that may be others at the next step,
 COLUMNS = 8  # and all that stand in front of its record, as `find_item` reads them
 ROWS_AT_MOST = 1 << 20  # of a batch: a query's number is a row's below, an address from there on
@@ -351,7 +355,15 @@ def room_for(q: Tensor, table: Table, scratch: Scratch | None = None) -> Room:
         take("sums", q.device, f32, n_items, h, table.d_v),
         take("lses of items", q.device, f32, n_items, h),
         take("lse", q.device, f32, table.n_rows, h, 1),
-        form_of(h // table.h_kv, q.shape[3], table.d_v, q.element_size(), table.is_even, table.n_pieces),
+        form_of(
+            h // table.h_kv,
+            q.shape[3],
+            table.d_v,
+            q.element_size(),
+            table.is_even,
+            table.n_pieces,
+            shared_memory(q.device),
+        ),
     )
 
 
@@ -425,7 +437,7 @@ def attend_table(
     if table.n_items[0]:
         attend_items[(form.n_turns, table.n_items[0], h_kv)](
             q, numbers, sums, lses, scale, cap, table.n_pieces, n, elements(q), table.split, age, h_kv, d_h, d_v,
-            *form.constants, cap > 0, INTERPRETED, num_warps=form.n_warps,
+            *form.constants, cap > 0, INTERPRETED, num_warps=form.n_warps, num_stages=form.n_stages,
         )  # fmt: skip
     if others is not None:
         others.launch(q, table, sums, lses, scale, cap, age)
@@ -436,27 +448,38 @@ def attend_table(
 class LaunchForm(NamedTuple):
     """How `attend_items` and `join_items` are launched for tensors of some shapes."""
 
-    n_turns: int  # programs that share a KV head's query heads
+    n_turns: int  # programs that share a KV head's query heads, and numbers of its values
     constants: tuple[int, ...]  # from G to LANES
     n_warps: int
-    values: int
+    n_stages: int  # tiles of K and V that are on their way at once
+    values: int  # numbers of a value, padded
     most: int  # pieces, padded
 
 
 @cache
-def form_of(g: int, d_h: int, d_v: int, size: int, is_even: bool, n_pieces: int) -> LaunchForm:
-    """For elements of so many bytes."""
+def form_of(g: int, d_h: int, d_v: int, size: int, is_even: bool, n_pieces: int, shared: int) -> LaunchForm:
+    """For elements of so many bytes, on a GPU whose programs can have so much shared memory."""
+    lanes = 16 // size if is_even and d_v * size % 16 == 0 else 1
+    width, values, most = power_of_2(d_h, 16), power_of_2(d_v, 16), power_of_2(n_pieces)
+    is_odd = d_h % 16 > 0 or d_v % 16 > 0  # whose masks take registers
+    if size == 4:
+        part = EXACT_PART_OF_NARROW if is_odd or max(width, values) < EXACT_PART else EXACT_PART
+        at_once, of_value = min(part, width), min(part, values)
+        n_turns = cdiv(d_v, of_value)
+        constants = g, WIDE_ROWS, at_once, 0, cdiv(d_h, at_once), of_value, n_turns, TILE, RECORD, lanes
+        return LaunchForm(cdiv(g, WIDE_ROWS) * n_turns, constants, WIDE_WARPS, 2, values, most)
     # A wide head's numbers are a power of two and a rest, and its query heads take turns: registers hold no more.
     is_wide = d_h > WIDE_HEAD
-    width, values = power_of_2(d_h // 2 + 1) if is_wide else power_of_2(d_h, 16), power_of_2(d_v, 16)
+    width = power_of_2(d_h // 2 + 1) if is_wide else width
     rest = power_of_2(d_h - width, 16) if d_h > width else 0
     n_heads = WIDE_ROWS if is_wide else power_of_2(g, 16)
-    tile = min(WIDE_TILE, WIDE_TILE * 512 // values) if is_wide else TILE
-    lanes = 16 // size if is_even and d_v * size % 16 == 0 else 1
-    constants = g, n_heads, width, rest, values, tile, RECORD, lanes
-    return LaunchForm(
-        cdiv(g, n_heads), constants, WIDE_WARPS if max(width, values) >= WIDE_HEAD else 4, values, power_of_2(n_pieces)
-    )
+    tile = min(WIDE_TILE, WIDE_TILE * 512 // values) if is_wide else TILE // 2 if is_odd else TILE
+    # A tile of K and V for each stage but one, queries, and logits on their way to be weights.
+    of_stage, beside = tile * (width + rest + values) * size, n_heads * ((width + rest) * size + 4 * tile) + 1024
+    n_stages = max(2, min(STAGES, 1 + (shared - beside) // of_stage))
+    constants = g, n_heads, width, rest, 1, values, 1, tile, RECORD, lanes
+    n_warps = WIDE_WARPS if max(width, values) >= WIDE_HEAD else 4
+    return LaunchForm(cdiv(g, n_heads), constants, n_warps, n_stages, values, most)
 
 
 def table_of(work: Work, rows: Sequence[Sequence[Piece]], q: Tensor, h_kv: int, d_v: int) -> Table:
@@ -573,15 +596,15 @@ def find_item(number, table, n_pieces, split, kernel, age):
 @jit(unspecialized=("n_pieces", "n_rows", "here", "split", "age"))
 def attend_items(
     q, table, sums, lses, scale, cap, n_pieces, n_rows, here, split, age, h_kv, d_h, d_v,
-    G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
-    TILE: tl.constexpr, RECORD: tl.constexpr,
+    G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr,
+    VALUES: tl.constexpr, TURNS: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr,
     LANES: tl.constexpr, CAPPED: tl.constexpr,
     WIDE: tl.constexpr,  # float32 products, for the interpreter takes bfloat16 for its bits
 ):  # fmt: skip
     """Softmax over the tokens of an item for query heads of a KV head, padded to ROWS for the tensor cores.
 
     Those of wide heads are several programs', side by side, so that a token is read from memory once. A key has WIDTH
-    numbers and, of wide ones, up to REST more.
+    numbers and, of wide ones, up to REST more, or PARTS of WIDTH numbers; then TURNS programs give VALUES numbers each.
     """
     piece, item, n, j, begin = find_item(tl.program_id(1), table, n_pieces, split, 0, age)
     head = tl.program_id(2).to(tl.int64)
@@ -609,9 +632,10 @@ def attend_items(
         of_step = tl.load(at + 24) * age + head
         last = tl.minimum(last, tl.load(counts_at.to(tl.pointer_type(tl.int64)) + of_step).to(tl.int32))
         start_row += tl.load(starts_at.to(tl.pointer_type(tl.int64)) + of_step)
-    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    row, column = tl.program_id(0) // TURNS * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside, mine = column < d_h, (row >= first_head) & (row < last_head)
-    value_column = tl.arange(0, VALUES)
+    own = tl.program_id(0) % TURNS * VALUES
+    value_column = own + tl.arange(0, VALUES)
     in_value = value_column < d_v
     of_query = own_q + (head * G + row)[:, None] * d_h
     queries = tl.load(q + of_query + column[None], mine[:, None] & inside[None], other=0.0)
@@ -646,13 +670,22 @@ def attend_items(
                 tl.where(slot >= 0, k_near + beside * k_row, key_at),
                 tl.where(slot >= 0, v_near + beside * v_row, value_at),
             )
+        key_at = key_at // LANES * LANES  # what it is: behind a branch Triton 3.6 does not know it any more
         seen = mine[:, None] & real[None]
         if mask_at != 0:
             seen = seen & (tl.load(seen_at + row[:, None] * mask_stride + place[None], seen, other=0) != 0)
-        keys = tl.load(q + key_at[:, None] + column[None], real[:, None] & inside[None], other=0.0)
-        if WIDE:
-            keys = keys.to(tl.float32)
-        logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        if PARTS == 1:
+            keys = tl.load(q + key_at[:, None] + column[None], real[:, None] & inside[None], other=0.0)
+            if WIDE:
+                keys = keys.to(tl.float32)
+            logits = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        else:
+            logits = tl.zeros((ROWS, TILE), tl.float32)
+            for part in range(PARTS):
+                each = part * WIDTH + column
+                asking = tl.load(q + of_query + each[None], mine[:, None] & (each < d_h)[None], other=0.0)
+                keys = tl.load(q + key_at[:, None] + each[None], real[:, None] & (each < d_h)[None], other=0.0)
+                logits = tl.dot(asking, tl.trans(keys), logits, input_precision="ieee")
         if REST > 0:
             keys = tl.load(q + key_at[:, None] + rest[None], real[:, None] & in_rest[None], other=0.0)
             if WIDE:
@@ -666,7 +699,7 @@ def attend_items(
         logits = tl.where(seen, logits, -1e30)
         if logits_at != 0:
             kept = logits_at.to(tl.pointer_type(tl.float32)) + (head * G + row)[:, None] * logits_stride
-            tl.store(kept + place[None], logits, mine[:, None] & (place < last)[None])
+            tl.store(kept + place[None], logits, mine[:, None] & (place < last)[None] & (own == 0))
         higher = tl.maximum(highest, tl.max(logits, 1))
         weights = tl.where(seen, tl.exp(logits - higher[:, None]), 0.0)
         shrink = tl.exp(highest - higher)
@@ -678,7 +711,7 @@ def attend_items(
         highest = higher
     some = tl.where(total > 0, total, 1.0)
     to = (item * h_kv + head) * G + row
-    tl.store(lses + to, tl.where(total > 0, highest + tl.log(some), float("-inf")), row < G)
+    tl.store(lses + to, tl.where(total > 0, highest + tl.log(some), float("-inf")), (row < G) & (own == 0))
     tl.store(sums + to[:, None] * d_v + value_column[None], acc / some[:, None], mine[:, None] & in_value[None])
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.pretend.counts import WAITS, Counts
-from kernels.jit import power_of_2
+from kernels.jit import SHARED, power_of_2
 
 MEMORY = 80 << 30  # bytes of a device
 
@@ -311,7 +311,10 @@ def functions(machine: Machine) -> dict[str, Any]:
 
     def properties(device: Any = None) -> SimpleNamespace:
         name = f"pretended {machine.index(device)}"
-        return SimpleNamespace(name=name, total_memory=MEMORY, multi_processor_count=132, major=9, minor=0)
+        return SimpleNamespace(
+            name=name, total_memory=MEMORY, multi_processor_count=132, major=9, minor=0,
+            shared_memory_per_block_optin=SHARED[90],
+        )  # fmt: skip
 
     def always(value: Any) -> Callable[..., Any]:
         return lambda *_, **__: value

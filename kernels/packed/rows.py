@@ -18,6 +18,7 @@ Not here: packing (`kernels/packed/tokens.py`), forms that only their method can
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -27,12 +28,14 @@ from kernels.capped import bend
 from kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl, triton
 from kernels.packed.attend import Packed, Side
 from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE
-from kernels.select_attend import RECORD, Piece, Table, Tokens, elements, find_item
+from kernels.select_attend import RECORD, STAGES, Piece, Table, Tokens, elements, find_item
 
 EXACT = -1  # beside the kinds of codes: not packed
 WIDE = 256  # numbers of a head whose tiles four warps have no registers for
-# Of heads that are wider: query heads of a program, numbers that it reads at once, tokens.
-WIDE_ROWS, PART, WIDE_TILE = 16, 128, 16
+# Of heads that are wider: query heads of a program, numbers that it reads at once and those that it looks up, tokens.
+WIDE_ROWS, PART, LOOKED_UP_PART, WIDE_TILE = 16, 128, 64, 16
+# In float32, whose products tensor cores do not make: numbers at once, tokens, and those of keys that are looked up.
+EXACT_PART, EXACT_TILE, EXACT_LOOKED_UP_TILE = 32, 64, 32
 TILE = 64  # tokens that a program attends to at once; of keys by channel no more than a group
 LEAST_GROUP = 16  # of keys by channel, so that a tile is one for the tensor cores
 READABLE = {BY_CHANNEL: (2, 4, 8), BY_TOKEN: (2, 3, 4, 8), BY_UNIT_TABLE: (2, 3, 4)}  # bits by kind
@@ -117,20 +120,43 @@ class CodedRows:
     ) -> None:  # fmt: skip
         h, d_h = q.shape[1], q.shape[3]
         g, whole = h // self.h_kv, power_of_2(d_h, 16)
-        width = whole if whole <= WIDE else PART
-        parts, n_heads = cdiv(d_h, width), power_of_2(g, 16) if whole <= WIDE else WIDE_ROWS
         for kernel, ((k, v), some) in enumerate(self.by_form.items(), 1):
             (packed_k, packed_v), lanes = some[0].packed[:2], 16 if self.even[kernel - 1] else 1
-            base = q if packed_k.table is None else packed_k.table
-            attend_codes[(cdiv(g, n_heads) * parts, table.n_items[kernel], self.h_kv)](
+            base, form = q if packed_k.table is None else packed_k.table, launch_form(k, v, g, d_h, q.element_size())
+            attend_codes[(cdiv(g, form.n_heads) * form.parts, table.n_items[kernel], self.h_kv)](
                 q, packed_k.packed.codes, packed_v.packed.codes, packed_k.packed.scales, packed_v.packed.scales,
                 base, table.numbers, sums, lses, scale, cap, table.n_pieces, table.n_rows, elements(q), table.split,
                 kernel, age, self.h_kv, d_h, row_bytes(k, d_h), row_bytes(v, d_h),
-                g, n_heads, width, parts, tile_of(k, v) if parts == 1 else min(WIDE_TILE, tile_of(k, v)), RECORD,
+                g, form.n_heads, form.width, form.parts, form.tile, RECORD,
                 k.kind, k.bits, wide_group(k, d_h, whole), v.kind, v.bits, wide_group(v, d_h, whole),
                 lanes, max(1, lanes // q.element_size()), cap > 0, INTERPRETED,
-                num_warps=8 if width >= WIDE else 4,
+                num_warps=form.n_warps, num_stages=form.n_stages,
             )  # fmt: skip
+
+
+class LaunchForm(NamedTuple):
+    """How `attend_codes` is launched for heads of some width."""
+
+    n_heads: int  # query heads of a program
+    width: int  # numbers of a key and of a value that it has at once
+    parts: int  # of a head, as many programs
+    tile: int  # tokens at once
+    n_warps: int
+    n_stages: int
+
+
+@cache
+def launch_form(k: Form, v: Form, g: int, d_h: int, size: int) -> LaunchForm:
+    """For exact numbers of so many bytes."""
+    whole, tile, looks_up = power_of_2(d_h, 16), tile_of(k, v), k.kind == BY_UNIT_TABLE
+    if size == 4:
+        width, most = min(EXACT_PART, whole), EXACT_LOOKED_UP_TILE if looks_up else EXACT_TILE
+        tile = min(most, k.group) if k.kind == BY_CHANNEL else most
+        return LaunchForm(WIDE_ROWS, width, cdiv(d_h, width), tile, 8 if tile == most else 4, 2)
+    if whole > WIDE or (looks_up and (whole == WIDE or whole != d_h)):
+        width, n_warps = (min(LOOKED_UP_PART, whole), 8) if looks_up else (PART, 4)
+        return LaunchForm(WIDE_ROWS, width, cdiv(d_h, width), min(WIDE_TILE, tile), n_warps, STAGES)
+    return LaunchForm(power_of_2(g, 16), whole, 1, tile, 8 if whole >= WIDE else 4, STAGES)
 
 
 def tile_of(k: Form, v: Form) -> int:

@@ -27,7 +27,7 @@ from kernels.rows.rotation import Rotation
 from kernels.topk import pack_key, top_keys
 
 MEANS, TOKENS, RANK = 32, 16, 32  # of one program: landmarks; tokens, and how much of the rank at a time
-CHANNELS = 256  # of a key at a time
+CHANNELS = {2: 128, 4: 64}  # of a key at a time, by the bytes of a number: registers hold no more of their products
 FIELDS = 11  # numbers of a row
 
 
@@ -71,7 +71,7 @@ def make_rows(
     partners, own, other = (order, q, q) if rotation is None else rotation[:3]
     make_keys[n, cdiv(max(lengths), TOKENS), h_kv](
         q, table, order, places, keys, partners, own, other, d_h, order.shape[2], FIELDS, rotation is not None,
-        TOKENS, RANK, min(CHANNELS, width), power_of_2(n_outliers), INTERPRETED, num_warps=8 if width > 128 else 4,
+        TOKENS, RANK, min(CHANNELS[q.element_size()], width), power_of_2(n_outliers), INTERPRETED, num_warps=4,
     )  # fmt: skip
     made = (x.view(1, h_kv, -1, d_h) for x in keys.split([h_kv * k for k in lengths]))
     return list(zip(mine, made, strict=True))

@@ -29,7 +29,7 @@ from kernels.gather import apart
 from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
 
 TILE = 1024  # of what heads ask for, looked at at once
-TOKENS = 16  # that one program copies
+TOKENS, COPIED = 16, 32768  # that one program copies, and bytes that registers hold of their keys
 
 
 class Ask(NamedTuple):
@@ -141,7 +141,11 @@ def bring_rows_triton(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -
 
 
 def bring_grid(asks: Sequence[Ask], start: Tensor) -> tuple[int, int, int]:
-    return cdiv(max(ask.tokens.shape[1] for ask in asks), TOKENS), start.shape[1], len(asks)
+    return cdiv(max(ask.tokens.shape[1] for ask in asks), tokens_at_once(start)), start.shape[1], len(asks)
+
+
+def tokens_at_once(start: Tensor) -> int:
+    return min(TOKENS, COPIED // (power_of_2(start.shape[3]) * start.element_size()))
 
 
 def far_numbers(asks: Sequence[Ask], far: Sequence[Far]) -> tuple[list[int], tuple[int, ...]]:
@@ -169,7 +173,7 @@ def far_numbers(asks: Sequence[Ask], far: Sequence[Far]) -> tuple[list[int], tup
         and all(x % wide == 0 for i in strides_and_distances for x in numbers[i::fields])
     )
     widths = power_of_2(d_h), power_of_2(d_v)
-    return numbers, (d_h, d_v, h_kv, fields, TOKENS, *widths, wide if even else 1)
+    return numbers, (d_h, d_v, h_kv, fields, tokens_at_once(start), *widths, wide if even else 1)
 
 
 class Bringing:

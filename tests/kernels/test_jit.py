@@ -1,4 +1,4 @@
-"""Kernels before their first launch."""
+"""Kernels before their first launch, and what a launch is told of its device."""
 
 import threading
 import time
@@ -6,9 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kernels import jit
-from kernels.jit import Kernel, Later
+from kernels.jit import SHARED, Kernel, Later, shared_memory
 
 SOURCE = """
 def helper():
@@ -40,3 +41,12 @@ def test_a_second_thread_waits_until_a_kernel_is_ready(monkeypatch: pytest.Monke
     assert not [name for name, value in names.items() if isinstance(value, Kernel | Later)]
     first.join()
     assert entry.ready() is made is names["entry"]
+
+
+def test_a_device_says_how_much_shared_memory_a_program_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is not in our table, such as a new architecture."""
+    told = SimpleNamespace(shared_memory_per_block_optin=123_456)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
+    assert shared_memory(torch.device("cuda", 0)) == 123_456
+    assert shared_memory(torch.device("cpu")) == SHARED[max(SHARED)]
+    assert {80, 86, 89, 90, 100, 120} <= SHARED.keys()

@@ -60,7 +60,7 @@ def test_rows_find_their_chunks_and_make_their_keys(
     kind: tuple[float, float | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kernels.rows.landmarks.CHANNELS", 16)  # keys of 20 numbers are made in two parts
+    monkeypatch.setattr("kernels.rows.landmarks.CHANNELS", {2: 16, 4: 16})  # keys of 20 numbers are made in two parts
     draw = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kernels.select_attend as module
 from kernels import build
-from kernels.jit import INTERPRETED, send, triton, upload
+from kernels.jit import INTERPRETED, SHARED, send, triton, upload
 from kernels.rows.each import attend_each
 from kernels.select_attend import (
     COLUMNS,
@@ -23,6 +23,7 @@ from kernels.select_attend import (
     attend_parts_ref,
     attend_rows_native,
     attend_rows_triton,
+    form_of,
     native,
     native_takes,
 )
@@ -229,6 +230,28 @@ def test_one_launch_caps_the_logits_of_all_rows(cap: float, d: int, d_v: int) ->
         logits = cap * (q[i : i + 1].double() @ keys.mT * scale / cap).tanh()
         torch.testing.assert_close(out[i : i + 1].double(), logits.softmax(-1) @ values, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(lse[i : i + 1].double(), logits.logsumexp(-1), atol=1e-4, rtol=1e-4)
+
+
+@has_triton
+@pytest.mark.parametrize(("d", "d_v"), [(128, 128), (272, 256), (40, 72)])
+def test_heads_of_float32_are_worked_on_in_parts(d: int, d_v: int) -> None:
+    """Of keys, of values, of both; logits and their sum are stored by one of the programs."""
+    q = draw(1, 6, 1, d, seed=1, dtype=torch.float32).to(GPU)
+    k, v = (draw(1, 2, 90, n, seed=n, dtype=torch.float32).to(GPU) for n in (d, d_v))
+    logits = torch.full((6, 90), torch.nan, device=GPU)
+    out, lse = attend_rows_triton(q, [[Tokens(k, v)]], d**-0.5, [logits])
+    keys, values = (x.repeat_interleave(3, 1).double() for x in (k, v))
+    right = q.double() @ keys.mT * d**-0.5
+    torch.testing.assert_close(logits.double(), right[0, :, 0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), right.logsumexp(-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out.double(), right.softmax(-1) @ values, atol=1e-5, rtol=1e-5)
+
+
+def test_a_card_with_less_shared_memory_has_fewer_tiles_on_their_way() -> None:
+    for d_h, d_v in ((256, 256), (576, 512)):
+        stages = [form_of(8, d_h, d_v, 2, True, 1, SHARED[arch]).n_stages for arch in (86, 90)]
+        assert stages == [2, 3], (d_h, stages)
+    assert form_of(4, 128, 128, 2, True, 1, SHARED[86]).n_stages == 3
 
 
 def changed(part: Tokens, change: Callable[[Any], Any]) -> Tokens:
