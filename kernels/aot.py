@@ -40,8 +40,9 @@ from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE, Quantised
 from kernels.pq_codes import PackedCodes
 from kernels.rows import append, blocks, buckets, chunks, collisions, columns, landmarks, logits, union, values, weights
 
-ARCHITECTURES = (80, 90, 100)  # A100; H100 and H200; B200
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)  # A100; A10 and RTX 3090; L40S and RTX 4090; H100 and H200; B200; RTX 5090
 LENGTHS = (4096, 32768, 131072)
+ONE_LENGTH = {True: 32768, False: 700}  # of models, and of shapes from tests
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,10 @@ class Shape:
     h: int
     h_kv: int
     d_h: int
-    d_v: int = 0  # of a value, where it is the first numbers of its key; 0: it lies apart, as wide as that
+    d_v: int = 0  # of a value: the first numbers of its key, or more than it has; 0: apart, as wide as that
     cap: float = 0.0  # of logits; 0: none
     has_sinks: bool = False  # a learned one of each query head
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def weighing(self) -> dict[str, Any]:
@@ -62,11 +64,14 @@ class Shape:
 
     def pair(self, s: int) -> tuple[Tensor, Tensor]:
         """K and V of `s` tokens."""
-        k = empty(1, self.h_kv, s, self.d_h)
-        return k, k[..., : self.d_v] if self.d_v else empty(1, self.h_kv, s, self.d_h)
+        k = self.empty(1, self.h_kv, s, self.d_h)
+        return k, k[..., : self.d_v] if 0 < self.d_v < self.d_h else self.empty(1, self.h_kv, s, self.d_v or self.d_h)
+
+    def empty(self, *size: int) -> Tensor:
+        return empty(*size, dtype=self.dtype)
 
 
-SHAPES = {
+MODELS = {
     "llama-3.1-8b": Shape(32, 8, 128),
     "smollm2-135m": Shape(9, 3, 64),
     "llama-2-7b": Shape(32, 32, 128),
@@ -75,6 +80,24 @@ SHAPES = {
     "gemma-2-9b": Shape(16, 8, 256, cap=50.0),
     "gpt-oss-20b": Shape(64, 8, 64, has_sinks=True),
 }
+# What tests/kernels have: heads of odd widths, of groups of odd sizes; and wide ones that no model here has.
+TESTED = {
+    "7-heads-of-7": Shape(7, 1, 7),
+    "4-heads-of-16": Shape(4, 2, 16, 40),
+    "4-heads-of-20": Shape(4, 4, 20, cap=3.0),
+    "6-heads-of-24": Shape(6, 2, 24, 16),
+    "4-heads-of-36": Shape(4, 2, 36),
+    "6-heads-of-40": Shape(6, 1, 40, 32),
+    "10-heads-of-80": Shape(10, 2, 80),
+    "6-heads-of-96": Shape(6, 2, 96),
+    "2-heads-of-256": Shape(2, 2, 256, cap=3.0),
+    "3-heads-of-264": Shape(3, 1, 264),
+    "37-heads-of-272": Shape(37, 1, 272, 256),
+    "10-heads-of-320": Shape(10, 2, 320),
+    "8-heads-of-512": Shape(8, 1, 512),
+}
+SHAPES = MODELS | TESTED
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 Key = tuple[Any, ...]
 
 
@@ -104,7 +127,7 @@ class Compiled:
 # --- launch sites -----------------------------------------------------------------------------
 
 
-def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def empty(*size: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
@@ -117,7 +140,7 @@ def integers(*size: int) -> Tensor:
 
 
 def attention_sites(shape: Shape, s: int) -> None:
-    q, (k, v), late = empty(1, shape.h, 1, shape.d_h), shape.pair(s), shape.pair(64)
+    q, (k, v), late = shape.empty(1, shape.h, 1, shape.d_h), shape.pair(s), shape.pair(64)
     for heads in sorted({shape.h_kv, shape.h}):
         for n in (s // 10, 82):
             part = select_attend.Tokens(k, v, positions(1, heads, n), late)
@@ -125,11 +148,11 @@ def attention_sites(shape: Shape, s: int) -> None:
 
 
 def page_sites(shape: Shape, s: int) -> None:
-    k = empty(1, shape.h_kv, s, shape.d_h)
+    k = shape.empty(1, shape.h_kv, s, shape.d_h)
     for page_len in (16, 32, 128):
         kmin, kmax = pages.page_bounds_triton(k, page_len)
         for agg in pages.AGGREGATES:
-            keys = pages.page_keys_triton(empty(2, shape.h, 1, shape.d_h), kmin, kmax, agg)
+            keys = pages.page_keys_triton(shape.empty(2, shape.h, 1, shape.d_h), kmin, kmax, agg)
             pages.expand_keys_triton(keys[..., : max(1, s // 10 // page_len)], 0, page_len, s)
 
 
@@ -139,13 +162,13 @@ def cluster_sites(shape: Shape, s: int) -> None:
     clusters.cluster_tokens_triton(positions(1, shape.h, c), *tables, s // 10)
     centroids = empty(shape.h_kv, c, shape.d_h, dtype=torch.float32)
     for agg in ("query_head", "group_mean"):
-        clusters.cluster_keys_triton(empty(2, shape.h, 1, shape.d_h), centroids, agg)
+        clusters.cluster_keys_triton(shape.empty(2, shape.h, 1, shape.d_h), centroids, agg)
     points = empty(shape.h_kv, s - 16, shape.d_h, dtype=torch.float32)
     kmeans.cluster_means_triton(points, kmeans.nearest_triton(points, centroids, is_l2=False), centroids)
     c = max(8, s // 16)
     order = clusters.mass_keys_triton(
-        empty(2, shape.h, 1, shape.d_h), empty(shape.h_kv, c, shape.d_h), positions(shape.h_kv, c), shape.d_h**-0.5,
-        **shape.weighing,
+        shape.empty(2, shape.h, 1, shape.d_h), shape.empty(shape.h_kv, c, shape.d_h), positions(shape.h_kv, c),
+        shape.d_h**-0.5, **shape.weighing,
     )  # fmt: skip
     clusters.stand_in_triton(order[..., : c // 4], positions(shape.h_kv, c))
 
@@ -164,34 +187,34 @@ def quantiser_sites(shape: Shape, s: int) -> None:
             codes = PackedCodes(shape.h_kv, m, b, n, "meta")
             codes.n = n
             row = pq_scores.Coded(centroids, codes, n, 32, codes, n)
-            queries, keys = empty(2, shape.h, 1, shape.d_h), empty(2, shape.h_kv, 1, shape.d_h)
+            queries, keys = shape.empty(2, shape.h, 1, shape.d_h), shape.empty(2, shape.h_kv, 1, shape.d_h)
             pq_scores.pq_keys_triton(queries, keys, [row, row], shape.d_h**-0.5, **shape.weighing)
         points, flat = empty(shape.h_kv * m, s - 32, shape.d_h // m, dtype=torch.float32), centroids.flatten(0, 1)
         kmeans.cluster_means_triton(points, kmeans.nearest_triton(points, flat, is_l2=True), flat)
 
 
 def search_sites(shape: Shape, s: int) -> None:
-    scale, q, k = shape.d_h**-0.5, empty(2, shape.h, 1, shape.d_h), empty(1, shape.h_kv, s, shape.d_h)
-    late, mean = empty(1, shape.h_kv, 64, shape.d_h), empty(1, shape.h_kv, 1, shape.d_h, dtype=torch.float32)
+    scale, q, k = shape.d_h**-0.5, shape.empty(2, shape.h, 1, shape.d_h), shape.empty(1, shape.h_kv, s, shape.d_h)
+    late, mean = shape.empty(1, shape.h_kv, 64, shape.d_h), empty(1, shape.h_kv, 1, shape.d_h, dtype=torch.float32)
     searched = logits.table_of([logits.Searched(k, late, s + 9, 32, s)] * 2, q.device)
     for agg in logits.AGGREGATES[:4]:
         logits.weigh_logits(*logits.token_logits(q, searched, scale, **shape.weighing), searched, agg)
     for agg in ("query_head", "group_max", "group_mean"):
-        basis, partial = empty(shape.h_kv, shape.d_h, 25), empty(shape.h_kv, s, 25)
+        basis, partial = shape.empty(shape.h_kv, shape.d_h, 25), shape.empty(shape.h_kv, s, 25)
         logits.channel_keys(q, basis.float(), partial.float(), agg)
     for heads, per_head in ((shape.h, False), (shape.h_kv, True)):
         means = empty(s // 128, heads, shape.d_h, dtype=torch.float32)
         logits.block_keys(q, logits.blocks_of([means] * 2), len(means), per_head)
-    bounds, new = empty(shape.h_kv, 2 * shape.d_h, s // 16 + 8), empty(2, shape.h_kv, 1, shape.d_h)
+    bounds, new = shape.empty(shape.h_kv, 2 * shape.d_h, s // 16 + 8), shape.empty(2, shape.h_kv, 1, shape.d_h)
     told = chunks.table_of([chunks.Chunked(bounds, s, 16, 32)] * 2, q.device)
     chunks.chunk_keys(q, new, told, scale, **shape.weighing)
-    for prompt in (k[0].mT, empty(shape.h_kv, shape.d_h, s)):
+    for prompt in (k[0].mT, shape.empty(shape.h_kv, shape.d_h, s)):
         row = columns.Columns(prompt, late, mean, s + 9, 32, s, s // 10)
         told = columns.table_of([row] * 2, q.device)
-        found = columns.find_components(q, empty(2, shape.h_kv, 1, shape.d_h), told, 2, scale)
+        found = columns.find_components(q, shape.empty(2, shape.h_kv, 1, shape.d_h), told, 2, scale)
         _, approximate, lses = columns.component_keys(q, *found, told)
         covered = columns.cover(positions(2, shape.h_kv, s // 10), approximate, lses, told)
-        columns.blend(empty(2, shape.h, 1, shape.d_h), covered, told, shape.h_kv)
+        columns.blend(shape.empty(2, shape.h, 1, shape.d_h), covered, told, shape.h_kv)
     tables = collisions.Tables(10, integers(shape.h_kv, 75, s), integers(shape.h_kv, 75, 1025))
     planes, norms = empty(shape.h_kv, shape.d_h, 750, dtype=torch.float32), empty(shape.h_kv, s, dtype=torch.float32)
     means, found = empty(shape.h_kv, shape.d_h, dtype=torch.float32), integers(shape.h)
@@ -199,10 +222,12 @@ def search_sites(shape: Shape, s: int) -> None:
 
 
 def prompt_sites(shape: Shape, s: int) -> None:
-    q, k = empty(1, shape.h, s, shape.d_h), empty(1, shape.h_kv, s, shape.d_h)
+    q, k = shape.empty(1, shape.h, s, shape.d_h), shape.empty(1, shape.h_kv, s, shape.d_h)
     lse = empty(1, shape.h, s, dtype=torch.float32)
     column_sums.column_sums_triton(q, k, shape.d_h**-0.5, None, lse, 100, cap=shape.cap)
     column_sums.column_sums_triton(q, k, shape.d_h**-0.5, empty(s, dtype=torch.float32), lse, cap=shape.cap)
+    if not attend_kept.holds(shape.d_h, q.element_size()):
+        return
     columns = attend_kept.Kept(s, 64, s - 100, vertical=empty(shape.h, s, dtype=torch.bool))
     columns = replace(columns, met=empty(shape.h, s + 63, dtype=torch.bool))
     for kept in (
@@ -218,7 +243,7 @@ def weight_sites(shape: Shape, s: int) -> None:
     n = s // 10 + 1
     lse = empty(2, shape.h, 1, dtype=torch.float32)
     weights.soften_rows([empty(shape.h, n, dtype=torch.float32)] * 2, lse)
-    k, got = empty(1, shape.h_kv, n + 40, shape.d_h), empty(1, shape.h, n, dtype=torch.float32)
+    k, got = shape.empty(1, shape.h_kv, n + 40, shape.d_h), empty(1, shape.h, n, dtype=torch.float32)
     for owners in sorted({shape.h_kv, 1}):
         held = weights.Held(k, k, positions(1, shape.h_kv, n - 1), n - 1, s)
         before = empty(1, owners, n - 1, dtype=torch.float32)
@@ -228,7 +253,7 @@ def weight_sites(shape: Shape, s: int) -> None:
 def code_sites(shape: Shape, s: int) -> None:
     """KIVI's codes, those of transformers' cache, TurboQuant's; exact tokens behind values alone, and behind both."""
     h_kv, d_h = shape.h_kv, shape.d_h
-    q, exact = empty(2, shape.h, 1, d_h), empty(1, h_kv, 130, d_h)
+    q, exact = shape.empty(2, shape.h, 1, d_h), shape.empty(1, h_kv, 130, d_h)
     norm = empty(h_kv, s, 1, dtype=torch.float16)
     for bits in (2, 3, 4):
         codes = empty(h_kv, s, d_h * bits // 8, dtype=torch.uint8)
@@ -241,11 +266,11 @@ def code_sites(shape: Shape, s: int) -> None:
             empty(d_h, d_h, dtype=torch.float32), empty((1 << bits) - 1, dtype=torch.float32), bits, bits, 1e-8
         )
         tokens.UnitPacking(ageing, ageing, book).pack(ageing[0].x, ageing[0].x, 0)
-        for group in (32, 64) if bits != 3 else ():
-            beside = empty(h_kv, s, d_h // group)
+        for group in (32, 64) if bits != 3 and d_h % 32 == 0 else ():
+            beside = shape.empty(h_kv, s, d_h // group)
             of_group, channels = (
                 empty(h_kv, s // group, d_h, group * bits // 8, dtype=torch.uint8),
-                empty(h_kv, s // group, d_h),
+                shape.empty(h_kv, s // group, d_h),
             )
             v = Side(BY_TOKEN, bits, group, s - 128, Quantised(codes, beside, beside), exact)
             k = Side(BY_CHANNEL, bits, group, s - 64, Quantised(of_group, channels, channels), exact)
@@ -255,11 +280,11 @@ def code_sites(shape: Shape, s: int) -> None:
 
 def landmark_sites(shape: Shape, s: int) -> None:
     h_kv, d_h, rank, c = shape.h_kv, shape.d_h, 160, s // 8 - 48
-    means, basis = empty(h_kv, c, d_h), empty(h_kv, rank, d_h)
-    row = landmarks.Chunks(means, positions(h_kv, 48), empty(s, rank), basis, 8, s // 64)
+    means, basis = shape.empty(h_kv, c, d_h), shape.empty(h_kv, rank, d_h)
+    row = landmarks.Chunks(means, positions(h_kv, 48), shape.empty(s, rank), basis, 8, s // 64)
     tables = empty(s, d_h, dtype=torch.float32)
     for rotation in (landmarks.Rotation(positions(d_h), tables, tables), None):
-        landmarks.make_rows(empty(2, shape.h, 1, d_h), [row] * 2, rotation, d_h**-0.5, **shape.weighing)
+        landmarks.make_rows(shape.empty(2, shape.h, 1, d_h), [row] * 2, rotation, d_h**-0.5, **shape.weighing)
 
 
 def coded(sides: Sequence[tuple[Side, Side]], q: Tensor, n: int) -> None:
@@ -269,8 +294,8 @@ def coded(sides: Sequence[tuple[Side, Side]], q: Tensor, n: int) -> None:
 
 
 def row_sites(shape: Shape, s: int) -> None:
-    k, late = empty(1, shape.h_kv, s, shape.d_h), empty(1, shape.h_kv, 64, shape.d_h)
-    new = empty(2, shape.h_kv, 1, shape.d_h)
+    k, late = shape.empty(1, shape.h_kv, s, shape.d_h), shape.empty(1, shape.h_kv, 64, shape.d_h)
+    new = shape.empty(2, shape.h_kv, 1, shape.d_h)
     append.append_rows_triton(new, new, [[(k, k, 7), (late, late, 3)]] * 2)
     n, n_total = s // 10, s + 64
     stamps, tokens = (empty(shape.h_kv, size, dtype=torch.int32) for size in (n_total, n))
@@ -427,9 +452,15 @@ def loads_of(cubin: bytes) -> dict[str, int]:
     return counts
 
 
+def lengths_of(name: str, dtype: str) -> Sequence[int]:
+    """All of them for models in bfloat16; what a length changes is the same in another type, and of other shapes."""
+    is_model = name in MODELS
+    return LENGTHS if is_model and dtype == "bfloat16" else [ONE_LENGTH[is_model]]
+
+
 def compile_all(
-    architectures: Sequence[int], shapes: Sequence[str], lengths: Sequence[int], sites: Sequence[str], sass: bool,
-    say: Callable[[Compiled], None] = lambda _: None,
+    architectures: Sequence[int], shapes: Sequence[str], dtypes: Sequence[str], lengths: Sequence[int],
+    sites: Sequence[str], sass: bool, say: Callable[[Compiled], None] = lambda _: None,
 ) -> list[Compiled]:  # fmt: skip
     """Every specialisation that these launch sites ask for; `say` gets each as soon as it is there."""
     compiler = Compiler(sass, say)
@@ -437,9 +468,11 @@ def compile_all(
         triton.knobs.cache.dir = folder  # an earlier result would not say what ptxas said
         for arch in architectures:
             with compiler.targeting(arch):
-                for name, s, site in product(shapes, lengths, sites):
-                    compiler.where = f"{site}, {name}, {s} tokens"
-                    SITES[site](SHAPES[name], s)
+                for name, dtype in product(shapes, dtypes):
+                    shape = replace(SHAPES[name], dtype=DTYPES[dtype])
+                    for s, site in product(lengths or lengths_of(name, dtype), sites):
+                        compiler.where = f"{site}, {name}, {dtype}, {s} tokens"
+                        SITES[site](shape, s)
     return list(compiler.found.values())
 
 
@@ -466,7 +499,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.aot", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arch", nargs="+", type=int, default=ARCHITECTURES, help="80 for sm_80")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES])
-    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="tokens in the cache")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=(), help="tokens in the cache")
     parser.add_argument("--only", nargs="+", choices=SITES, default=[*SITES], help="the launch sites of some ops")
     parser.add_argument("--sass", action="store_true", help="count loads by width in the machine code")
     asked = parser.parse_args(words)
@@ -474,7 +508,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print("error: this needs Triton, and TRITON_INTERPRET unset", file=sys.stderr)  # noqa: T201
         return 2
     # Whole it takes many minutes: a line as soon as there is one, and what is wrong once more behind them.
-    found = compile_all(asked.arch, asked.shapes, asked.lengths, asked.only, asked.sass, say)
+    found = compile_all(asked.arch, asked.shapes, asked.dtypes, asked.lengths, asked.only, asked.sass, say)
     wrong = [made for made in found if made.error or made.spilled]
     n_elsewhere = sum(made.spilled > 0 and not made.spills for made in found)
     for made in sorted(wrong, key=lambda made: (made.kernel, made.arch, str(made.constants))):

@@ -22,7 +22,8 @@ def compiled(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_attention_reads_keys_in_loads_of_128_bits() -> None:
-    done = compiled("--arch", "90", "--shapes", "llama-3.1-8b", "--lengths", "32768", "--only", "attention", "--sass")
+    words = ["--arch", "90", "--shapes", "llama-3.1-8b", "--dtypes", "bfloat16", "--lengths", "32768"]
+    done = compiled(*words, "--only", "attention", "--sass")
     assert done.returncode == 0, done.stdout + done.stderr
     (line, *_) = [line for line in done.stdout.splitlines() if line.startswith("attend_items sm_90 bfloat16 G=4")]
     assert "no spill" in line
@@ -31,6 +32,18 @@ def test_attention_reads_keys_in_loads_of_128_bits() -> None:
     wide = int(line.partition(" loads of 128 bits")[0].rpartition(" ")[2])
     assert wide >= 32, line
     assert "16 bits" not in line
+
+
+@pytest.mark.parametrize(
+    ("arch", "shape", "dtype"),
+    [("86", "gemma-2-9b", "bfloat16"), ("86", "deepseek-v3", "bfloat16"), ("90", "37-heads-of-272", "float32")],
+)
+def test_attention_of_wide_heads_compiles(arch: str, shape: str, dtype: str) -> None:
+    """For programs with 99 KB of shared memory, and in float32."""
+    words = ["--arch", arch, "--shapes", shape, "--dtypes", dtype, "--lengths", "700", "--only", "attention"]
+    done = compiled(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "attend_items" in done.stdout and "0 failed, 0 spill" in done.stdout
 
 
 @pytest.mark.slow
