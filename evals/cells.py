@@ -62,7 +62,9 @@ class Cell:
         label = self.rules.label(self.params, self.request)
         if self.shape is not None and self.shape.choosing_layers:  # a submission's may be unknown (evals/submission)
             label += " (the model's choice)"
-        if self.rules.is_question_free and self.settings.scope == "full_prompt":
+        asking = None if self.task is None else self.task.asking
+        is_asked = self.settings.scope == "full_prompt" and (asking is None or asking.mode != "independent")
+        if self.rules.is_question_free and is_asked:  # the question is part of what is compressed
             label += ", whole prompt"
         if self.settings.allocator is not None:
             label = label.replace(self.rules.title, f"{self.rules.title}+{self.settings.allocator.label()}", 1)

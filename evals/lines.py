@@ -207,6 +207,13 @@ def prefill_notes(cell: Cell, rows: Sequence[SampleRow], share: float) -> list[s
     return notes
 
 
+def chosen_of(cell: Cell, rows: Sequence[SampleRow]) -> list[str]:
+    """What a byte budget alone chose of the method's own numbers for its prompts, which the label cannot say."""
+    reports = [row.fields["method_report"] for row in rows if row.fields.get("method_report")]
+    words = {cell.rules.chosen(report): None for report in reports} if cell.request.memory_alone else {}
+    return [words_of.strip("()") for words_of in words if words_of]
+
+
 def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
     """What is known of a run beside its scores."""
     settings, notes = cell.settings, list(cell.task.notes)
@@ -237,6 +244,7 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
             f"compressed layers hold {compressed:.0%} of the cache's bytes at {fmean(n_read):,.0f} tokens: budgets and "
             "ratios are over these"
         )
+    notes += [f"the byte budget chose {words}" for words in chosen_of(cell, rows)]
     if settings.model.check == "never":
         notes.append("KVBench's attention was not compared with transformers' own (model.check=never)")
     if settings.device.startswith("cuda") and (words := out_of_bounds("triton")):

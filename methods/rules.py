@@ -6,6 +6,7 @@ from it, so that a method in one file writes all of this into its own class.
 Not here: what a method does with tokens (`methods/base.py`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
@@ -414,6 +415,11 @@ class Rules:
     @classmethod
     def evicts(cls, params: Any) -> str:
         """Why all heads have to keep equal counts with these parameters, where the method goes on dropping tokens."""
+        return ""
+
+    @classmethod
+    def chosen(cls, report: Mapping[str, Any]) -> str:
+        """Behind the label: what a byte budget chose for a prompt, such as its bits, by what `report` says; or ""."""
         return ""
 
     @classmethod

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from plots import conditions, kept
-from plots.evidence import FULL, fetches, mean, title
-from plots.kept import KEPT, configured, run, samples_of, some
+from plots.evidence import FULL, fetches, listed, mean, title
+from plots.kept import KEPT, answers, configured, run, some
 from plots.stats import Corrected, corrected, paired
 from results import SampleRow, interval
 from results.sheet import ABSENT, Sheet, markdown
 
 NAME = "cited"
-COLUMNS = ("set", "column", "model", "method", "sample", "value", "comm")
+COLUMNS = ("set", "column", "model", "method", "sample", "value", "comm", "label")
 AGES = {"recent": 500, "older": math.inf}  # tokens
 ASKED_OF_LISTS = {
     **dict.fromkeys(("user", "date"), "named"),
@@ -150,6 +150,7 @@ class Line:
     sample: str
     value: float
     comm: str = ""
+    label: str = ""  # what the run calls its method
 
 
 # --- from runs -----------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ def read(root: Path) -> list[Line]:
         for folder, config in configured(root)
         for asked in SETS
         if has(asked, config)
-        for line in lines_of(asked, config, samples_of(folder))
+        for line in lines_of(asked, config, *answers(folder, config))
     ]
     return some(found, root)
 
@@ -171,7 +172,7 @@ def has(asked: Asked, config: Mapping[str, Any]) -> bool:
     return config["task"]["name"] == asked.task and is_recorded == (asked.experiment == "airline")
 
 
-def lines_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow]) -> Iterator[Line]:
+def lines_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow], label: str) -> Iterator[Line]:
     values: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         column, value = asked.column(row), asked.value(row)
@@ -180,17 +181,18 @@ def lines_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow])
             values.setdefault((column, sample), []).append(value)
     for (column, sample), each in values.items():
         names = config["model"]["name"], config["method"]["name"]
-        yield Line(asked.experiment, column, *names, sample, fsum(each) / len(each), str(config.get("comm") or ""))
+        comm = str(config.get("comm") or "")
+        yield Line(asked.experiment, column, *names, sample, fsum(each) / len(each), comm, label)
 
 
 def keep(path: Path, lines: Sequence[Line]) -> None:
-    kept.keep(path, COLUMNS, ((*astuple(line)[:-2], f"{line.value:.4g}", line.comm) for line in lines))
+    kept.keep(path, COLUMNS, ((*astuple(line)[:-3], f"{line.value:.4g}", line.comm, line.label) for line in lines))
 
 
 def load(path: Path) -> list[Line]:
     return [
         Line(row["set"], row["column"], row["model"], row["method"], row["sample"], float(row["value"]),
-             row.get("comm") or "")
+             row.get("comm") or "", row.get("label") or "")
         for row in kept.load(path)
     ]  # fmt: skip
 
@@ -205,6 +207,7 @@ class Column:
     asked: Asked
     name: str
     of: Mapping[str, Mapping[str, float]]  # by method and sample
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def full(self) -> Mapping[str, float]:
@@ -240,15 +243,23 @@ def columns_of(asked: Asked, lines: Sequence[Line]) -> list[Column]:
     found = list[Column]()
     for name in asked.columns:
         of: dict[str, dict[str, float]] = {}
+        labels: dict[str, str] = {}
         for line in lines:
             if (line.asked, line.column) == (asked.experiment, name):
                 of.setdefault(line.method, {})[line.sample] = line.value
+                labels[line.method] = line.label
         if FULL in of:
             of = {method: each for method, each in of.items() if len(each) >= ENOUGH * len(of[FULL])}
             both = [sample for sample in of[FULL] if all(sample in each for each in of.values())]
             if both:
-                found.append(Column(asked, name, {method: {s: of[method][s] for s in both} for method in of}))
+                found.append(Column(asked, name, {method: {s: of[method][s] for s in both} for method in of}, labels))
     return found
+
+
+def name_in(columns: Sequence[Column], method: str) -> str:
+    """What readers call a method's variants in these columns, with all that warns of what they are."""
+    labels = dict.fromkeys(label for column in columns if (label := column.labels.get(method)))
+    return " or ".join(labels) or title(method)
 
 
 def cell(column: Column, method: str, against: Mapping[str, Corrected]) -> str:
@@ -279,10 +290,8 @@ def section(asked: Asked, lines: Sequence[Line]) -> str:
     methods = [FULL, *sorted(methods[1:], key=lambda name: order(name, columns))]
     against = [column.against_full() for column in columns]
     heads = ["method", *(f"{asked.columns[column.name]}, {counted(column)}" for column in columns)]
-    rows = [
-        [title(method), *(cell(column, method, found) for column, found in zip(columns, against, strict=True))]
-        for method in methods
-    ]
+    pairs = [*zip(columns, against, strict=True)]
+    rows = [[name_in(columns, name), *(cell(column, name, found) for column, found in pairs)] for name in methods]
     unit = "loss in nats" if asked.measure else "score"
     parts = [head, f"{command}\n\n{model}; {unit}.", markdown(Sheet(heads, rows))]
     low = [asked.columns[column.name] for column in columns if column.is_at_chance]
@@ -326,9 +335,9 @@ def verdicts(columns: Sequence[Column], against: Sequence[Mapping[str, Corrected
         if column.is_at_chance:
             continue
         worse = -1 if not column.asked.measure else 1
-        losing = [title(name) for name, one in each.items() if one.sign == worse]
+        losing = [name_in([column], name) for name, one in each.items() if one.sign == worse]
         name = column.asked.columns[column.name]
-        found.append(f"- {name}: {', '.join(losing) if losing else 'no method'} shown to lose.")
+        found.append(f"- {name}: {listed(losing) if losing else 'no method'} shown to lose.")
     return "\n".join(found)
 
 

@@ -11,7 +11,7 @@ Not here: the page (`plots/findings.py`), statistics (`plots/stats.py`).
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from plots import kept
-from plots.kept import configured, samples_of, some
+from plots.kept import answers, configured, some
 from plots.stats import Corrected, Paired, corrected, paired
 from results import SampleRow
 from results.intervals import LEVEL
@@ -29,7 +29,7 @@ from results.names import FIRST, own_methods
 
 COLUMNS = (
     "set", "model", "scope", "memory", "method", "sample", "score", "device_bytes", "tokens", "cut_off",
-    "prompt_tokens", "comm",
+    "prompt_tokens", "comm", "label",
 )  # fmt: skip
 SHOWN, HIDDEN = "full_prompt", "context_only"
 WORDS = {SHOWN: "question shown", HIDDEN: "question hidden"}
@@ -166,6 +166,7 @@ class Line:
     score: float
     costs: Costs
     comm: str = ""
+    label: str = ""  # what the run calls its method; "" of values that were kept without it
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,16 @@ class Scores:
     costs: Mapping[Place, Costs]
     comms: frozenset[str] = frozenset()  # of methods that fetch
     prompts: Sequence[int] = ()  # tokens of each sample's prompt, the question in it; empty where they are not kept
+    labels: Mapping[Place, str] = field(default_factory=dict[Place, str])
+
+    def label(self, place: Place) -> str:
+        """What readers call a variant, with all that warns of what it is."""
+        return self.labels.get(place) or title(place[2])
+
+    def name(self, method: str, columns: Sequence[tuple[str, str]] = ()) -> str:
+        """What a row is called that holds a method's variants of some columns, or of all."""
+        asked = [(s, m) for s, m in columns or self.columns if (s, m, method) in self.of]
+        return row_name([(self.label((*at, method)), at[0], self.asked.column(*at)) for at in asked]) or title(method)
 
     @property
     def scopes(self) -> list[str]:
@@ -274,8 +285,32 @@ def less(one: Mapping[str, float], other: Mapping[str, float]) -> Paired:
     return paired([one[sample] for sample in both], [other[sample] for sample in both])
 
 
+def row_name(labels: Sequence[tuple[str, str, str]]) -> str:
+    """What a row is called whose cells are of variants with these labels, each with its scope and its column's words.
+
+    The first one's, and where it is another: "KVzip, whole prompt (question hidden: KVzip)".
+    """
+    columns: dict[str, list[tuple[str, str]]] = {}
+    for label, scope, words in labels:
+        columns.setdefault(label, []).append((scope, words))
+    first, *others = columns or [""]
+    return f"{first} ({'; '.join(f'{where(columns, label)}: {label}' for label in others)})" if others else first
+
+
+def where(columns: Mapping[str, Sequence[tuple[str, str]]], label: str) -> str:
+    """The scope whose columns all have the label, or those columns."""
+    elsewhere = {scope for other in columns if other != label for scope, _ in columns[other]}
+    return " and ".join(dict.fromkeys(words if scope in elsewhere else WORDS[scope] for scope, words in columns[label]))
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names one after the other, told apart where one has a comma of its own."""
+    names = [*names]
+    return ("; " if any("," in name for name in names) else ", ").join(names)
+
+
 def title(method: str) -> str:
-    """What readers call a method, as its file says."""
+    """What its file calls a method. A variant's name says more (`Scores.label`)."""
     file = own_methods().get(method)
     found = None if file is None else re.search(r'^    title = "(.+)"$', file.read_text(encoding="utf-8"), re.MULTILINE)
     return method if found is None else found[1]
@@ -297,12 +332,12 @@ def read(root: Path) -> list[Line]:
         for folder, config in configured(root)
         for asked in SETS
         if asked.has(config)
-        for line in lines_of(asked, config, samples_of(folder))
+        for line in lines_of(asked, config, *answers(folder, config))
     ]
     return some(found, root)
 
 
-def lines_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow]) -> Iterator[Line]:
+def lines_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow], label: str) -> Iterator[Line]:
     """One for each sample, of whose turns the mean counts."""
     method = config["method"]["name"]
     memory = "" if method == FULL else str(config.get("budget" if asked.has_tokens else "memory") or "")
@@ -314,7 +349,7 @@ def lines_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow])
     for sample, turns in by_sample.items():
         score = fsum(float(row.score or 0.0) for row in turns) / len(turns)
         costs, comm = averaged([*map(costs_of, turns)]), str(config.get("comm") or "")
-        yield Line(asked.key, config["model"]["name"], place, sample, score, costs, comm)
+        yield Line(asked.key, config["model"]["name"], place, sample, score, costs, comm, label)
 
 
 def costs_of(row: SampleRow) -> Costs:
@@ -360,6 +395,7 @@ def of_model(asked: Asked, model: str, lines: Sequence[Line]) -> Scores | None:
             rows.setdefault(line.place, {})[line.sample] = line
     of: dict[Place, dict[str, float]] = {}
     costs: dict[Place, Costs] = {}
+    labels: dict[Place, str] = {}
     for scope, memory in dict.fromkeys(p[:2] for p in rows if p[2] != FULL):
         if (full := rows.get((scope, "", FULL))) is None:
             continue
@@ -371,10 +407,11 @@ def of_model(asked: Asked, model: str, lines: Sequence[Line]) -> Scores | None:
             place = scope, memory, method
             of[place] = {sample: by[sample].score for sample in both}
             costs[place] = averaged([by[sample].costs for sample in both])
+            labels[place] = " or ".join(dict.fromkeys(line.label for line in by.values() if line.label))
     comms = {line.comm for place in of if fetches(place[2]) for line in rows[place].values()}
     full = rows.get((SHOWN, "", FULL), {})
     prompts = sorted(round(n) for line in full.values() if (n := line.costs.prompt_tokens))
-    return Scores(asked, model, of, costs, frozenset(comms), prompts) if of else None
+    return Scores(asked, model, of, costs, frozenset(comms), prompts, labels) if of else None
 
 
 def common(rows: Sequence[Mapping[str, Line]]) -> list[str]:
@@ -419,7 +456,7 @@ def by_place(lines: Sequence[Line]) -> dict[tuple[str, str, Place], dict[str, Li
 def keep(path: Path, lines: Sequence[Line]) -> None:
     rows = (
         (one.asked, one.model, *one.place, one.sample, f"{one.score:.4g}", f"{one.costs.device_bytes:.0f}",
-         f"{one.costs.tokens:.4g}", f"{one.costs.cut_off:.4g}", f"{one.costs.prompt_tokens:.0f}", one.comm)
+         f"{one.costs.tokens:.4g}", f"{one.costs.cut_off:.4g}", f"{one.costs.prompt_tokens:.0f}", one.comm, one.label)
         for one in lines
     )  # fmt: skip
     kept.keep(path, COLUMNS, rows)
@@ -428,6 +465,7 @@ def keep(path: Path, lines: Sequence[Line]) -> None:
 def load(path: Path) -> list[Line]:
     return [
         Line(row["set"], row["model"], (row["scope"], row["memory"], row["method"]), row["sample"],
-             float(row["score"]), Costs(*(float(row.get(name) or 0) for name in COLUMNS[-5:-1])), row.get("comm") or "")
+             float(row["score"]), Costs(*(float(row.get(name) or 0) for name in COLUMNS[-6:-2])),
+             row.get("comm") or "", row.get("label") or "")
         for row in kept.load(path)
     ]  # fmt: skip

@@ -14,7 +14,7 @@ Not here: statistics (`plots/stats.py`), reading (`plots/evidence.py`), the figu
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 from pathlib import Path
@@ -34,10 +34,12 @@ from plots.evidence import (
     gathered,
     keep,
     less,
+    listed,
     load,
     mean,
     read,
     renewed,
+    row_name,
     title,
 )
 from plots.figures.evidence import picture
@@ -209,7 +211,8 @@ def told(contrast: Contrast, words: str, sets: Sequence[Scores]) -> tuple[str, i
     ours, theirs = fresh or (scores.of[contrast.place], scores.of[contrast.beside])
     a, b = (f"{100 * mean(values):.0f}" for values in (ours, theirs))
     share = scores.asked.share(contrast.place[1])
-    words = words.format(one=title(contrast.place[2]), other=title(contrast.against), a=a, b=b, share=share)
+    one, other = scores.label(contrast.place), scores.label(contrast.beside)
+    words = words.format(one=one, other=other, a=a, b=b, share=share)
     kind = "the {} comparisons fixed beforehand" if fresh else "all {} of its kind, chosen afterwards"
     where = f"{scores.model}, `experiment={scores.asked.experiment}`"
     over = f"Holm over {kind.format(found.family)}"
@@ -228,16 +231,18 @@ def gap(found: Corrected) -> str:
 def register(sets: Sequence[Scores]) -> str:
     """Every comparison that was fixed beforehand, whatever came of it."""
     found = outcomes(sets)
-    rows = [[words_of(one), *numbers_of(one, found.get(one), one.of(sets))] for one in CONTRASTS]
+    rows = [[words_of(one, one.of(sets)), *numbers_of(one, found.get(one), one.of(sets))] for one in CONTRASTS]
     return markdown(Sheet(["comparison", "known before", "n", "difference", "p", "p after Holm", "shown"], rows))
 
 
-def words_of(contrast: Contrast) -> str:
-    (scope, memory, method), other = contrast.place, title(contrast.against)
+def words_of(contrast: Contrast, scores: Scores | None) -> str:
+    scope, memory, _ = contrast.place
+    places = contrast.place, contrast.beside
+    one, other = (title(place[2]) if scores is None else scores.label(place) for place in places)
     seen = "" if asked_of(contrast).has_tokens else f", {WORDS[scope]}"
     pair = "question hidden against shown" if contrast.against == OTHER_SCOPE else f"against {other}{seen}"
     task = asked_of(contrast)
-    return f"{task.title}: {title(method)} {pair}, {task.share(memory)}"
+    return f"{task.title}: {one} {pair}, {task.share(memory)}"
 
 
 def asked_of(contrast: Contrast) -> Asked:
@@ -255,13 +260,13 @@ def numbers_of(contrast: Contrast, found: Corrected | None, scores: Scores | Non
 # --- tasks ---------------------------------------------------------------------------------------
 
 
-def section(scores: Scores, every: Sequence[str] = ()) -> str:
-    """A task's part; of `every` method of the page it says which were not asked."""
+def section(scores: Scores, every: Mapping[str, str] | None = None) -> str:
+    """A task's part; of `every` method of the page, by its name, it says which were not asked."""
     asked = scores.asked
     ns = "; ".join(asked_so_far(scores, scope) for scope in scores.scopes)
     parts = [
         f"## {asked.title}",
-        f"{asked.about} {scores.model}; {ns}{lengths_of(scores)}.{left_out(scores, every)}",
+        f"{asked.about} {scores.model}; {ns}{lengths_of(scores)}.{left_out(scores, every or {})}",
         f"    python run.py -m experiment={asked.experiment}",
     ]
     if tight := [column for column in scores.columns if scores.is_tight(*column)]:
@@ -298,7 +303,9 @@ def rest(sets: Sequence[Scores]) -> list[str]:
     for name in sorted(names, key=lambda name: (-fsum(of[name]) / len(of[name]), name)):
         cells = [cell(one, (s, m, name)) for one, s, m in columns]
         cells = [bold(words) if name in them else words for words, them in zip(cells, ahead, strict=True)]
-        rows.append([title(name), *cells])
+        labels = [(one.label((s, m, name)), s, f"{one.asked.title}, {one.asked.column(s, m)}") for one, s, m in columns
+                  if (s, m, name) in one.of]  # fmt: skip
+        rows.append([row_name(labels), *cells])
     commands = dict.fromkeys(f"    python run.py -m experiment={one.asked.experiment}" for one in sets)
     files = ", ".join(f"[{one.asked.key}.csv]({NAME}/{one.asked.key}.csv)" for one in sets)
     return [
@@ -331,10 +338,10 @@ def what_can_be_lost(scores: Scores, column: tuple[str, str]) -> str:
     )
 
 
-def left_out(scores: Scores, every: Sequence[str]) -> str:
+def left_out(scores: Scores, every: Mapping[str, str]) -> str:
     """Of other tasks' methods; those that cut while they answer are no other task's."""
-    names = [] if scores.asked.has_tokens else sorted(title(name) for name in {*every} - {*scores.methods})
-    return f" Not asked: {', '.join(names)}." if names else ""
+    names = [] if scores.asked.has_tokens else sorted(every[name] for name in {*every} - {*scores.methods})
+    return f" Not asked: {listed(names)}." if names else ""
 
 
 def asked_so_far(scores: Scores, scope: str) -> str:
@@ -353,7 +360,9 @@ def table(scores: Scores) -> str:
     has_lengths = scores.asked.has_tokens
     heads = ["method", *(scores.asked.column(*column) for column in scores.columns)]
     rows = [["Full", *(f"{100 * mean(scores.full(*column)):.0f}" for column in scores.columns)]]
-    rows += [[title(name), *(cell(scores, (*place, name)) for place in scores.columns)] for name in scores.methods]
+    rows += [
+        [scores.name(name), *(cell(scores, (*place, name)) for place in scores.columns)] for name in scores.methods
+    ]
     if has_lengths:
         heads += ["answer in tokens", "cut off"]
         for name, row in zip((FULL, *scores.methods), rows, strict=True):
@@ -385,11 +394,12 @@ def groups(scores: Scores) -> list[str]:
         best, worse = scores.groups(scope, memory)
         where = scores.asked.column(scope, memory)
         where = f"{where[0].upper()}{where[1:]}:"
-        names = ", ".join(map(title, best))
+        labels = [scores.label((scope, memory, name)) for name in best]
+        names = listed(labels)
         if len(best) == 1:
             found.append(f"{where} {names} is ahead of all others.")
         elif not worse:
-            found.append(f"{where} no method is shown to be behind {title(best[0])}, the highest mean.")
+            found.append(f"{where} no method is shown to be behind {labels[0]}, the highest mean.")
         else:
             found.append(f"{where} {names} cannot be told apart from the best; {others(len(worse))} behind it.")
     return found
@@ -410,7 +420,7 @@ def full_table(path: Path, scores: Scores) -> None:
         ranks = rank_ranges({name: scores.of[place] for name, place in places.items()})
         for name, place in places.items():
             beside = [*against(scores, place), *ranks[name], f"{scores.held(place):.3g}", *lengths(scores, place)]
-            rows.append([*head, title(name), n, *numbers(scores, place), *beside])
+            rows.append([*head, scores.label(place), n, *numbers(scores, place), *beside])
     write_csv(path, [*HEADS], rows)
 
 
@@ -439,8 +449,10 @@ def page(sets: Sequence[Scores]) -> str:
     short = GGUF if any(one.model.startswith("qwen") for one in sets) else ""
     beside = [one for one in sets if one.asked.others_of]
     sets = [one for one in sets if not one.asked.others_of]
-    every = [*dict.fromkeys(name for one in sets if not one.asked.has_tokens for name in one.methods)]
-    fetching = ", ".join(title(name) for name in every if fetches(name))
+    every: dict[str, str] = {}
+    for one in sets:
+        every |= {name: one.name(name) for name in one.methods if not one.asked.has_tokens and name not in every}
+    fetching = listed(called for name, called in every.items() if fetches(name))
     found = findings or "No comparison is shown."
     said = conditions.head([conditions.of_comm(sets), conditions.collapse(sets)])
     head = HEAD.format(

@@ -137,8 +137,8 @@ def grid_of(one: Measure, runs: Sequence[Run]) -> Grid | None:
                 "folder with one of them"
             )
         at[run.result.ratio] = one.place(run)
-        # PyramidInfer's label has a star at small ratios.
-        labels[run.method] = min(run.result.method_label, labels.get(run.method, run.result.method_label), key=len)
+        # PyramidInfer's label has a star at small ratios alone, and its line is of all: what warns stays.
+        labels[run.method] = max(run.result.method_label, labels.get(run.method, run.result.method_label), key=len)
     if not cells:
         return None
     full = next((one.place(run) for run in found.runs if run.is_full), None)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from engine.terminal import say
 from plots import cited, conditions, findings
-from plots.evidence import FULL, HIDDEN, SHOWN, WORDS, Scores, fetches, gathered, load, mean, title
+from plots.evidence import FULL, HIDDEN, SHOWN, WORDS, Scores, fetches, gathered, listed, load, mean, row_name
 from results.names import own_methods
 from results.sheet import ABSENT, Sheet, markdown
 
@@ -146,24 +146,34 @@ def take(sets: Sequence[Scores]) -> str:
                 [
                     when,
                     where,
-                    *(first(standings(sets, scope, memory, has_host)) for memory in shares),
+                    *(first(standings(sets, scope, m, has_host), labels(sets, scope, m)) for m in shares),
                 ]
             )
     heads = ["what you have", "the cache may lie on", *(str(Fraction(m)) for m in shares)]
     return markdown(Sheet(heads, rows, n_keys=len(heads)))
 
 
-def first(standing: Mapping[str, Standing]) -> str:
+def labels(sets: Sequence[Scores], scope: str, memory: str) -> dict[str, str]:
+    """What readers call the variants at a budget, by method."""
+    found: dict[str, dict[str, None]] = {}
+    for one in shared(sets):
+        for place in one.of:
+            if place[:2] == (scope, memory):
+                found.setdefault(place[2], {})[one.label(place)] = None
+    return {name: " or ".join(each) for name, each in found.items()}
+
+
+def first(standing: Mapping[str, Standing], labels: Mapping[str, str]) -> str:
     """The names in front on as many tasks as the best of them."""
     if len(standing) < 2:
         return ABSENT
     most = max(one.in_front / one.tasks for one in standing.values())
     names = [
-        f"{title(name)} ({signed(one.distance)})" for name, one in standing.items() if one.in_front / one.tasks == most
+        f"{labels[name]} ({signed(one.distance)})" for name, one in standing.items() if one.in_front / one.tasks == most
     ]
     more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
     n = max(one.tasks for one in standing.values())
-    return f"{', '.join(names[:MOST])}{more}; {n} task{'s' * (n > 1)}"
+    return f"{listed(names[:MOST])}{more}; {n} task{'s' * (n > 1)}"
 
 
 def every(sets: Sequence[Scores]) -> str:
@@ -171,7 +181,11 @@ def every(sets: Sequence[Scores]) -> str:
     found = [standings(sets, *column, has_host=True) for column in columns]
     names = sorted({name for each in found for name in each}, key=lambda name: overall(name, found))
     heads = ["method", "it takes", *(f"{WORDS[scope]}, {Fraction(memory)}" for scope, memory in columns)]
-    rows = [[title(name), needs(name), *(words(each.get(name)) for each in found)] for name in names]
+    called = [(scope, f"{WORDS[scope]}, {Fraction(memory)}", labels(sets, scope, memory)) for scope, memory in columns]
+    rows = []
+    for name in names:
+        said = [(of[name], scope, column) for scope, column, of in called if name in of]
+        rows.append([row_name(said), needs(name), *(words(each.get(name)) for each in found)])
     return markdown(Sheet(heads, rows, n_keys=2))
 
 
@@ -203,10 +217,10 @@ def today(lines: Sequence[cited.Line]) -> str:
                     f"{column.asked.title.partition(':')[0]}: {column.asked.columns[column.name]}"
                 )
     names = sorted(compared, key=lambda name: (len(lost.get(name, ())) / compared[name], name))
-    rows = [
-        [title(name), f"{len(lost.get(name, ()))} of {compared[name]}", "; ".join(lost.get(name, ())) or ABSENT]
-        for name in names
-    ]
+    rows = []
+    for name in names:
+        where = lost.get(name, [])
+        rows.append([cited.name_in(columns, name), f"{len(where)} of {compared[name]}", "; ".join(where) or ABSENT])
     return markdown(Sheet(["method", "shown to lose", "in"], rows, n_keys=3))
 
 

@@ -21,6 +21,7 @@ from engine.budget import exact
 from engine.errors import ConfigError
 from engine.foreign import refuse_depth
 from evals import rescore
+from evals.asked import class_and_params
 from evals.cells import Cell, cell_without_task
 from evals.submission import frozen
 from evals.submission.folder import Finding
@@ -131,7 +132,11 @@ class Check:
     def cell(self) -> Cell:
         """What was asked, from the configuration alone; without a frozen benchmark the model's shape is not known."""
         shape = None if self.benchmark is None else self.benchmark.shape
-        return cell_without_task(settings_of(self.config), shape, dict(self.config), self.folder)
+        settings, task = settings_of(self.config), None
+        if self.benchmark is not None and self.benchmark.has_turns:
+            task = SimpleNamespace(asking=class_and_params(settings.task)[1].asking)
+        cell = cell_without_task(settings, shape, dict(self.config), self.folder)
+        return replace(cell, task=task)  # type: ignore[arg-type]
 
     def check_facts(self) -> None:
         """What result.json says of the run beside what was measured."""

@@ -14,7 +14,7 @@ Fails     no prompt token is exact, and keys with a few large channels suffer at
 Figures   keep fewer bits, or made keys: #0B88A5, diamond, :
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, cast
@@ -167,6 +167,10 @@ class HFQuantizedCache(QuantisingMethod):
     @classmethod
     def title_of(cls, params: Params) -> str:
         return f"{cls.title} {params.bits} bit"
+
+    @classmethod
+    def chosen(cls, report: Mapping[str, Any]) -> str:
+        return f"{report['bits']} bit"
 
     @classmethod
     def coder(cls, params: Params, plan: Plan) -> Coder:

@@ -17,7 +17,7 @@ Fails     2 bits lose passages and needles, most of all where few KV heads serve
 Figures   keep fewer bits, or made keys: #04787E, hourglass, -
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, cast
@@ -253,9 +253,11 @@ class KIVI(QuantisingMethod):
     @classmethod
     def title_of(cls, params: Params) -> str:
         """With its bits."""
-        same = params.key_bits == params.value_bits
-        bits = f"{params.key_bits} bit" if same else f"K{params.key_bits} V{params.value_bits} bit"
-        return f"{cls.title} {bits}"
+        return f"{cls.title} {bits_words(params.key_bits, params.value_bits)}"
+
+    @classmethod
+    def chosen(cls, report: Mapping[str, Any]) -> str:
+        return bits_words(report["key_bits"], report["value_bits"])
 
     @classmethod
     def coder(cls, params: Params, plan: Plan) -> Coder:
@@ -266,6 +268,10 @@ class KIVI(QuantisingMethod):
         return {
             "key_bits": plan.key_bits, "value_bits": plan.value_bits, "group": plan.group, "residual": plan.residual,
         }  # fmt: skip
+
+
+def bits_words(keys: int, values: int) -> str:
+    return f"{keys} bit" if keys == values else f"K{keys} V{values} bit"
 
 
 def packed_bytes(h_kv: int, d_h: int, n_packed: int, n_exact: int, bits: int, group: int) -> int:

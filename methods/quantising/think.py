@@ -18,7 +18,7 @@ Fails     where a question's queries lean on other channels than the context's l
 Figures   keep fewer bits, or made keys: #DB3ACD, hourglass, -.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, cast
@@ -231,6 +231,10 @@ class ThinK(QuantisingMethod):
     def title_of(cls, params: Params) -> str:
         notes = ", per query head" if params.per == "query_head" else ""
         return f"{cls.title} {show(params.share)}{notes}"
+
+    @classmethod
+    def chosen(cls, report: Mapping[str, Any]) -> str:
+        return f"({report['dropped_channels']} channels less)"
 
     @classmethod
     def coder(cls, params: Params, plan: Plan) -> Coder:

@@ -20,7 +20,7 @@ Fails     small models lose much below 4 bits. `prod` is worse than `mse`: softm
 Figures   keep fewer bits, or made keys: #0AA29C, pillar, --
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -342,10 +342,14 @@ class TurboQuant(QuantisingMethod):
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
-        notes = [] if request.memory_alone else [params.preset.removesuffix("_nc").replace("bit", " bit")]
+        notes = [] if request.memory_alone else [preset_words(params.preset)]
         notes += ["prod"] if params.objective == "prod" else []
         notes += [f"{2 * params.boundary_layers} layers whole"] if params.boundary_layers else []
         return f"{cls.title} ({', '.join(notes)})" if notes else cls.title
+
+    @classmethod
+    def chosen(cls, report: Mapping[str, Any]) -> str:
+        return f"({preset_words(report['preset'])})"
 
     @classmethod
     def coder(cls, params: Params, plan: Plan) -> Coder:
@@ -356,6 +360,10 @@ class TurboQuant(QuantisingMethod):
 
     def report(self) -> dict[str, Any]:
         return {"preset": self.plan.preset}
+
+
+def preset_words(preset: str) -> str:
+    return preset.removesuffix("_nc").replace("bit", " bit")
 
 
 def boundary(params: TurboQuant.Params, shape: ModelShape) -> frozenset[int]:

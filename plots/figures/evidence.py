@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from plots import style
-from plots.evidence import FULL, SHOWN, Scores, mean, title
+from plots.evidence import FULL, SHOWN, Scores, listed, mean
 from plots.stats import rank_ranges
 from plots.style import Canvas, Picture
 from results import interval
@@ -41,7 +41,7 @@ def picture(scores: Scores) -> Picture:
         "Filled: the question hidden while the prompt was compressed; hollow: shown. Ranks are with it hidden, where "
         "that was asked"
     ]
-    canvas.note(*(both if len(scores.scopes) > 1 else []), NOTES)
+    canvas.note(*(both if len(scores.scopes) > 1 else []), *longer(scores), NOTES)
     return canvas.finish(legend=False)
 
 
@@ -54,6 +54,18 @@ def named(scores: Scores, memory: str) -> list[str]:
     """The methods that were asked at a budget, the worst first."""
     of = {name: scores.of.get((main_scope(scores, memory), memory, name)) for name in scores.methods}
     return sorted((name for name in of if of[name]), key=lambda name: mean(of[name] or {}))
+
+
+def longer(scores: Scores) -> list[str]:
+    """Names of rows whose hollow marks are of a variant with another name than the filled ones."""
+    found: dict[str, str] = {}
+    for scope, memory in scores.columns:
+        main = main_scope(scores, memory)
+        for name in named(scores, memory):
+            one, other = scores.label((main, memory, name)), scores.label((scope, memory, name))
+            if (scope, memory, name) in scores.of and one != other:
+                found[one] = other
+    return [f"Hollow marks of {listed(f'{one} are {other}' for one, other in found.items())}"] if found else []
 
 
 def panel(ax: Axes, scores: Scores, memory: str) -> None:
@@ -84,7 +96,7 @@ def panel(ax: Axes, scores: Scores, memory: str) -> None:
         words = f"{first}" if first == last else f"{first} to {last}"
         ax.text(1.02, y, words, transform=across, va="center", fontsize=SMALL)
     ax.text(1.02, len(names) - 0.05, "rank", transform=across, va="center", fontsize=SMALL)
-    ax.set_yticks(range(len(names)), [title(name) for name in names], fontsize=SMALL)
+    ax.set_yticks(range(len(names)), [scores.label((main, memory, name)) for name in names], fontsize=SMALL)
     ax.set_ylim(-0.6, len(names) - 0.1)
     ax.set_xlim(-2, 102)
     ax.grid(axis="y", visible=False)

@@ -52,8 +52,9 @@ def overview(runs: Sequence[Run], root: Path) -> dict[str, Any]:
     correct(described)
     rank(runs, described)
     put_on_fronts(runs, described)
+    names = names_of(runs)
     with told_apart(run.method for run in runs):
-        looks = {run.result.method: look(run.method) | {"name": name_of(run)} for run in runs}
+        looks = {run.result.method: look(run.method) | {"name": names[run.result.method]} for run in runs}
     return {
         "runs": described,
         "metrics": {name: {"better": m.better, "scale": m.scale} for name, m in METRICS.items()},
@@ -129,9 +130,12 @@ def describe(run: Run, others: "Others", root: Path, baselines: Baselines, share
     }
 
 
-def name_of(run: Run) -> str:
-    """The method as a legend names it."""
-    return run.result.method_label.removesuffix(" (C)")
+def names_of(runs: Iterable[Run]) -> dict[str, str]:
+    """Methods as a legend names them: by all that their runs are called."""
+    labels: dict[str, dict[str, None]] = {}
+    for run in runs:
+        labels.setdefault(run.result.method, {})[run.result.method_label] = None
+    return {method: " or ".join(sorted(each)) for method, each in labels.items()}
 
 
 def name_apart(described: Sequence[dict[str, Any]]) -> None:

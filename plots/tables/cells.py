@@ -74,6 +74,7 @@ class TableCell:
     mark: str = ""  # "bold" for the best, "tie" where several may be
     cost: Cost = Cost()
     run: str = ""  # name of its folder
+    label: str = ""  # what the run calls its method; the column has the paper's name
     against: Corrected | None = None  # full attention's, on the prompts that both answered
 
     @property
@@ -233,6 +234,7 @@ def table_cell(
         over=place.over,
         embedded=run.embedded,
         run=run.folder.name,
+        label=run.result.method_label,
         cost=cost(rows, key_bytes) if place.n else Cost(),
     )
 
@@ -404,6 +406,7 @@ def efficiency_cells(
             over=over_budget(rows),
             embedded=run.embedded,
             run=run.folder.name,
+            label=run.result.method_label,
             cost=cost(rows, key_bytes_per_token(runs)),
         )
 

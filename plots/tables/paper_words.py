@@ -121,7 +121,17 @@ def explanation(table: Table) -> list[str]:
             f"{', '.join(names)} read more to find tokens than comm prices: what is read of an index on the device "
             "counts here."
         )
-    return [*sentences, *table.notes]
+    return [*sentences, *called(table), *table.notes]
+
+
+def called(table: Table) -> list[str]:
+    """What our runs are, where their label says more, or other, than the paper's name above their column."""
+    found: dict[str, dict[str, None]] = {}
+    for (_, method, _), cell in table.cells.items():
+        if cell.label and cell.label.replace(" ", "") != method.replace(" ", ""):
+            found.setdefault(method, {})[cell.label] = None
+    said = "; ".join(f"{method}: {' or '.join(labels)}" for method, labels in found.items())
+    return [f"What our runs are, where the paper's name says less or other: {said}."] if said else []
 
 
 def reading_more(table: Table) -> list[str]:
@@ -176,7 +186,7 @@ def in_bytes(value: float | None) -> str:
 def records(tables: Iterable[Table]) -> Iterator[dict[str, Any]]:
     """A line per cell of all tables, unrounded."""
     where = ("model", "data_source", "comm", "protocol", "seed", "limit", "dtype", "device")
-    names = ("dataset", "method", "budget", "score", "low", "high", "n", "n_oom", "published")
+    names = ("dataset", "method", "label", "budget", "score", "low", "high", "n", "n_oom", "published")
     for table in tables:
         for cell in table.cells.values():
             full = cell.against and scaled(cell.against.paired.difference, 100)

@@ -1,7 +1,13 @@
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
-from evals.lines import own_columns
+import pytest
+
+from evals.cells import cell_without_task
+from evals.lines import chosen_of, own_columns
 from evals.prepare import SHOWN, shortened
+from evals.settings import from_words
+from results import SampleRow
 from tasks.base import Sample
 from tasks.prompt import Prompt
 
@@ -42,3 +48,23 @@ def test_a_prompt_that_is_given_as_tokens_is_read_back() -> None:
 def test_a_line_of_nothing_repeats_nothing() -> None:
     sample = shortened(Sample("three", "", ""), Prompt((), (3,)), Words())
     assert own_columns(sample) == {}
+
+
+@pytest.mark.parametrize(
+    ("method", "reports", "words"),
+    [
+        ("kivi", [{"key_bits": 4, "value_bits": 4}, {"key_bits": 4, "value_bits": 2}], ["4 bit", "K4 V2 bit"]),
+        ("turboquant", [{"preset": "3bit_nc"}], ["3 bit"]),
+        ("hf_quantized_cache", [{"bits": 2}, {"bits": 2}], ["2 bit"]),
+        ("think", [{"dropped_channels": 24, "thin_tokens": 9}], ["24 channels less"]),
+        ("snapkv", [{"window": 16}], []),
+    ],
+)
+def test_a_note_says_what_a_byte_budget_chose_where_the_label_cannot(
+    method: str, reports: list[dict[str, Any]], words: list[str]
+) -> None:
+    """The label is made before any prompt is known, and says no bits then."""
+    rows = [cast(SampleRow, SimpleNamespace(fields={"method_report": report})) for report in reports]
+    by_bytes = cell_without_task(from_words([f"method={method}", "memory=1/4"]))
+    assert "bit" not in by_bytes.label and chosen_of(by_bytes, rows) == words
+    assert chosen_of(cell_without_task(from_words([f"method={method}", "ratio=1"])), rows) == []

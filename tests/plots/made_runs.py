@@ -63,7 +63,14 @@ def write(
         | {
             "method": {"name": method, "params": params or {}},
             "task": {"name": task, "params": task_params or {}},
-            "model": {"name": model, "id": model},
+            "model": {
+                "name": model,
+                "id": model,
+                "revision": None,
+                "trust_remote_code": False,
+                "chat": "auto",
+                "system_prompt": "",
+            },
             "ratio": None if budget else ratio,
             "budget": budget,
             "comm": comm,

@@ -82,3 +82,22 @@ def test_a_folder_without_runs_leaves_what_is_kept(
         "\n"
     ) == 1
     assert kept.read_bytes() == before
+
+
+def test_what_a_label_warns_of_stands_in_the_table_and_below_it() -> None:
+    levels = {"full": (0.5, "Full"), "kvzip": (2.5, "KVzip (C), whole prompt"), "h2o": (2.6, "H2O (C)")}
+    lines = [
+        cited.Line("mrcr", "1needle", "m", method, str(i), level + 0.01 * (i % 5), label)
+        for method, (level, label) in levels.items()
+        for i in range(12)
+    ]
+    text = cited.section(SETS["mrcr"], lines)
+    assert "| KVzip (C), whole prompt | +2.00" in text and "| H2O (C) | +2.10" in text
+    assert "- one of its kind: KVzip (C), whole prompt; H2O (C) shown to lose." in text
+
+
+def test_every_kept_value_has_its_runs_label() -> None:
+    kept = cited.load(Path(__file__).resolve().parents[2] / "docs" / "cited" / cited.KEPT)
+    found = {line.method: line.label for line in kept}
+    assert all(found.values()) and (found["quest"], found["h2o"]) == ("Quest (matched)", "H2O (C)")
+    assert found["kvzip"] == "KVzip (C), whole prompt"

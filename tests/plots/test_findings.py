@@ -97,8 +97,8 @@ def test_only_samples_that_all_variants_answered_count(tmp_path: Path) -> None:
     assert {len(values) for place, values in scores.of.items() if place[1] == "0.125"} == {N}
     assert mean(scores.full(SHOWN, "0.25")) == 1.0
     assert f"question hidden: n = 20 at 1/4, n = {N} at 1/8, of 100" in section(scores)
-    assert "asks. Not asked: H2O.\n" in section(scores, ["kivi", "h2o"])
-    assert "Not asked" not in section(scores, ["kivi"])
+    assert "asks. Not asked: H2O.\n" in section(scores, {"kivi": "KIVI", "h2o": "H2O"})
+    assert "Not asked" not in section(scores, {"kivi": "KIVI"})
 
 
 def test_what_cannot_be_told_apart_is_said_as_a_group(tmp_path: Path) -> None:
@@ -132,8 +132,9 @@ def test_scores_of_runs_are_kept_by_sample_whether_they_ended_or_not(tmp_path: P
     (folder / "result.json").unlink()
     found = read(tmp_path / "runs")
     assert {line.place for line in found} == {(SHOWN, "", "full"), (SHOWN, "1/4", "snapkv")}
+    assert {line.label for line in found} == {"Full", "SnapKV"}, "as result.json says it, or else the configuration"
     assert [line.score for line in found[:4]] == [0, 0.25, 0.5, 0.75] and {line.asked for line in found} == {"needle"}
-    assert not [*lines_of(gathered(lines())[0].asked, read_config(folder), [])]
+    assert not [*lines_of(gathered(lines())[0].asked, read_config(folder), [], "")]
     keep(tmp_path / "kept.csv.gz", found)
     assert load(tmp_path / "kept.csv.gz") == found
     before = (tmp_path / "kept.csv.gz").read_bytes()
@@ -238,7 +239,7 @@ def test_a_budget_in_tokens_is_of_draws_whose_mean_counts_with_their_lengths(tmp
     (scores,) = gathered(read(tmp_path))
     assert (scores.asked, scores.n(SHOWN, "96")) == (asked, 40) and scores.columns == [(SHOWN, "96")]
     assert mean(scores.of[SHOWN, "96", "rkv"]) == pytest.approx((5 + 0.5 * 35) / 40)
-    text = section(scores, ["snapkv"])
+    text = section(scores, {"snapkv": "SnapKV"})
     assert "| R-KV | 56 (50 to 63) | 150 | 50 % |" in text and "n = 40, of 50" in text and "Not asked" not in text
     assert "| method | 96 tokens | answer in tokens | cut off |" in text and "question" not in text.split("|")[1]
 
@@ -248,6 +249,58 @@ def test_titles_are_the_methods_own_and_a_missing_file_is_a_sentence(tmp_path: P
     assert main(["--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("plots.findings: ") and said.count("\n") == 1
+
+
+LABELS = {
+    (SHOWN, "kvzip"): "KVzip, whole prompt", (HIDDEN, "kvzip"): "KVzip",
+    **dict.fromkeys(((SHOWN, "kivi"), (HIDDEN, "kivi")), "KIVI 2 bit"),
+    **dict.fromkeys(((SHOWN, "quest"), (HIDDEN, "quest")), "Quest (matched)"),
+}  # fmt: skip
+
+
+def labelled() -> list[Line]:
+    """As runs label them: KVzip reads the question, or does not."""
+    levels = {FULL: (0.9, 0.9), "pqcache": (0.9, 0.8), "kvzip": (0.9, 0.8), "kivi": (0.2, 0.2), "quest": (0.2, 0.2)}
+    return [replace(line, label=LABELS.get((line.place[0], line.place[2]), "")) for line in lines(levels)]
+
+
+def test_what_a_label_warns_of_stands_on_the_page_in_its_tables_and_under_its_figure(tmp_path: Path) -> None:
+    text = written(tmp_path, labelled())
+    assert "| KVzip, whole prompt (question hidden: KVzip) |" in text and "| KIVI 2 bit |" in text
+    assert "hidden, 1/8: KVzip, PQCache cannot be told apart from the best; 2 others are behind it." in text
+    assert "shown, 1/8: KVzip, whole prompt; PQCache cannot" in text, "its comma is none between two methods"
+    assert "methods that fetch (PQCache, Quest (matched)) keep" in text
+    assert "documents: KIVI 2 bit against Full" in text and "KVzip, whole prompt against SnapKV" not in text
+    assert "| Quest |" not in text and "| KIVI |" not in text
+    rows = list(csv.DictReader((tmp_path / "results" / "docs.csv").read_text().splitlines()))
+    assert {(row["scope"], row["method"]) for row in rows} >= {
+        (WORDS[SHOWN], "KVzip, whole prompt"), (WORDS[HIDDEN], "KVzip"), (WORDS[HIDDEN], "Quest (matched)")
+    }  # fmt: skip
+    drawn = picture(gathered(labelled())[0])
+    names = {label.get_text() for (ax,) in drawn.axes for label in ax.get_yticklabels()}
+    assert names == {"PQCache", "KVzip", "KIVI 2 bit", "Quest (matched)"}
+    assert any("Hollow marks of KVzip are KVzip, whole prompt" in note for note in drawn.notes)
+    written(tmp_path, labelled())
+    assert [line.label for line in load(tmp_path / "results" / "scores.csv.gz")] == [line.label for line in labelled()]
+
+
+def test_bits_that_a_byte_budget_chose_stand_behind_the_label(tmp_path: Path) -> None:
+    """KIVI at a quarter of the bytes has 2 bits, which nobody asked for by name."""
+    report = {"key_bits": 2, "value_bits": 2, "group": 32, "residual": 128}
+    asked = {"style": "own", "needles": 1}
+    for method, memory, own in (("full", None, {}), ("kivi", "1/4", {"method_report": report})):
+        rows = [{"score": i / 4, "fields": own} for i in range(4)]
+        made_runs.write(tmp_path, method, "needle", rows, memory=memory, ratio=None, task_params=asked, label=method)
+    assert {line.label for line in read(tmp_path)} == {"full", "kivi 2 bit"}
+
+
+def test_every_kept_value_has_its_runs_label() -> None:
+    kept = load(DOCS / "results" / "scores.csv.gz")
+    found = {(line.place[0], line.place[2]): line.label for line in kept}
+    assert all(found.values())
+    assert found[SHOWN, "kvzip"] == "KVzip, whole prompt" and found[HIDDEN, "kvzip"] == "KVzip"
+    assert found[SHOWN, "retroinfer"] == "RetroInfer (budget in the mean, 79 tokens a cluster)"
+    assert (found[SHOWN, "kivi"], found[SHOWN, "keydiff"]) == ("KIVI 2 bit", "KeyDiff (simulated blocks)")
 
 
 def test_a_finding_of_two_kinds_needs_both_and_the_opposite_of_the_second() -> None:

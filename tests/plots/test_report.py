@@ -234,6 +234,16 @@ def test_a_method_looks_as_in_every_figure_whatever_else_is_shown(method: str) -
     assert (found["shape"], len(found["dash"]) > 2) == (looks.path, looks.dash == "-.")
 
 
+def test_a_legend_names_a_method_by_all_that_its_runs_are_called(tmp_path: Path) -> None:
+    """The last run's name stood for all, without its (C)."""
+    for i, (method, label) in enumerate([("snapkv", "SnapKV (C)"), ("snapkv", "SnapKV"), ("quest", "Quest (matched)")]):
+        write(tmp_path / str(i), method, "needle", [{"score": 1.0}], label=label)
+    looks = overview(load(tmp_path), tmp_path)["looks"]
+    assert {method: each["name"] for method, each in looks.items()} == {
+        "snapkv": "SnapKV or SnapKV (C)", "quest": "Quest (matched)",
+    }  # fmt: skip
+
+
 def test_what_a_page_shows_changes_no_look(root: Path) -> None:
     runs = load(root)
     assert overview(runs[-1:], root)["looks"].items() <= overview(runs, root)["looks"].items()

@@ -130,6 +130,14 @@ def test_differences_are_paired_and_only_shown_ones_are_marked(root: Path, page:
     assert re.fullmatch(r"\| SnapKV \| -100\.0 \(.*\) \* \| \+0\.0.* \|", line) and line.count("*") == 1
 
 
+def test_a_line_keeps_what_one_of_its_runs_warns_of(tmp_path: Path) -> None:
+    """PyramidInfer's star is of small ratios; the line of all lost it."""
+    for ratio, label in (("0.1", "PyramidInfer* (C)"), ("0.4", "PyramidInfer (C)")):
+        made_runs.write(tmp_path, "pyramidinfer", "longbench", [{"score": 0.5}], ratio=ratio, label=label)
+    grid = grid_of(SCORES[0], load(tmp_path))
+    assert grid is not None and grid.labels == {"pyramidinfer": "PyramidInfer* (C)"}
+
+
 def test_what_holds_more_bytes_than_its_ratio_is_marked_and_ringed(root: Path, tmp_path: Path) -> None:
     """A method that leaves layers whole has as many tokens as others and more bytes."""
     runs = []

@@ -6,8 +6,8 @@ import pytest
 
 from plots import cited
 from plots.evidence import FULL, HIDDEN, SHOWN, gathered, load
-from plots.which import MOST, fetches, first, main, needs, page, standings, take, today
-from tests.plots.test_findings import DOCS, lines, written
+from plots.which import MOST, every, fetches, first, labels, main, needs, page, standings, take, today
+from tests.plots.test_findings import DOCS, labelled, lines, written
 
 
 def test_the_page_is_what_the_scores_make() -> None:
@@ -20,7 +20,8 @@ def test_only_what_a_machine_can_run_competes() -> None:
     with_host, alone = (standings(sets, HIDDEN, "0.125", has_host) for has_host in (True, False))
     assert [*with_host] == ["kivi", "kvzip", "pqcache", "snapkv"] and [*alone] == ["kivi", "kvzip", "snapkv"]
     assert with_host["snapkv"].in_front == 0 and with_host["snapkv"].distance == pytest.approx(-80, abs=5)
-    assert first(with_host).startswith("KIVI") and "SnapKV" not in first(with_host)
+    named = labels(sets, HIDDEN, "0.125")
+    assert first(with_host, named).startswith("KIVI") and "SnapKV" not in first(with_host, named)
     assert fetches("pqcache") and needs("kvzip") == "a second reading of the prompt" and needs("snapkv") == "-"
 
 
@@ -36,13 +37,14 @@ def test_a_method_that_is_best_of_what_may_run_is_in_front_though_another_beats_
 def test_a_task_that_full_attention_hardly_does_counts_for_nobody(level: float) -> None:
     sets = gathered(lines({FULL: (level, level), "pqcache": (level, level), "snapkv": (0.1, 0.1)}))
     assert sets[0].has_room(SHOWN, "0.25") == (level == 0.5)
-    assert standings(sets, SHOWN, "0.25", has_host=True) == {} and first({}) == "-"
+    assert standings(sets, SHOWN, "0.25", has_host=True) == {} and first({}, {}) == "-"
 
 
 def test_many_ties_are_counted_and_not_all_named() -> None:
     names = ["snapkv", "tova", "kvzip", "kivi", "keydiff", "h2o"]
     sets = gathered(lines({FULL: (0.9, 0.9), **dict.fromkeys(names, (0.9, 0.9))}))
-    assert first(standings(sets, SHOWN, "0.25", has_host=False)).endswith(f" and {len(names) - MOST} more; 1 task")
+    standing = standings(sets, SHOWN, "0.25", has_host=False)
+    assert first(standing, labels(sets, SHOWN, "0.25")).endswith(f" and {len(names) - MOST} more; 1 task")
 
 
 def test_losses_are_counted_where_full_attention_is_above_chance() -> None:
@@ -65,3 +67,17 @@ def test_a_folder_of_somebodys_own_scores_needs_none_of_cited_tasks(tmp_path: Pa
 def test_scores_that_are_not_there_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("plots.which: ")
+
+
+def test_what_a_label_warns_of_stands_in_every_table() -> None:
+    sets = gathered(labelled())
+    assert "KVzip, whole prompt (0); PQCache (0); 1 task" in take(sets)
+    assert "| KVzip, whole prompt (question hidden: KVzip) | a second" in every(sets) and "| KIVI 2 bit |" in every(
+        sets
+    )
+    made = [
+        cited.Line("mrcr", "1needle", "m", method, str(i), level + 0.01 * (i % 3), label)
+        for method, level, label in (("full", 0.5, "Full"), ("kvzip", 2.5, "KVzip (C), whole prompt"))
+        for i in range(20)
+    ]
+    assert "| KVzip (C), whole prompt | 1 of 1 |" in today(made)

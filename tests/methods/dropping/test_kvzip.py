@@ -20,6 +20,9 @@ from engine.passes.repetition import FIRST, NEXT, Repetition, largest_weights
 from engine.passes.trace import Trace
 from engine.prefill import prefill
 from engine.softmax import Softmax
+from evals.asked import Lookups, ask_one
+from evals.cells import cell_without_task
+from evals.settings import from_words
 from methods.allocator import Allocator
 from methods.base import SelectiveAttention, Variant
 from methods.dropping.allocators import Counts
@@ -308,6 +311,13 @@ def test_the_time_of_the_second_pass_stands_beside_the_prefills(tmp_path: Path) 
     assert own.method_label == "KVzip (C)"
     whole_prompt, _ = run([*words, "method=kvzip", "method.chunk=100"], tmp_path / "whole")
     assert whole_prompt.method_label == "KVzip (C), whole prompt"
+
+
+@pytest.mark.parametrize(("mode", "label"), [("independent", "KVzip (C)"), ("dialogue", "KVzip (C), whole prompt")])
+def test_a_context_that_is_compressed_before_its_questions_is_no_whole_prompt(mode: str, label: str) -> None:
+    words = ["method=kvzip", "ratio=0.3", "task=shared_context", "task.source=embedded", f"task.mode={mode}"]
+    asked = ask_one(from_words(words), Lookups())
+    assert replace(cell_without_task(asked.settings), task=asked.task).label == label
 
 
 def test_the_second_pass_is_part_of_the_time_to_the_second_token(tmp_path: Path) -> None:
