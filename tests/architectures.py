@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.budget import BudgetRequest
@@ -174,6 +175,13 @@ NOT_TEXT = {
     "fuyu",
     "got_ocr2",
 }
+SINCE = {  # transformers before that names these layers otherwise or not at all, or caches other things for them
+    "deepseek_v32": "5.18",
+    "deepseek_v4": "5.23",
+    "gemma3n_text": "5.23",
+    "hy_v4": "5.18",
+    "qwen4_exp_text": "5.21",
+}
 SEEDS = range(1, 6)  # tried in turn until an answer is no single word
 
 
@@ -305,6 +313,11 @@ def look(model_type: str) -> Found:
     except Exception as error:
         return Found(model_type, "broken", f"{type(error).__name__}: {one_line(error)}")
     return Found(model_type, "wrong" if apart else "exact", ", ".join(apart), layers)
+
+
+def is_too_new(name: str) -> bool:
+    """Whether the transformers that is installed is too old for this architecture; then it is refused."""
+    return Version(transformers.__version__) < Version(SINCE.get(name, "0"))
 
 
 def text_types() -> list[str]:

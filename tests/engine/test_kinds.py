@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from torch import Tensor
 
 from engine.attend import attend_own
@@ -27,7 +26,20 @@ from engine.turns.talk import Talk, attend_own_past
 from evals.settings import ModelSpec
 from methods.dropping.streamingllm import StreamingLLM
 from methods.full import Full
-from tests.architectures import CHUNK, N_SINK, answers, config_of, generated, loaded, look, model_of, prompt, text_types
+from tests.architectures import (
+    CHUNK,
+    N_SINK,
+    SINCE,
+    answers,
+    config_of,
+    generated,
+    is_too_new,
+    loaded,
+    look,
+    model_of,
+    prompt,
+    text_types,
+)
 from tests.tiny import tiny
 from tests.tiny_run import save_tiny
 
@@ -39,14 +51,7 @@ EXACT = (
     *("lfm2", "llama4_text", "modernbert-decoder", "nemotron", "nemotron_h", "phi", "qwen3_5_text", "qwen3_next"),
     *("smollm3", "stablelm", "zamba2"),
 )
-SINCE = {  # transformers before that names these layers otherwise or not at all, or caches other things for them
-    "deepseek_v32": "5.18",
-    "deepseek_v4": "5.23",
-    "gemma3n_text": "5.23",
-    "hy_v4": "5.18",
-    "qwen4_exp_text": "5.21",
-}
-TOO_NEW = {name for name, since in SINCE.items() if Version(transformers.__version__) < Version(since)}
+TOO_NEW = [*filter(is_too_new, SINCE)]
 EXACT_HERE = [name for name in EXACT if name not in TOO_NEW]
 REFUSED = {
     "bert": "answers differently",
