@@ -87,7 +87,7 @@ def test_a_folder_without_runs_leaves_what_is_kept(
 def test_what_a_label_warns_of_stands_in_the_table_and_below_it() -> None:
     levels = {"full": (0.5, "Full"), "kvzip": (2.5, "KVzip (C), whole prompt"), "h2o": (2.6, "H2O (C)")}
     lines = [
-        cited.Line("mrcr", "1needle", "m", method, str(i), level + 0.01 * (i % 5), label)
+        cited.Line("mrcr", "1needle", "m", method, str(i), level + 0.01 * (i % 5), label=label)
         for method, (level, label) in levels.items()
         for i in range(12)
     ]
