@@ -175,13 +175,12 @@ def listed(words: list[str]) -> int:
 
 def checked(words: list[str]) -> int:
     """Say what this machine has, or with `model=NAME` what a model has."""
-    from evals.screen.check import main as check
-    from evals.screen.check import refuse_others
+    from evals.screen import check
 
     if not words:
-        return check()
+        return check.main()
     try:
-        refuse_others(words)
+        check.refuse_others(words)
         from evals.screen.model import main as check_model
 
         return check_model(words)

@@ -95,9 +95,16 @@ def answer_line(sample: Sample, prompt: Prompt, sha: str, reply: Reply, row: Sel
         | prefill_columns(row, cell)
         | ({} if decoded.by_graphs is None else {"by_graphs": decoded.by_graphs})
         | ({} if decoded.why_no_graphs is None else {"why_no_graphs": decoded.why_no_graphs})
+        | {"variant": variant_words(cell, report)}
         | ({"method_report": report} if report else {})
         | ({"attended_bins": bins} if (bins := attended_bins(row.store.layers.values())) else {}),
     )
+
+
+def variant_words(cell: Cell, report: dict[str, Any]) -> str:
+    """The variant's label, and what its byte budget chose for this prompt: no label can say that beforehand."""
+    chosen = cell.rules.chosen(report) if report and cell.request.memory_alone else ""
+    return f"{cell.label} {chosen}" if chosen else cell.label
 
 
 def books_of(row: SelectiveAttention) -> dict[str, float | int | bool | None]:
@@ -209,9 +216,8 @@ def prefill_notes(cell: Cell, rows: Sequence[SampleRow], share: float) -> list[s
 
 def chosen_of(cell: Cell, rows: Sequence[SampleRow]) -> list[str]:
     """What a byte budget alone chose of the method's own numbers for its prompts, which the label cannot say."""
-    reports = [row.fields["method_report"] for row in rows if row.fields.get("method_report")]
-    words = {cell.rules.chosen(report): None for report in reports} if cell.request.memory_alone else {}
-    return [words_of.strip("()") for words_of in words if words_of]
+    names = dict.fromkeys(row.fields["variant"] for row in rows if "variant" in row.fields)
+    return [words for name in names if (words := name.removeprefix(cell.label).strip(" ()"))]
 
 
 def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:

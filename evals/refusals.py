@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from engine.errors import ConfigError, RunError
 from engine.terminal import say
 from evals.outside import said
-from evals.settings import Settings
+from evals.settings import POOLS, Settings
 
 S = TypeVar("S")
 
@@ -38,6 +38,14 @@ def passes(check: Callable[[S], object], one: S) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def check_pool(cells: Iterable[Settings]) -> None:
+    """Raise `ConfigError` where the package of a launcher is not installed."""
+    kinds = {type(cell.pool) for cell in cells}
+    for launcher, kind in POOLS.items():
+        if kind in kinds:
+            refuse_missing_package(kind.package, f"hydra/launcher={launcher}")
 
 
 def refuse_missing_package(package: str, key: str) -> None:

@@ -17,8 +17,8 @@ from engine.machine import leave_busy_cores
 from engine.terminal import say
 from evals.asked import RUNS, ask
 from evals.logger import Copies, check_logger
-from evals.refusals import refuse_missing_package, refuse_nothing_left
-from evals.settings import POOLS, Settings
+from evals.refusals import check_pool, refuse_nothing_left
+from evals.settings import Settings
 from results import RunResult
 from results.files import refuse_closed
 
@@ -38,9 +38,7 @@ def prepare(cells: Sequence[Settings]) -> "list[Cell]":
 def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
     """Run cells, or pick up where an earlier process stopped: each cell's folder and result, in their order."""
     check_logger(cells)
-    for launcher, kind in POOLS.items():
-        if any(isinstance(cell.pool, kind) for cell in cells):
-            refuse_missing_package(kind.package, f"hydra/launcher={launcher}")
+    check_pool(cells)
     for out in {cell.out for cell in cells}:
         refuse_closed(out or RUNS)
     ready = prepare(cells)

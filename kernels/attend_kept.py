@@ -289,13 +289,13 @@ def attend_kept_triton(
 
 def form_of(block: int, d_h: int, d_v: int, size: int, arch: int) -> tuple[int, int, int, int]:
     """Queries, channels and keys at a time that registers have room for, and warps."""
-    width = power_of_2(max(d_h, d_v), 16)
+    width, is_odd = power_of_2(max(d_h, d_v), 16), d_h % 16 > 0 or d_v % 16 > 0  # whose masks take registers
     if size == 4:
         return min(block, 32 if width <= 256 else 16), width, 32 if width <= 128 else 16, 4 if width <= 128 else 8
     held = HELD // 2 if width > 128 and arch >= 100 else HELD
     rows = min(block, max(16, held // width))
-    tile = TILE if max(width, rows) < 128 else TILE_OF_WIDE
-    if width * rows > 128 * 128 or width > 512 or (width > 256 and d_h % 16):  # whose masks take registers
+    tile = TILE if max(width, rows) < 128 and not is_odd else TILE_OF_WIDE
+    if width * rows > 128 * 128 or width > 512 or (width > 256 and is_odd):
         tile //= 2
     return rows, width, tile, 8 if max(rows, width // 2) >= 128 else 4
 

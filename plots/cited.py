@@ -162,7 +162,7 @@ def read(root: Path) -> list[Line]:
         for folder, config in configured(root)
         for asked in SETS
         if has(asked, config)
-        for line in lines_of(asked, config, *answers(folder, config))
+        for line in lines_of(asked, config, *answers(folder))
     ]
     return some(found, root)
 

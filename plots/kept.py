@@ -9,15 +9,13 @@ import gzip
 import io
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.errors import ConfigError
 from engine.foreign import CsvWriter
 from engine.terminal import say
 from results import SampleRow, read_config
-from results.names import known
 from results.read import parse_samples
 
 KEPT = "scores.csv.gz"
@@ -52,44 +50,23 @@ def samples_of(folder: Path) -> Sequence[SampleRow]:
     return [*parse_samples(path, path.read_bytes())[0].values()] if path.is_file() else []
 
 
-def answers(folder: Path, config: Mapping[str, Any]) -> tuple[Sequence[SampleRow], str]:
+def answers(folder: Path) -> tuple[Sequence[SampleRow], str]:
     """What a run has answered so far, and what it calls its method."""
     rows = samples_of(folder)
-    return rows, label_of(folder, config, rows) if rows else ""
+    return rows, label_of(folder, rows)
 
 
-def label_of(folder: Path, config: Mapping[str, Any], rows: Sequence[SampleRow]) -> str:
-    """What a run calls its method, with all that warns of what it is: as its result says, or its configuration.
+def label_of(folder: Path, rows: Sequence[SampleRow]) -> str:
+    """What a run calls its method, with all that warns of what it is; "" where it has not ended and is older than that.
 
-    What a byte budget chose of the method's own numbers stands in its samples alone.
+    Each sample says it, with what a byte budget chose for it, such as its bits. Runs from before that have it in
+    result.json.
     """
+    names = dict.fromkeys(name for row in rows if isinstance(name := row.fields.get("variant"), str))
     ended = folder / "result.json"
-    try:
-        label = json.loads(ended.read_text(encoding="utf-8"))["method_label"] if ended.is_file() else named(config)
-        return " ".join([label, *([" or ".join(words)] if (words := chosen(config, rows)) else [])])
-    except (ConfigError, LookupError) as error:
-        raise ValueError(f"{folder} does not say what its method is called ({error})") from None
-
-
-def named(config: Mapping[str, Any]) -> str:
-    """A variant's name by the configuration of its run, as the run's own table has it."""
-    from evals.cells import cell_without_task  # imports torch
-    from evals.submission.settings import settings_said
-
-    return cell_without_task(settings_said(config)).label
-
-
-def chosen(config: Mapping[str, Any], rows: Sequence[SampleRow]) -> list[str]:
-    """What a byte budget alone chose for its prompts, such as "2 bit"."""
-    reports = [row.fields["method_report"] for row in rows if row.fields.get("method_report")]
-    is_alone = config.get("memory") is not None and config.get("ratio") is None and config.get("budget") is None
-    if not (reports and is_alone and known(config["method"]["name"])):
-        return []
-    from evals.settings import load_class  # imports torch
-    from evals.submission.settings import choice
-
-    rules: Any = load_class(choice("method", config["method"]))
-    return [*dict.fromkeys(filter(None, map(rules.chosen, reports)))]
+    if not names and ended.is_file():
+        return str(json.loads(ended.read_text(encoding="utf-8")).get("method_label", ""))
+    return " or ".join(names)
 
 
 def some(lines: list[T], root: Path) -> list[T]:

@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 
 from engine.checkpoints.digests import cache_home, digest_of
 from engine.checkpoints.gguf import check_gguf
+from engine.checkpoints.packages import refuse_shadowed
 from engine.errors import ConfigError, first_line
 from engine.terminal import say
 
@@ -65,6 +66,7 @@ def _convert_and_rename(file: Path, folder: Path, n_numbers: int) -> None:
             errno.ENOSPC,
             f"{file.name} takes {wanted / 1e9:.1f} GB there and {free / 1e9:.1f} GB are free",
         )
+    refuse_shadowed()
     say(f"Converting {file.name} to safetensors, once: {folder}", file=sys.stderr)
     work = Path(f"{folder}{MAKING}")
     shutil.rmtree(work, ignore_errors=True)

@@ -22,7 +22,7 @@ from engine.checkpoints.digests import cache_home, digests_of, read_own, write_o
 from engine.checkpoints.gguf import check_gguf
 from engine.checkpoints.header import check_config, gguf_file, hub_config, not_had
 from engine.checkpoints.kinds import auto_class, check_compresses, shape_of
-from engine.checkpoints.packages import out_of_bounds, shadowed
+from engine.checkpoints.packages import out_of_bounds, refuse_shadowed
 from engine.checkpoints.placement import device_map_of, layer_devices, spread
 from engine.checkpoints.text import how_to_read, marks, text_part
 from engine.checkpoints.trial import check_tokenizer
@@ -294,12 +294,6 @@ def warn_of_triton() -> None:
     """Say once that this Triton is one that kernels were not tried with."""
     if words := out_of_bounds("triton"):
         logger.warning("%s: no kernel was tried with it, and some may be slow, fail or be wrong", words)
-
-
-def refuse_shadowed() -> None:
-    """Raise `ConfigError` where transformers cannot be imported beside our folder of kernels."""
-    if words := shadowed():
-        raise ConfigError(words)
 
 
 def resolve_device(device: str) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from engine.errors import ConfigError
+
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
@@ -54,3 +56,9 @@ def shadowed() -> str | None:
         f"Hugging Face's package kernels {found} is installed, and transformers {installed('transformers')} finds "
         "KVBench's folder of that name in its place; run pip uninstall kernels, or use an environment without it"
     )
+
+
+def refuse_shadowed() -> None:
+    """Raise `ConfigError` where transformers cannot be imported beside our folder of kernels."""
+    if words := shadowed():
+        raise ConfigError(words)

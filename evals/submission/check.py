@@ -23,6 +23,7 @@ from engine.foreign import refuse_depth
 from evals import rescore
 from evals.asked import class_and_params
 from evals.cells import Cell, cell_without_task
+from evals.lines import variant_words
 from evals.submission import frozen
 from evals.submission.folder import Finding
 from evals.submission.settings import settings_of
@@ -144,6 +145,17 @@ class Check:
             if said != asked:
                 kind = "budget" if key in ("ratio_exact", "budget", "comm_exact", "memory_exact") else "configuration"
                 self.find(kind, f"result.json says {key} {said!r:.80}, and the configuration {asked!r:.80}")
+
+        for row in self.rows:
+            if "variant" in row.fields and not self.is_outside and row.fields["variant"] != self.variant_of(row):
+                self.find("configuration", f"sample {row.id!r:.60} says another variant than the configuration")
+
+    def variant_of(self, row: SampleRow) -> str | None:
+        """What a sample's line calls the variant; None where it reports what its method cannot."""
+        try:
+            return variant_words(self.cell, row.fields.get("method_report") or {})
+        except (LookupError, TypeError, AttributeError):
+            return None
 
     def facts(self) -> Iterator[tuple[str, Any, Any]]:
         """Names, what the result says, what the configuration says."""

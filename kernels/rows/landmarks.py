@@ -27,7 +27,7 @@ from kernels.rows.rotation import Rotation
 from kernels.topk import pack_key, top_keys
 
 MEANS, TOKENS, RANK = 32, 16, 32  # of one program: landmarks; tokens, and how much of the rank at a time
-CHANNELS = {2: 128, 4: 64}  # of a key at a time, by the bytes of a number: registers hold no more of their products
+CHANNELS = {2: 128, 4: 32}  # of a key at a time, by the bytes of a number: registers hold no more of their products
 FIELDS = 11  # numbers of a row
 
 

@@ -20,7 +20,14 @@ from results import METRICS, SampleRow
 LARGEST = 17_000_000  # bytes that the samples may take on a page of 20 MB
 PIECE = 1_500_000  # characters of JSON that are unpacked at a time
 PROBED = 40  # runs that the size of all is judged by
-OWN = ("dataset", "metric", "method_report", "prompt_end", "attended_bins")  # columns that have places of their own
+OWN = (
+    "dataset",
+    "metric",
+    "variant",
+    "method_report",
+    "prompt_end",
+    "attended_bins",
+)  # columns with a place of their own
 FEWEST = 120  # characters of a line of evidence
 LEVELS = 63  # of a strip's brightness
 

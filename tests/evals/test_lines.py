@@ -4,7 +4,7 @@ from typing import Any, cast
 import pytest
 
 from evals.cells import cell_without_task
-from evals.lines import chosen_of, own_columns
+from evals.lines import chosen_of, own_columns, variant_words
 from evals.prepare import SHOWN, shortened
 from evals.settings import from_words
 from results import SampleRow
@@ -64,7 +64,9 @@ def test_a_note_says_what_a_byte_budget_chose_where_the_label_cannot(
     method: str, reports: list[dict[str, Any]], words: list[str]
 ) -> None:
     """The label is made before any prompt is known, and says no bits then."""
-    rows = [cast(SampleRow, SimpleNamespace(fields={"method_report": report})) for report in reports]
-    by_bytes = cell_without_task(from_words([f"method={method}", "memory=1/4"]))
-    assert "bit" not in by_bytes.label and chosen_of(by_bytes, rows) == words
-    assert chosen_of(cell_without_task(from_words([f"method={method}", "ratio=1"])), rows) == []
+    by_bytes, plain = (cell_without_task(from_words([f"method={method}", key])) for key in ("memory=1/4", "ratio=1"))
+    for cell, expected in ((by_bytes, words), (plain, [])):
+        names = [variant_words(cell, report) for report in reports]
+        rows = [cast(SampleRow, SimpleNamespace(fields={"variant": name})) for name in names]
+        assert chosen_of(cell, rows) == expected and all(name.startswith(cell.label) for name in names)
+    assert "bit" not in by_bytes.label

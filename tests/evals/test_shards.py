@@ -62,7 +62,7 @@ def told(folder: Path) -> dict[str, Any]:
 def use(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     """In place of Ray and Slurm."""
     monkeypatch.setattr(shards, "runner", lambda pool: run)
-    monkeypatch.setattr(runner, "refuse_missing_package", lambda *_: None)
+    monkeypatch.setattr(runner, "check_pool", lambda cells: None)
 
 
 def run_on_pool(cells: list[Settings]) -> list[tuple[Path, RunResult]]:

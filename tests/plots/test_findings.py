@@ -123,8 +123,9 @@ def test_where_full_attention_is_at_chance_nothing_is_compared(tmp_path: Path) -
 
 
 def test_scores_of_runs_are_kept_by_sample_whether_they_ended_or_not(tmp_path: Path) -> None:
-    rows = [{"score": i / 4, "ledger": {"bytes_resident_device": 50.0}} for i in range(4)]
-    for method, memory in (("full", None), ("snapkv", "1/4")):
+    for method, memory, label in (("full", None, ""), ("snapkv", "1/4", "SnapKV (C)")):
+        more = {"fields": {"variant": label}} if label else {}
+        rows = [{"score": i / 4, "ledger": {"bytes_resident_device": 50.0}} | more for i in range(4)]
         folder, _ = made_runs.write(
             tmp_path / "runs", method, "needle", rows, memory=memory, ratio=None,
             task_params={"style": "own", "needles": 1},
@@ -132,7 +133,7 @@ def test_scores_of_runs_are_kept_by_sample_whether_they_ended_or_not(tmp_path: P
     (folder / "result.json").unlink()
     found = read(tmp_path / "runs")
     assert {line.place for line in found} == {(SHOWN, "", "full"), (SHOWN, "1/4", "snapkv")}
-    assert {line.label for line in found} == {"Full", "SnapKV"}, "as result.json says it, or else the configuration"
+    assert {line.label for line in found} == {"Full", "SnapKV (C)"}, "as samples say it, or else result.json"
     assert [line.score for line in found[:4]] == [0, 0.25, 0.5, 0.75] and {line.asked for line in found} == {"needle"}
     assert not [*lines_of(gathered(lines())[0].asked, read_config(folder), [], "")]
     keep(tmp_path / "kept.csv.gz", found)
@@ -285,13 +286,15 @@ def test_what_a_label_warns_of_stands_on_the_page_in_its_tables_and_under_its_fi
 
 
 def test_bits_that_a_byte_budget_chose_stand_behind_the_label(tmp_path: Path) -> None:
-    """KIVI at a quarter of the bytes has 2 bits, which nobody asked for by name."""
-    report = {"key_bits": 2, "value_bits": 2, "group": 32, "residual": 128}
+    """KIVI at a quarter of the bytes has 2 bits, which nobody asked for by name; short prompts may have fewer."""
     asked = {"style": "own", "needles": 1}
-    for method, memory, own in (("full", None, {}), ("kivi", "1/4", {"method_report": report})):
-        rows = [{"score": i / 4, "fields": own} for i in range(4)]
-        made_runs.write(tmp_path, method, "needle", rows, memory=memory, ratio=None, task_params=asked, label=method)
-    assert {line.label for line in read(tmp_path)} == {"full", "kivi 2 bit"}
+    for method, memory, names in (
+        ("full", None, ["Full"] * 4),
+        ("pqcache", "1/4", [*["KIVI 4 bit"] * 3, "KIVI 2 bit"]),
+    ):
+        rows = [{"score": i / 4, "fields": {"variant": name}} for i, name in enumerate(names)]
+        made_runs.write(tmp_path, method, "needle", rows, memory=memory, ratio=None, task_params=asked)
+    assert {line.label for line in read(tmp_path)} == {"Full", "KIVI 4 bit or KIVI 2 bit"}
 
 
 def test_every_kept_value_has_its_runs_label() -> None:

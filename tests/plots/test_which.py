@@ -76,7 +76,7 @@ def test_what_a_label_warns_of_stands_in_every_table() -> None:
         sets
     )
     made = [
-        cited.Line("mrcr", "1needle", "m", method, str(i), level + 0.01 * (i % 3), label)
+        cited.Line("mrcr", "1needle", "m", method, str(i), level + 0.01 * (i % 3), label=label)
         for method, level, label in (("full", 0.5, "Full"), ("kvzip", 2.5, "KVzip (C), whole prompt"))
         for i in range(20)
     ]
