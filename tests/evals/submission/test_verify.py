@@ -293,6 +293,13 @@ def stolen(forge: Forge) -> None:
     forge.sums("snapkv")
 
 
+def stolen_and_renamed(forge: Forge) -> None:
+    """The same, where each line says the variant that was asked for."""
+    own = [json.loads(line) for line in (forge.run("snapkv") / "samples.jsonl").read_text().splitlines()]
+    stolen(forge)
+    forge.rows("snapkv", lambda rows: [row.update(variant=own[0]["variant"]) for row in rows] and None)
+
+
 def of_rows(change: Callable[[list[Row]], Any], method: str = "quest", sums: bool = True) -> Callable[[Forge], None]:
     return lambda forge: forge.rows(method, change, sums)
 
@@ -347,7 +354,8 @@ SIGNED: dict[str, tuple[Callable[[Forge], None], str, str]] = {  # what is chang
     "a parameter": (of_result(params={}), "configuration", "params"),
     "the seed": (of_result(seed=3), "configuration", "seed"),
     "the device": (of_result(device="cuda"), "configuration", "device"),
-    "another method's run": (stolen, "budget", "within_budget"),
+    "another method's run": (stolen, "configuration", "says another variant"),
+    "another method's run, renamed": (stolen_and_renamed, "budget", "within_budget"),
     "a result nested deeply": (deep, "damaged", "result.json"),
     "a bomb of YAML": (yaml_bomb, "damaged", "lists and objects"),
     "lines without seals": (unsealed_lines, "damaged", "cannot be believed"),
