@@ -239,7 +239,8 @@ result.json, of the terminal's table, of all tables, figures and the report.
   samples and of one more sample at the lower bound; the upper end likewise. It assumes nothing but the bounds. Of hits
   and misses it is Clopper and Pearson's exact interval. Samples that all agree have a width: of eight scores of 0.6 it
   is 0.38 to 0.75, as one of eight unseen others may be anything. No formula changes at any n, so no bar jumps.
-- **Draws of a prompt and turns of a conversation** count as one sample, with their mean. **An average over datasets**
+- **Draws of a prompt and turns of a conversation** count as one sample, with their mean, wherever an `n` is
+  printed or written. **An average over datasets**
   takes each dataset for one sample; a difference of averages is of the datasets at hand, as its test is.
 - **Numbers without a bound** (losses, seconds, output errors) have Student's t, and none where all samples agree: no
   rule covers all of those. The last two rows below say what that costs.
