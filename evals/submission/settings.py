@@ -56,15 +56,6 @@ def choice(group: str, part: Any) -> Choice:
 
 def settings_of(config: Mapping[str, Any]) -> Settings:
     """The settings of a run; `ConfigError` where its configuration is one that no run writes."""
-    found = settings_said(config)
-    if (again := found.resolved()) != (said := {key: value for key, value in config.items() if key not in VERSIONS}):
-        keys = sorted(key for key in again.keys() | said.keys() if again.get(key) != said.get(key))
-        raise ConfigError(f"its {', '.join(keys)[:200]} is written as no run writes it")
-    return found
-
-
-def settings_said(config: Mapping[str, Any]) -> Settings:
-    """The settings of a run of whatever version, where its configuration can be read; `ConfigError` where it cannot."""
     run = USUAL["run"] | dict(config)
     share = {
         key: None if run.get(key) is None else parse_fraction(run[key], key) for key in ("ratio", "comm", "memory")
@@ -72,7 +63,7 @@ def settings_said(config: Mapping[str, Any]) -> Settings:
     sampling = {"temperature": 0, "top_p": 1, "top_k": None, "n_answers": 1}
     allocator = run["allocator"]
     counts = run["budget_counts"]
-    return Settings(
+    found = Settings(
         method=choice("method", run.get("method")),
         task=choice("task", run.get("task")),
         model=build(ModelSpec, USUAL["model"] | dict(run.get("model") or {}), "model"),
@@ -106,3 +97,7 @@ def settings_said(config: Mapping[str, Any]) -> Settings:
         skips_refused=False,
         pool=None,
     )  # fmt: skip
+    if (again := found.resolved()) != (said := {key: value for key, value in config.items() if key not in VERSIONS}):
+        keys = sorted(key for key in again.keys() | said.keys() if again.get(key) != said.get(key))
+        raise ConfigError(f"its {', '.join(keys)[:200]} is written as no run writes it")
+    return found

@@ -7,7 +7,7 @@ import yaml
 
 import run
 from evals.screen.model import BUDGETS, facts, known_methods, look, refusal
-from tests.architectures import config_of
+from tests.architectures import config_of, is_too_new
 from tests.engine.passes.test_chosen import saved
 
 MODELS = Path(run.CONF) / "model"
@@ -86,6 +86,7 @@ def test_a_model_of_today_has_its_revision() -> None:
     assert len(pinned) >= 22 and all(len(revision) == 40 for revision in pinned.values())
 
 
+@pytest.mark.skipif(is_too_new("deepseek_v32"), reason="this transformers is too old for it, and it is refused")
 def test_a_model_that_chooses_by_itself_is_for_full_attention_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

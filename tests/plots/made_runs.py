@@ -63,14 +63,7 @@ def write(
         | {
             "method": {"name": method, "params": params or {}},
             "task": {"name": task, "params": task_params or {}},
-            "model": {
-                "name": model,
-                "id": model,
-                "revision": None,
-                "trust_remote_code": False,
-                "chat": "auto",
-                "system_prompt": "",
-            },
+            "model": {"name": model, "id": model},
             "ratio": None if budget else ratio,
             "budget": budget,
             "comm": comm,
