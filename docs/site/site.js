@@ -38,6 +38,7 @@ function formatted(value, digits) {
   return formats.get(digits).format(value);
 }
 const number = (value, digits = 3) => (is(value) ? formatted(value, digits) : "-");
+const pWords = (p, isBound) => (p < 0.001 ? "< 0.001" : isBound ? `< ${number(Math.ceil(1000 * p) / 1000)}` : number(p)); // as p_short of plots/stats.py
 const signed = (value, digits = 3) => (value > 0 ? "+" : "") + number(value, digits);
 const scaled = (value, unit, digits = 1) => (is(value) ? number(value / unit, digits) : "-");
 const range = (ci, digits) => (ci ? `${number(ci[0], digits)} to ${number(ci[1], digits)}` : "");
@@ -198,10 +199,10 @@ async function readOverview() {
 }
 
 const lower = (metric) => metrics[metric].better === "lower";
-const isPercent = (metric) => metrics[metric].scale === 100;
-const digits = (metric) => (isPercent(metric) ? 1 : 3);
+const isShare = (metric) => metrics[metric].scale === 100;
+const digits = (metric) => (isShare(metric) ? 1 : 3);
 // A metric with its unit, and which direction is better where that is not plain.
-const inUnit = (metric) => `${metric}${isPercent(metric) ? ", %" : ""}${lower(metric) ? ", lower is better" : ""}`;
+const inUnit = (metric) => `${metric}${isShare(metric) ? ", 0 to 100" : ""}${lower(metric) ? ", lower is better" : ""}`;
 const byKey = (key) => runs.find((run) => run.key === key);
 const fullFor = (run) => runs.find((one) => one.full && one.group === run.group && one.task === run.task && one !== run);
 // Full attention first, then by name, and budgets in their order.
@@ -276,8 +277,8 @@ const tone = (part) => (part.paired ? { 1: "good", "-1": "bad", 0: "" }[lower(pa
 
 // What the corrected test says, in words.
 function verdict(part) {
-  const { holm, family, n, sign } = part.paired;
-  const test = `p ${number(holm)}${family > 1 ? ` after Holm over ${family}` : ""}, n ${n}`;
+  const { holm, holm_is_bound: isBound, family, n, sign } = part.paired;
+  const test = `p ${pWords(holm, isBound)}${family > 1 ? ` after Holm over ${family}` : ""}, n ${n}`;
   if (sign) return `${sign > 0 ? "higher" : "lower"} than full attention (${test})`;
   const why = few[`${n}|${family}`];
   return `no significant difference to full attention (${test}${why ? `; ${why}` : ""})`;
@@ -300,7 +301,7 @@ function facts(run, part) {
     ["samples", part.of ? `${part.n}, of ${part.of.length} datasets that count alike` : String(part.n)],
     ["Δ vs full attention", pair ? difference(part) : run.full ? null : "no sample with the same prompt"],
     ["test", pair ? verdict(part) : null],
-    ["uncorrected", pair ? `p ${number(pair.p)}` : null],
+    ["uncorrected", pair ? `p ${pWords(pair.p, pair.p_is_bound)}` : null],
     ["pairs", pair ? `${pair.more} above full attention, ${pair.same} equal, ${pair.less} below` : null],
     ["standing", STANDINGS[part.standing]],
     ["tokens", `${number(part.cost.tokens, 1)} attended per step${run.full ? "" : `, ${number(run.audit.tokens_budget_mean, 1)} of the prompt allowed`}`],
@@ -347,7 +348,7 @@ function scoreCell(run, part) {
     part.standing === "tie" ? el("span", { class: "tie", title: STANDINGS.tie }, "≈ ") : null];
   const lines = [el("span", {}, signs, el(strong, { class: "score" }, number(part.score, digits(part.metric)))),
     el("small", {}, part.ci ? `${range(part.ci, digits(part.metric))}, ` : "", link(toSamples(run, part), `n ${part.n}`))];
-  if (part.paired) lines.push(el("small", { class: tone(part) }, `${difference(part)}, p ${number(part.paired.holm)}`));
+  if (part.paired) lines.push(el("small", { class: tone(part) }, `${difference(part)}, p ${pWords(part.paired.holm, part.paired.holm_is_bound)}`));
   if (run.n_oom) lines.push(el("small", { class: "flag" }, `${run.n_oom} out of memory`));
   const open = (event) => openCard(run, part, event.currentTarget);
   return el("td", { class: `cell ${tone(part) && `${tone(part)}-bg`}`, tabindex: 0, "aria-haspopup": "dialog",
@@ -415,7 +416,8 @@ const COLUMNS = {
   low: (run, part) => part.ci && part.ci[0], high: (run, part) => part.ci && part.ci[1], standing: (run, part) => part.standing,
   vs_full: (run, part) => part.paired && part.paired.mean, vs_full_low: (run, part) => part.paired && part.paired.ci && part.paired.ci[0],
   vs_full_high: (run, part) => part.paired && part.paired.ci && part.paired.ci[1], vs_full_n: (run, part) => part.paired && part.paired.n,
-  p: (run, part) => part.paired && part.paired.p, p_holm: (run, part) => part.paired && part.paired.holm,
+  p: (run, part) => part.paired && part.paired.p, p_is_bound: (run, part) => part.paired && part.paired.p_is_bound,
+  p_holm: (run, part) => part.paired && part.paired.holm, p_holm_is_bound: (run, part) => part.paired && part.paired.holm_is_bound,
   within_budget: (run, part) => !part.over, tokens_budget: (run) => run.audit.tokens_budget_mean,
   tokens_attended: (run, part) => part.cost.tokens, share_attended: (run, part) => part.cost.share,
   device_bytes: (run, part) => part.cost.device, device_and_host_bytes: (run, part) => part.cost.resident,
@@ -553,6 +555,9 @@ const COSTS = {
 const AXES = { "budget-chart": ["tokens", "share"], "cost-chart": ["device", "moved", "reads", "memory", "resident", "tpot"] };
 const costOf = (run, part, axis) => (axis === "tpot" ? run.audit.tpot_s : part.cost[axis]);
 
+// The title of an axis, with its unit on a line of its own where a narrow page would cut it.
+const inLines = (title) => (window.innerWidth < 700 ? title.split(/(?<=,) (?=[^,]*$)/) : title);
+
 // What can be looked at: a dataset, or the average of a benchmark, of runs that may be compared.
 const viewName = (run, part) => [run.task, part.dataset, run.group].join("\n");
 function viewsOf(list) {
@@ -644,7 +649,7 @@ function points(rows, axis) {
     const [low, high] = part.ci || [part.score, part.score];
     return { run: run.i, method: run.method, series: run.series, variant: run.variant, cost, score: part.score, low, high, n: part.n,
       hollow: Boolean(part.outside), full: run.full, interval: part.ci ? range(part.ci, digits(part.metric)) : "none", fronts: part.front,
-      p: part.paired ? number(part.paired.holm) : "-", against_full: part.paired ? difference(part) : "-",
+      p: part.paired ? pWords(part.paired.holm, part.paired.holm_is_bound) : "-", against_full: part.paired ? difference(part) : "-",
       digits: digits(part.metric), faint: lit() ? !isLit(run.method) : Boolean(only) && !only.has(run.method),
       description: `${run.variant}: ${number(part.score, digits(part.metric))} at ${number(cost, 0)}` };
   });
@@ -662,7 +667,7 @@ async function drawScores({ view, rows }) {
     const isWide = Math.min(...costs) > 0 && Math.max(...costs) / Math.min(...costs) > 12;
     const chart = await draw(id, specs[isWide ? "log" : "linear"], {
       "@format": { tokens: ",d", share: "~g", memory: "~g", tpot: "~g" }[axis] || "~s",
-      "@score": inUnit(view.metric), "@cost": COSTS[axis],
+      "@score": inUnit(view.metric), "@cost": inLines(COSTS[axis]),
     }, { points: found, front: front.length > 1 ? front : [], full: found.filter((one) => one.full).slice(0, 1) });
     chart.addEventListener("click", (event, item) => {
       const run = item && item.datum && runs[item.datum.run];
@@ -1092,7 +1097,7 @@ async function drawWhich() {
     { key: "held", title: "not shown to be worse", value: (row) => row.held, cell: ({ compared, worse }) => el("td", {}, compared.length ? `${compared.length - worse} of ${compared.length} runs` : "not compared") },
     { key: "mean", title: "mean Δ to full attention", value: (row) => row.mean, cell: ({ mean }) => el("td", {}, is(mean) ? signed(mean, 1) : "-") },
     { key: "evidence", title: "evidence", cell: ({ found }) => el("td", {}, el("details", {}, el("summary", {}, `${found.length} runs`), el("ul", {}, found.slice(0, 40).map((row) =>
-      el("li", {}, link({ at: "samples", bench: row.at, b: row.key, a: null, sample: null }, `${names.get(row.at)}: ${row.variant}`), ` ${number(row.score, 1)}, n ${row.n}, ${is(row.p) ? `p ${number(row.p)}` : "not compared"}`))))) },
+      el("li", {}, link({ at: "samples", bench: row.at, b: row.key, a: null, sample: null }, `${names.get(row.at)}: ${row.variant}`), ` ${number(row.score, 1)}, n ${row.n}, ${is(row.p) ? `p ${pWords(row.p, row.p_is_bound)}` : "not compared"}`))))) },
   ], rows, drawWhich));
 }
 
