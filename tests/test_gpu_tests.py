@@ -71,7 +71,11 @@ def test_every_test_that_needs_a_gpu_is_named() -> None:
 
 def test_with_a_python_of_its_own_nothing_is_set_up() -> None:
     done = subprocess.run(
-        ["make", "-n", "-B", "test-gpu", "PYTHON=python3"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["make", "-n", "-B", "--no-print-directory", "test-gpu", "PYTHON=python3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("python3 -m pytest tests/test_on_gpu.py tests/kernels ")
