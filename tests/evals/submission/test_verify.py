@@ -297,7 +297,7 @@ def stolen_and_renamed(forge: Forge) -> None:
     """The same, where each line says the variant that was asked for."""
     own = [json.loads(line) for line in (forge.run("snapkv") / "samples.jsonl").read_text().splitlines()]
     stolen(forge)
-    forge.rows("snapkv", lambda rows: [row.update(variant=own[0]["variant"]) for row in rows] and None)
+    forge.rows("snapkv", lambda rows: [row | {"variant": own[0]["variant"]} for row in rows])
 
 
 def of_rows(change: Callable[[list[Row]], Any], method: str = "quest", sums: bool = True) -> Callable[[Forge], None]:
