@@ -71,7 +71,7 @@ def token_logits(
     h_kv, s, q = told.start.shape[1], told.s + age, q.contiguous()
     width = power_of_2(d_h)
     # Of 64 tokens 256 capped numbers spill (sm_100), and 80 that are padded (sm_120).
-    tokens, n_warps = fit_rows(width, TOKENS, 4096 if width > d_h else 8192 if cap else 16384)
+    tokens, n_warps = fit_rows(width, TOKENS, 4096 if d_h < width <= 128 else 8192 if cap else 16384)
     n_blocks = cdiv(s, tokens)
     logits = torch.empty(n, h, s, dtype=torch.float32, device=q.device)
     lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)

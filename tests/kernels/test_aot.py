@@ -70,7 +70,9 @@ def test_what_ptxas_says_is_read() -> None:
     assert made.spills and "SPILLS 20 bytes" in aot.line_of(made)
     made.registers, made.warps = 128, 4
     assert not made.spills and "20 bytes elsewhere with registers left" in aot.line_of(made)
-    made.warps = 16  # of which each thread has 128
+    made.registers, made.spilled = 64, 4840
+    assert made.spills  # which no few bytes are
+    made.registers, made.spilled, made.warps = 128, 20, 16  # of which each thread has 128
     assert made.spills
     made.shared = 232_448
     aot.check_shared(made)
