@@ -292,7 +292,7 @@ def form_of(block: int, d_h: int, d_v: int, size: int, arch: int) -> tuple[int, 
     width, is_odd = power_of_2(max(d_h, d_v), 16), d_h % 16 > 0 or d_v % 16 > 0  # whose masks take registers
     if size == 4:
         return min(block, 32 if width <= 256 else 16), width, 32 if width <= 128 else 16, 4 if width <= 128 else 8
-    held = HELD // 2 if width > 128 and arch >= 100 else HELD
+    held = HELD // 2 if (width > 128 and arch >= 100) or (width > 256 and is_odd) else HELD
     rows = min(block, max(16, held // width))
     tile = TILE if max(width, rows) < 128 and not is_odd else TILE_OF_WIDE
     if width * rows > 128 * 128 or width > 512 or (width > 256 and is_odd):

@@ -211,6 +211,7 @@ def column_sums_triton(
     keys, queries, width = WHOLE[q.element_size()]
     if d_h > width:
         keys, queries, width = PARTED[q.element_size()]
+        width //= 1 if d_h % 16 == 0 else 2  # masks take registers, too
     width = min(width, power_of_2(d_h, least=16))
     sum_columns[(cdiv(s, keys), h)](
         q, k, lse, weights, sums, s, r, d_h, scale, cap, s if window is None else window, h // h_kv,

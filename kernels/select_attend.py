@@ -478,7 +478,8 @@ def form_of(g: int, d_h: int, d_v: int, size: int, is_even: bool, n_pieces: int,
     of_stage, beside = tile * (width + rest + values) * size, n_heads * ((width + rest) * size + 4 * tile) + 1024
     n_stages = max(2, min(STAGES, 1 + (shared - beside) // of_stage))
     constants = g, n_heads, width, rest, 1, values, 1, tile, RECORD, lanes
-    n_warps = WIDE_WARPS if max(width, values) >= WIDE_HEAD else 4
+    is_uneven = g & (g - 1) > 0 and width <= 64 and shared < 1 << 17  # where sm_120 lacks one register of four warps
+    n_warps = WIDE_WARPS if max(width, values) >= WIDE_HEAD or is_uneven else 4
     return LaunchForm(cdiv(g, n_heads), constants, n_warps, n_stages, values, most)
 
 

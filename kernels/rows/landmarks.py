@@ -67,11 +67,12 @@ def make_rows(
     lses = with_sink(lses, sink)
     n_blocks = lses.shape[2]
     weigh_landmarks[grid](table, logits, lses, scores, c, g, n_blocks, FIELDS, means, power_of_2(n_blocks))
+    channels = CHANNELS[q.element_size()] // (1 if d_h % 16 == 0 else 2)  # masks take registers, too
     order = top_keys(scores, [row.n_selected for row in rows]).contiguous()
     partners, own, other = (order, q, q) if rotation is None else rotation[:3]
     make_keys[n, cdiv(max(lengths), TOKENS), h_kv](
         q, table, order, places, keys, partners, own, other, d_h, order.shape[2], FIELDS, rotation is not None,
-        TOKENS, RANK, min(CHANNELS[q.element_size()], width), power_of_2(n_outliers), INTERPRETED, num_warps=4,
+        TOKENS, RANK, min(channels, width), power_of_2(n_outliers), INTERPRETED, num_warps=4,
     )  # fmt: skip
     made = (x.view(1, h_kv, -1, d_h) for x in keys.split([h_kv * k for k in lengths]))
     return list(zip(mine, made, strict=True))
