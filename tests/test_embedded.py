@@ -35,6 +35,10 @@ RECORDED = Path(__file__).parent / "results" / "recorded"
 NEW = 16
 ORACLE = Oracle.Params("group_sum", 32, Fraction(1, 2), "inside", "fair", "renormalise")
 STREAMING = StreamingLLM.Params(4, "inside", "original")
+known_conversion = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"),
+    reason="this transformers converts the embedded model to another tokenizer.json, which is another model's digest",
+)
 Kind = tuple[type[SelectiveAttention], Any, str]
 
 
@@ -120,10 +124,7 @@ def test_the_oracle_finds_what_full_attention_finds_and_streamingllm_only_the_en
     assert full.within_budget and oracle.within_budget and streaming.within_budget
 
 
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"),
-    reason="this transformers converts the embedded model to another tokenizer.json, which is another model's digest",
-)
+@known_conversion
 def test_a_run_that_earlier_code_began_goes_on_to_the_same_end(tmp_path: Path) -> None:
     """The folder is one that version 0.1.0 wrote at commit 4cea2e4, before plans, rooms and seals."""
     recorded, folder = RECORDED / "needle-snapkv", tmp_path / "begun"

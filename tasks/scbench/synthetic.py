@@ -110,9 +110,12 @@ def mf(rng: random.Random, units: int) -> Row:
 def summary_with_needles(rng: random.Random, units: int) -> Row:
     """A text whose first sentence is what the summary is held against; passkeys stand in its other paragraphs."""
     start = rng.randrange(len(paragraphs()))
-    text = list((paragraphs()[start:] + paragraphs()[:start])[:units])
+    turned = paragraphs()[start:] + paragraphs()[:start]
+    # A paragraph of one sentence would say the summary itself.
+    start = next(i for i, paragraph in enumerate(turned) if len(sentences(paragraph)) > 1)
+    text = [*turned[start:], *turned[:start]][:units]
     first, *others = sentences(text[0])
-    text[0] = " ".join(others) or first
+    text[0] = " ".join(others)
     turns: list[Row] = []
     for place in spread(len(text), rng)[: N_TURNS - 1]:
         name, key = rng.choice(string.ascii_uppercase) + str(len(turns) + 1), rng.randrange(10_000, 100_000)

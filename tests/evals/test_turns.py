@@ -299,6 +299,13 @@ def test_published_rows_with_one_context_stand_together() -> None:
     assert [[one["input"] for one in group] for group in by_context("qasper", rows, 2)] == [["0", "2"], ["1", "4"]]
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_no_summary_stands_in_its_own_text(seed: int) -> None:
+    row = synthetic.row("scbench_summary_with_needles", 60, seed, 0)
+    (answer,) = [turn["answer"] for turn in row["multi_turns"] if turn["task"] == "scbench_summary"]
+    assert answer not in row["context"].split("\n\n")[0]
+
+
 @pytest.mark.parametrize("task", synthetic.GENERATORS)
 def test_generated_rows_hold_their_answers(task: str) -> None:
     row = synthetic.row(task, 60, 1, 0)

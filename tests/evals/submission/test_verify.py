@@ -23,6 +23,7 @@ from evals.submit import main as submit_main
 from results.files import sealed
 from results.ledger import pyarrow
 from tests.evals.submission.forge import Forge, Row
+from tests.test_embedded import known_conversion
 from tests.tiny_run import example_file
 
 NOISY = "import socket\nsocket.create_connection(('192.0.2.1', 80), 1)\n"
@@ -500,6 +501,7 @@ def test_a_frozen_benchmark_stays_as_it_is(registry: Path, true: Path) -> None:
     path.write_text(before)
 
 
+@known_conversion
 def test_committed_benchmarks_are_those_of_todays_tasks() -> None:
     found = frozen.registry()
     assert {one.asked["task"]["name"] for one in found} >= {"needle_short", "longbench_short"}
