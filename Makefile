@@ -58,6 +58,10 @@ test-gpu: $(if $(PYTHON),,$(DONE)) ## the tests that need a GPU, on one (without
 		sys.exit(f"test-gpu: torch {torch.__version__} can use no GPU: there is none, or torch is for another driver")'
 	$(or $(PYTHON),$(BIN)/python) -m pytest $(GPU_TESTS) $(ARGS)
 
+.PHONY: gpu-kit
+gpu-kit: $(DONE) ## what a GPU machine without network lacks, into gpu-kit/; there: python3 -m benchmarks.gpu.offline
+	$(BIN)/python -m benchmarks.gpu.offline.pack $(ARGS)
+
 test-slow: $(DONE) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]
 

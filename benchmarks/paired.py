@@ -7,6 +7,7 @@ Not here: what is measured (`bench_*.py`).
 """
 
 import csv
+import os
 import statistics
 import subprocess
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).parent / "results.csv"
+COMMIT = "KVBENCH_COMMIT"  # environment variable of a checkout without git
 
 
 @dataclass(frozen=True)
@@ -88,15 +90,23 @@ def device_name() -> str:
     """The GPU, or the CPU and the threads that torch uses."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
-    return f"{name}, {torch.get_num_threads()} threads"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
 
 
 def commit() -> str:
-    """The commit that was measured, with a mark where the code differs from it; "none" without git or a repository."""
+    """The commit that was measured, with a mark where the code differs from it; "none" without git or a repository.
+
+    A kit for machines without network says which commit it was packed with.
+    """
     root = Path(__file__).parents[1]
+    if COMMIT in os.environ:
+        return os.environ[COMMIT]
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -20,16 +20,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
 from benchmarks.gpu import models
-from benchmarks.gpu.ops import LLAMA, SMALL, copies, kernels
+from benchmarks.gpu.ops import LLAMA, OPS, SMALL, copies, kernels
 from benchmarks.gpu.results import Result, collect, recorded, show
 from engine.budget import BudgetRequest
 from engine.checkpoints.load import load_random, read_config, torch_device
 from engine.errors import ConfigError
+from engine.model import Model
 from evals.overrides import CONF
 from evals.studies.hardware import layers_of, method_of, read_hardware
 
@@ -49,15 +51,12 @@ def measured(asked: argparse.Namespace, device: torch.device) -> Iterator[Result
         if "copies" in wanted:
             yield from copies(device, 1 << 20 if asked.small else 1 << 30)
         if "kernels" in wanted:
-            yield from kernels(SMALL if asked.small else LLAMA, device)
+            yield from kernels(SMALL if asked.small else LLAMA, device, asked.ops)
     if "agreement" in wanted:
         yield from models.agreement(device, asked.methods or models.ALL)
     if not OF_MODELS.intersection(wanted):
         return
-    name = "smollm2-135m" if asked.small else "llama-3.1-8b"
-    shape = yaml.safe_load((CONF / "architecture" / f"{name}.yaml").read_text())
-    config = read_config(name, shape | ({"num_hidden_layers": 3} if asked.small else {}))
-    model = load_random(name, config, device=asked.device)
+    model, config = small_or_llama(asked.small, asked.device)
     request, lengths = SMALL_REQUEST if asked.small else REQUEST, asked.lengths
     found: list[Result] = []
 
@@ -80,6 +79,14 @@ def measured(asked: argparse.Namespace, device: torch.device) -> Iterator[Result
         yield from models.goals(found)
 
 
+def small_or_llama(is_small: bool, device: str) -> tuple[Model, Any]:
+    """Random weights in Llama-3.1-8B's shape, or three layers of the embedded model's; and its configuration."""
+    name = "smollm2-135m" if is_small else "llama-3.1-8b"
+    shape = yaml.safe_load((CONF / "architecture" / f"{name}.yaml").read_text())
+    config = read_config(name, shape | ({"num_hidden_layers": 3} if is_small else {}))
+    return load_random(name, config, device=device), config
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -87,6 +94,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="a small layer, and three of the embedded model's shape")
     parser.add_argument("--only", nargs="+", choices=PARTS)
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, help="of kernels")
+    parser.add_argument("--csv", type=Path, help="file of the rows; without, benchmarks/gpu.csv, and none with --small")
     parser.add_argument("--methods", nargs="+", help="of agreement, methods and sweep; without, those of each part")
     parser.add_argument("--lengths", nargs="+", type=int, help="tokens; all methods at the shortest one")
     parser.add_argument("--hardware", help="file of conf/hardware that is simulated beside; without, this GPU's")
@@ -110,7 +119,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    path = None if asked.small else RESULTS
+    path = asked.csv or (None if asked.small else RESULTS)
     asked.recorded = path is not None
     results = collect(measured(asked, device), path, device)
     if path is not None and OF_MODELS.intersection(asked.only or PARTS):

@@ -7,7 +7,7 @@ Not here: whole models (`benchmarks/gpu/models.py`).
 """
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -24,6 +24,7 @@ from kernels.topk import best_keys, top_keys, top_stable, top_stable_ref
 
 GROUP = 32  # tokens or channels of packed codes that share a scale
 N_CALLS = 20
+OPS = ("attend", "codes", "pages", "clusters", "pq", "top")  # groups of kernels
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def worst(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact.double()).abs().max())
 
 
-def kernels(shape: Shape, device: torch.device) -> Iterator[Result]:
+def kernels(shape: Shape, device: torch.device, names: Sequence[str] = OPS) -> Iterator[Result]:
+    """Groups of kernels, by the names in `OPS`."""
     draw = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -108,19 +110,27 @@ def kernels(shape: Shape, device: torch.device) -> Iterator[Result]:
 
     q = normal(1, shape.h, 1, shape.d_h)
     k, v = (normal(1, shape.h_kv, shape.s, shape.d_h) for _ in range(2))
-    yield attention(shape, q, k, v, draw)
-    yield from codes_of(shape, q, k, v)
-    yield from pages_of(shape, q, k)
-    yield from clusters_of(shape, k)
-    yield from pq(shape, q, k)
-    scores = torch.rand(shape.h_kv, shape.s, generator=draw).to(device)
+    groups: dict[str, Callable[[], Iterator[Result]]] = {
+        "attend": lambda: iter([attention(shape, q, k, v, draw)]),
+        "codes": lambda: codes_of(shape, q, k, v),
+        "pages": lambda: pages_of(shape, q, k),
+        "clusters": lambda: clusters_of(shape, k),
+        "pq": lambda: pq(shape, q, k),
+        "top": lambda: iter([top(shape, torch.rand(shape.h_kv, shape.s, generator=draw).to(device))]),
+    }
+    for name in names:
+        yield from groups[name]()
+
+
+def top(shape: Shape, scores: Tensor) -> Result:
+    """The highest scores, where many are the same."""
     scores[:, ::3] = 0.5  # ties, of which the lower positions are taken
     expected = top_stable_ref(scores, shape.k).sort(-1).values
-    yield Result(
+    return Result(
         "top_stable", f"{shape.k} of {shape.s}",
         torch.equal(top_stable(scores, shape.k).sort(-1).values, expected), 0.0,
-        ms=1e3 * seconds_of(lambda: top_stable(scores, shape.k), device),
-        reference_ms=1e3 * seconds_of(lambda: top_stable_ref(scores, shape.k), device),
+        ms=1e3 * seconds_of(lambda: top_stable(scores, shape.k), scores.device),
+        reference_ms=1e3 * seconds_of(lambda: top_stable_ref(scores, shape.k), scores.device),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ Not here: what is measured (`benchmarks/gpu/ops.py`, `benchmarks/gpu/models.py`)
 """
 
 import csv
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -46,10 +47,9 @@ def collect(found: Iterable[Result], path: Path | None, device: torch.device) ->
     """
     if path is None:
         return [said(result) for result in found]
-    about: dict[str, Any] = {"device": device_name(device), "torch": version("torch"), "commit": commit()}
+    about: dict[str, Any] = {"device": device_name(device), "driver": driver_version(), "commit": commit()}
     about |= {"date": datetime.now(UTC).date().isoformat()}
-    for package in ("triton", "transformers"):
-        about[package] = version(package)
+    about |= {package: version(package) for package in ("torch", "triton", "transformers")}
     results, lines = [], list[dict[str, Any]]()
     if path.is_file():
         with path.open(newline="") as handle:
@@ -67,6 +67,16 @@ def collect(found: Iterable[Result], path: Path | None, device: torch.device) ->
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def driver_version() -> str:
+    """As nvidia-smi says it; nothing where it is not there."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return next(iter(said.split()), "")
 
 
 def recorded(path: Path, device: torch.device) -> list[Result]:
