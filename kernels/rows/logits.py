@@ -70,8 +70,8 @@ def token_logits(
     n, h, _, d_h = q.shape
     h_kv, s, q = told.start.shape[1], told.s + age, q.contiguous()
     width = power_of_2(d_h)
-    # Of 64 tokens 128 numbers spill (sm_120), and 256 that are capped or 512 that are padded (sm_100).
-    tokens, n_warps = fit_rows(width, TOKENS, 4096 if width <= 128 else 8192 if cap or d_h < width <= 512 else 16384)
+    # Of 64 tokens 128 numbers spill (sm_120), and 256 that are capped or 512 (sm_100).
+    tokens, n_warps = fit_rows(width, TOKENS, 4096 if width <= 128 else 8192 if cap or width == 512 else 16384)
     n_blocks = cdiv(s, tokens)
     logits = torch.empty(n, h, s, dtype=torch.float32, device=q.device)
     lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)

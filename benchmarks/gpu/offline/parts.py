@@ -85,7 +85,7 @@ def kernels(plan: Plan) -> list[Job]:
 
 def methods(plan: Plan, n: int, names: Sequence[str] = FOUR) -> list[Job]:
     words = ("--only", "methods", *plan.lengths(n), "--methods", *names)
-    return [plan.bench(f"methods-{n >> 10}k", "and".join((names[0], str(len(names)))), 600, *words)]
+    return [plan.bench(f"methods-{n >> 10}k", f"{len(names)}-methods", 600, *words)]
 
 
 def steps(plan: Plan) -> list[Job]:
