@@ -266,8 +266,8 @@ WIDE_HEAD = 256
 # of either do not fit the registers (`kernels/aot.py`). Warps are those of heads of this width, too.
 WIDE_ROWS, WIDE_TILE, WIDE_WARPS = 16, 32, 8
 # Float32 has no product on tensor cores that is as exact, and each thread holds whole rows of both factors: numbers of
-# a key and of a value at once, in heads of 128 or more and in others. 128 of a key spill (sm_80, sm_100, sm_120).
-EXACT_PARTS, EXACT_PARTS_OF_NARROW = (64, 128), (32, 32)
+# a key and of a value at once, in heads of 128 or more and in others. Twice as many spill (sm_90, Triton 3.6).
+EXACT_HEAD, EXACT_PARTS, EXACT_PARTS_OF_NARROW = 128, (32, 64), (32, 32)
 MOVING = 5  # numbers of a piece that may be others at the next step,
 COLUMNS = 8  # and all that stand in front of its record, as `find_item` reads them
 ROWS_AT_MOST = 1 << 20  # of a batch: a query's number is a row's below, an address from there on
@@ -463,7 +463,7 @@ def form_of(g: int, d_h: int, d_v: int, size: int, is_even: bool, n_pieces: int,
     width, values, most = power_of_2(d_h, 16), power_of_2(d_v, 16), power_of_2(n_pieces)
     is_odd = d_h % 16 > 0 or d_v % 16 > 0  # whose masks take registers
     if size == 4:
-        parts = EXACT_PARTS_OF_NARROW if is_odd or max(width, values) < EXACT_PARTS[1] else EXACT_PARTS
+        parts = EXACT_PARTS_OF_NARROW if is_odd or max(width, values) < EXACT_HEAD else EXACT_PARTS
         at_once, of_value = min(parts[0], width), min(parts[1], values)
         n_turns = cdiv(d_v, of_value)
         constants = g, WIDE_ROWS, at_once, 0, cdiv(d_h, at_once), of_value, n_turns, TILE, RECORD, lanes
@@ -474,6 +474,7 @@ def form_of(g: int, d_h: int, d_v: int, size: int, is_even: bool, n_pieces: int,
     rest = power_of_2(d_h - width, 16) if d_h > width else 0
     n_heads = WIDE_ROWS if is_wide else power_of_2(g, 16)
     tile = min(WIDE_TILE, WIDE_TILE * 512 // values) if is_wide else TILE // 2 if is_odd else TILE
+    tile //= 2 if is_wide and d_v < values else 1  # whose masks take registers, too
     # A tile of K and V for each stage but one, queries, and logits on their way to be weights.
     of_stage, beside = tile * (width + rest + values) * size, n_heads * ((width + rest) * size + 4 * tile) + 1024
     n_stages = max(2, min(STAGES, 1 + (shared - beside) // of_stage))
