@@ -474,7 +474,7 @@ def form_of(g: int, d_h: int, d_v: int, size: int, is_even: bool, n_pieces: int,
     rest = power_of_2(d_h - width, 16) if d_h > width else 0
     n_heads = WIDE_ROWS if is_wide else power_of_2(g, 16)
     tile = min(WIDE_TILE, WIDE_TILE * 512 // values) if is_wide else TILE // 2 if is_odd else TILE
-    tile //= 2 if is_wide and d_v < values else 1  # whose masks take registers, too
+    tile = max(16, tile // 2) if is_wide and d_v < values else tile  # whose masks take registers, too
     # A tile of K and V for each stage but one, queries, and logits on their way to be weights.
     of_stage, beside = tile * (width + rest + values) * size, n_heads * ((width + rest) * size + 4 * tile) + 1024
     n_stages = max(2, min(STAGES, 1 + (shared - beside) // of_stage))
