@@ -4,7 +4,7 @@ Each fact is found by itself, so that one that fails hides no other. Speeds are 
 benchmarks.gpu` measures: a kernel's share of them says more than its milliseconds. `--device cpu` leaves out what needs
 a GPU. Exit code 1: one of them failed.
 
-Not here: packages outside their bounds (`run.py --check`).
+Not here: packages outside their bounds (`run.py --check`), bandwidths (`python -m benchmarks.gpu --only copies`).
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -30,17 +29,7 @@ from benchmarks.gpu.results import driver_version
 from benchmarks.paired import cpu_name
 from kernels.jit import jit, tl
 
-PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "numpy",
-    "accelerate",
-    "hydra-core",
-    "pytest",
-    "flash-attn",
-    "flashinfer",
-)
+PACKAGES = "torch triton transformers numpy accelerate hydra-core pytest flash-attn flashinfer-python".split()
 GIB = 1 << 30
 N_ADDED = 100_000
 N_LAUNCHES = 2000
@@ -96,13 +85,6 @@ def triton_kernel(device: torch.device) -> str:
     return f"right, {perf_counter() - start:.2f} s to compile and run it"
 
 
-def pinned_reads(device: torch.device) -> str:
-    x = torch.arange(N_ADDED, dtype=torch.float32).pin_memory()
-    found = doubled(x, device).cpu()
-    assert torch.equal(found, x + x), "a kernel reads other numbers from pinned memory than lie there"
-    return "right: a kernel reads pinned memory of the host by its address"
-
-
 def launches(device: torch.device) -> str:
     x = torch.zeros(1024, device=device)
     x.add_(1)
@@ -129,37 +111,13 @@ def graphs(device: torch.device) -> str:
     return f"right, {1e6 * seconds_of(graph.replay, device) / IN_A_GRAPH:.1f} us a kernel"
 
 
-def copies(device: torch.device) -> str:
-    a = torch.empty(GIB, dtype=torch.uint8, device=device)
-    b = torch.empty_like(a)
-    return f"{2 * GIB / seconds_of(lambda: b.copy_(a), device) / 1e9:,.0f} GB/s within the card, read and written"
-
-
-def pinned_copies(device: torch.device) -> str:
-    start = perf_counter()
-    there = torch.empty(GIB // 4, dtype=torch.uint8, pin_memory=True)
-    pinning = perf_counter() - start
-    here = torch.empty(GIB // 4, dtype=torch.uint8, device=device)
-    up = seconds_of(lambda: here.copy_(there, non_blocking=True), device, 5)
-    down = seconds_of(lambda: there.copy_(here, non_blocking=True), device, 5)
-    to, back = (there.nbytes / seconds / 1e9 for seconds in (up, down))
-    return f"{to:.1f} GB/s to the card, {back:.1f} back, {4e3 * pinning:.0f} ms to pin a GiB"
-
-
 def products(device: torch.device) -> str:
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     return f"{2 * 8192**3 / seconds_of(lambda: a @ b, device) / 1e12:,.0f} TFLOP/s in bfloat16"
 
 
-def clock(device: torch.device) -> str:
-    """Throttling shows as a slow second half."""
-    a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
-    halves = [statistics.median(seconds_of(lambda: a @ a, device, 5) for _ in range(20)) for _ in range(2)]
-    return f"products of 4,096 take {halves[1] / halves[0]:.2f} times as long after some seconds of them"
-
-
 EVERYWHERE = (machine, packages, host, triton_kernel)
-ON_GPUS = (pinned_reads, launches, graphs, copies, pinned_copies, products, clock)
+ON_GPUS = (launches, graphs, products)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -40,10 +40,10 @@ class Plan:
         return FOUR if self.is_rehearsal else self.methods
 
     def bench(self, part: str, name: str, seconds: float, *words: str, env: dict[str, str] | None = None) -> Job:
-        """A part of `benchmarks.gpu`, with a file of rows of its own."""
+        """A part of `benchmarks.gpu`. Jobs with an `env` run beside others, and have a file of rows of their own."""
         small = ["--device", "cpu", "--small"] if self.is_rehearsal else []
-        rows = self.out / "rows" / f"{part}-{name}.csv"
-        command = [sys.executable, "-m", "benchmarks.gpu", *small, "--csv", str(rows), *words]
+        rows = self.out / "rows" / f"{part}-{name}.csv" if env else None
+        command = [sys.executable, "-m", "benchmarks.gpu", *small, "--csv", str(rows or self.out / "gpu.csv"), *words]
         return Job(part, name, command, seconds, env or {}, rows)
 
     def tests(self, part: str, name: str, seconds: float, *words: str) -> Job:
@@ -85,7 +85,7 @@ def kernels(plan: Plan) -> list[Job]:
 
 def methods(plan: Plan, n: int, names: Sequence[str] = FOUR) -> list[Job]:
     words = ("--only", "methods", *plan.lengths(n), "--methods", *names)
-    return [plan.bench(f"methods-{n >> 10}k", f"{len(names)}-methods", 600, *words)]
+    return [plan.bench(f"methods-{round(n / 1024)}k", f"{len(names)}-methods", 600, *words)]
 
 
 def steps(plan: Plan) -> list[Job]:
@@ -137,7 +137,7 @@ PARTS = {
     "kernels": Part("how long does each kernel take, as a share of a copy's bandwidth?", kernels, True),
     "methods-8k": Part("time to the second token and per token, memory", lambda plan: methods(plan, 8192), True),
     "methods-32k": Part("the same behind 32,768 tokens", lambda plan: methods(plan, 32768), True),
-    "methods-128k": Part("the same behind 131,000", lambda plan: methods(plan, 131072), True),
+    "methods-128k": Part("the same behind 131,000", lambda plan: methods(plan, 131_000), True),
     "methods-all": Part("the same of every method", lambda plan: methods(plan, 8192, plan.some), True),
     "steps": Part("where does a step's time go, and how long is the GPU busy in it?", steps, True),
     "baseline": Part("how fast is a step of transformers with a static cache and one graph?", baseline, True),
