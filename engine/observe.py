@@ -34,6 +34,7 @@ class Observation(ABC):
 
     of_input: ClassVar[bool] = False  # whether it reads the attention's input, `trace.inputs[layer]`
     of_all_weights: ClassVar[bool] = False  # whether it adds up weights of all queries: of the pairs that a pass keeps
+    of_tokens: ClassVar[bool] = False  # whether `grown` joins what chunks of a prompt show, a number for each token
 
     @property
     def looks_at(self) -> int | None:
@@ -53,6 +54,13 @@ class Observation(ABC):
     ) -> Tensor:
         """As `observe_pass`, for observations that need what the trace knows: where tokens stand, how queries turn."""
         return self.observe_pass(q, k, soft, lse)
+
+    def grown(self, before: Tensor | None, now: Tensor) -> Tensor:
+        """What is known of all tokens that a layer holds, (1, heads, n), by `before` of those before a chunk.
+
+        `now` is what the chunk's queries (1, h, m, d_h) show with all keys (1, h_kv, n, d_h).
+        """
+        raise NotImplementedError(type(self).__name__)
 
 
 class ModelFact(Observation):
@@ -183,6 +191,12 @@ class ColumnSums(Observation):
     """
 
     of_all_weights: ClassVar[bool] = True
+    of_tokens: ClassVar[bool] = True
+
+    def grown(self, before: Tensor | None, now: Tensor) -> Tensor:
+        if before is not None:
+            now[..., : before.shape[-1]] += before
+        return now
 
     def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         return self.observe_pass(q, k, soft, None)

@@ -18,12 +18,15 @@ from torch import Tensor
 from engine.books.clock import synchronize
 from engine.books.spans import span
 from engine.causal import Chunk, causal
+from engine.decode import refuse_switch
 from engine.errors import ConfigError, NotFiniteError, first_line
 from engine.latents import ByHeads, Latent
 from engine.model import Model
 from engine.observe import ModelFact, Observation
 from engine.passes.chunks import in_chunks
+from engine.passes.evicting import Evicting
 from engine.passes.trace import Trace
+from engine.row import Variant
 from engine.sampling.finite import REMEDY
 from engine.shapes import DRAWN
 from engine.softmax import Softmax
@@ -47,8 +50,12 @@ def prefill(
     sparsity: SparsePrefill | None = None,
     chunk: int | None = None,
     n_home: int = 0,
+    evicts: Variant | None = None,
 ) -> Trace:
     """Read the prompt once. `on_layer` is called as soon as a compressed layer's K and V are in the trace.
+
+    With a variant that `evicts` the prompt is read `chunk` tokens at a time, and between chunks the variant drops what
+    it does not keep (`engine/passes/evicting.py`): the trace is its own.
 
     The K and V of `n_home` layers will go to the host tier, where memory is taken for them before.
 
@@ -71,7 +78,11 @@ def prefill(
         trace.digests = (model.digest, *model.other_digests)
     hears = model.watched(trace.inputs) if any(what.of_input for what in asked) else nullcontext()
     with span("prefill"), in_chunks(model, chunk), _explained(trace), hears:
-        if thinning is None:
+        if evicts is not None:
+            assert thinning is None and sparsity is None and chunk is not None, "a pass of its own"
+            refuse_switch(model, chunk, len(ids))
+            trace.logits = Evicting(trace, evicts, asked, on_layer).read(model, prompt, chunk)
+        elif thinning is None:
             session = _Reading(trace, asked, on_layer, sparsity)
             trace.logits = model.forward(prompt, 0, trace.rest, session)[0]
         else:

@@ -119,6 +119,8 @@ class Store:
         made = self.layers[layer] = self.layouts[type(coded)](home, coded)
         if (queries := getattr(placement, "queries", None)) is not None:
             made.queries, made.takes_feeds = QueryRing(*queries), False
+        if layer in self.trace.slots:
+            made.stand(self.trace.slots[layer], self.trace.n_read)
 
     def change(self, layer: int, change: Change) -> None:
         """Behind a step, let the layer's tokens leave as the method says. The step's books have them."""

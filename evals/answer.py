@@ -18,7 +18,7 @@ from engine.model import Model
 from engine.prefill import Thinning
 from engine.width import room_bytes, waves
 from evals.batch.answers import Conversation, answers
-from evals.batch.reading import read
+from evals.batch.reading import evicting, read
 from evals.batch.reply import Profile, Reply
 from evals.cells import Cell
 from evals.prepare import PreparedSample
@@ -50,9 +50,11 @@ class Answering:
         if task.is_forced:
             assert isinstance(task, ForcedTask), f"{task.name} is forced and no ForcedTask"
             forced = ForcedContinuation(task, one.sample, one.sample.forced, one.prompt.context_ids, self.stop_ids(one))
-        passes: dict[Thinning | None, list[Cell]] = {}
+        passes: dict[Thinning | int | None, list[Cell]] = {}  # by who has a pass of its own
         for cell in cells:
-            passes.setdefault(one.variants[cell.path].thinning, []).append(cell)
+            variant = one.variants[cell.path]
+            own = variant.thinning if evicting(cell, variant) is None else id(variant)
+            passes.setdefault(own, []).append(cell)
         ordered = sorted(passes.items(), key=lambda item: item[0] is not None)  # the ordinary pass first
         waiting = [
             batch for _, sharing in ordered for batch in ([[x] for x in sharing] if task.is_timed else [sharing])
@@ -94,7 +96,7 @@ class Answering:
         task = cell.task
         assert isinstance(task, Latency), f"{task.name} is timed and no Latency"
         self.progress.stage(f"{one.sample.id}: {cell.settings.method.name}", task.n_passes)
-        timed = Timed(one.variants[cell.path], cell.sparsity, cell.settings.chunk)
+        timed = Timed(one.variants[cell.path], cell.sparsity, cell.settings.chunk, cell.settings.evicts)
         timing = task.measure(self.model, timed, one.sample, self.progress.advance)
         if cell.settings.profile:
             yield Profile(cell, timing.record)

@@ -112,9 +112,17 @@ def ask_method(given: Settings) -> AskedMethod:
     if not rules.has_budget or rules.adapts(params):
         settings = replace(
             given, budget=EVERYTHING, cache=NO_CACHE, allocator=None, compose=None, compose_order=ORDERS[0],
-            keeping=GivenKeeping(None, None, Merging()),
+            keeping=GivenKeeping(None, None, Merging()), evicts=given.evicts and rules.has_budget,
         )  # fmt: skip
     keeping = keeping_of(settings, rules, params)
+    if settings.evicts:
+        refuse_chunks(settings, rules, params)
+        params = rules.in_chunks(params)
+    elif rules.reads_in_chunks(params):
+        raise ConfigError(
+            f"method={settings.method.name} with these parameters reads a prompt in chunks; give prefill.evict=true "
+            "beside it"
+        )
     if settings.allocator is not None:
         with naming(settings):
             rules.check_allocator(params, settings.allocator)
@@ -188,6 +196,8 @@ def check_method(asked: AskedMethod, shape: ModelShape) -> None:
     """Raise `ConfigError` where the method cannot do on a model of this shape what is asked of it."""
     settings, rules, params, _, coding, keeping = asked
     refuse_counts(settings, rules)
+    if settings.evicts:
+        refuse_kinds(settings, shape)
     with naming(settings):
         rules.check_kinds(params, shape, coding)
         rules.check(params, settings.budget, shape)
@@ -198,6 +208,33 @@ def check_method(asked: AskedMethod, shape: ModelShape) -> None:
             coding.rules.check_shape(coding.params, shape)
         checks.sizes("method", params, shape.window, f"the window of model {shape.name!r}")
         checks.sizes("cache", settings.cache, shape.window, f"the window of model {shape.name!r}")
+
+
+def refuse_chunks(settings: Settings, rules: type[Rules], params: Any) -> None:
+    """Raise `ConfigError` where a method cannot drop tokens between chunks of a prompt."""
+    reason = rules.unreadable(params)
+    if not reason and settings.allocator is not None and settings.allocator.name != "uniform":
+        reason = f"allocator={settings.allocator.name} gives layers or heads other numbers of tokens"
+    if not reason and settings.compose is not None:
+        reason = f"compose={settings.compose.name} makes codes of what an exact pass leaves"
+    if not reason and (settings.keeping.positions or settings.keeping.dropped):
+        reason = "positions and dropped change keys and values that an exact pass leaves"
+    if reason:
+        raise ConfigError(
+            f"prefill.evict=true drops tokens between chunks of the prompt, and method={settings.method.name} cannot: "
+            f"{reason}"
+        )
+
+
+def refuse_kinds(settings: Settings, shape: ModelShape) -> None:
+    """Raise `ConfigError` where a model cannot read a prompt in chunks that lose tokens."""
+    what = "has layers that attend to keys and values of another" if shape.readers else ""
+    what = "has a state beside attention in its layers" if shape.hybrid_layers else what
+    if what:
+        raise ConfigError(
+            f"prefill.evict=true drops tokens between chunks of the prompt, and the model {shape.name!r} {what}; "
+            "leave it out"
+        )
 
 
 def refuse_heads(settings: Settings, shape: ModelShape) -> None:

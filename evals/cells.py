@@ -72,6 +72,8 @@ class Cell:
             label += f" ({self.keeping.label()})"
         if self.coding is not None:
             label += f" + {self.coding.title(self.rules.drops)}"
+        if self.settings.evicts:
+            label += f", prompt in chunks of {self.settings.chunk:,}"
         if self.sparsity is None:
             return label
         return f"{self.sparsity.title} + {label}" if self.rules.has_budget else self.sparsity.title
@@ -102,7 +104,7 @@ class Cell:
         own = (
             *("method", "method_version", "method_data_digest", "ratio", "budget", "comm", "compensate", "cache"),
             *("memory", "compose", "compose_version", "compose_order", "allocator", "budget_counts"),
-            *("positions", "dropped", "merging"),
+            *("positions", "dropped", "merging", "prefill_evict"),
         )
         return tuple(sorted((key, repr(value)) for key, value in self.config.items() if key not in own))
 

@@ -12,7 +12,7 @@ from typing import Any
 from engine.books.audit import uncounted_bytes
 from engine.books.ledger import Entry
 from engine.books.strip import attended_bins
-from engine.budget import exact, show
+from engine.budget import exact, show, token_bytes
 from engine.checkpoints.packages import out_of_bounds
 from engine.sampling.spec import draw_id
 from evals.batch.reply import Reply, TurnReply
@@ -21,6 +21,7 @@ from evals.prepare import PreparedSample
 from evals.screen.progress import Standing
 from methods.base import SelectiveAttention
 from results import (
+    EVICT,
     EXACT,
     METRICS,
     RunFacts,
@@ -82,7 +83,11 @@ def answer_line(sample: Sample, prompt: Prompt, sha: str, reply: Reply, row: Sel
         decode_s=sum(steps),
         tpot_s=median(steps) if steps else None,
         batch_rows=len(decoded.answers),
-        ledger=ledger | {"bytes_resident_device_actual": row.store.allocated_bytes()},
+        ledger=ledger
+        | {
+            "bytes_prefill_peak": row.trace.peak_tokens * token_bytes(row.trace.shape),
+            "bytes_resident_device_actual": row.store.allocated_bytes(),
+        },
         fields=own_columns(sample)
         | draw_columns(sample, cell)
         | ({} if outcome is not None else {"cut_off": not answer.stopped})
@@ -114,11 +119,13 @@ def books_of(row: SelectiveAttention) -> dict[str, float | int | bool | None]:
 
 
 def prefill_columns(row: SelectiveAttention, cell: Cell) -> dict[str, Any]:
-    """What a sparse prefill computed and chose by, and what the method saw of it."""
+    """What of a prompt was computed, where that is not all; what a sparse prefill chose by, and what the method saw."""
     shares, rule = row.trace.layer_shares(), cell.sparsity
-    if rule is None or not shares:
+    if not shares:
         return {}
     columns: dict[str, Any] = {"prefill_share": fmean(shares), "prefill_shares": shares}
+    if rule is None:
+        return columns
     s, seen = row.trace.s_prompt, row.variant.observations
     columns["prefill_estimate"] = rule.estimate(s) if min(shares) < 1 else 0.0
     if any(what.of_all_weights for what in seen):
@@ -199,8 +206,13 @@ def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:
 
 
 def prefill_notes(cell: Cell, rows: Sequence[SampleRow], share: float) -> list[str]:
-    """What a reader has to know of a sparse prefill beside its share."""
+    """What a reader has to know of a sparse prefill beside its share, or of one that drops tokens."""
     rule, notes = cell.sparsity, list[str]()
+    if cell.settings.evicts:
+        notes.append(
+            f"the prompt was read in chunks of {cell.settings.chunk:,} tokens, and what the method dropped behind one "
+            "was gone for the next: another thing than compression behind an exact prefill"
+        )
     if rule is None:
         return notes
     if rule.density is not None and share > rule.density * Fraction(101, 100):
@@ -263,6 +275,11 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
     errors = [row.error for row in rows if row.status == "failed" and row.error is not None]
     if errors:
         notes.append(f"{len(errors)} of {len(rows)} samples have no answer: {errors[0]}")
+    prefill, prefill_params = EXACT, dict[str, Any]()
+    if settings.evicts:
+        prefill, prefill_params = EVICT, {"chunk": settings.chunk}
+    elif settings.prefill is not None:
+        prefill, prefill_params = settings.prefill.name, dict(settings.prefill.params)
     return RunFacts(
         method=settings.method.name,
         method_label=cell.label,
@@ -286,8 +303,8 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         peak_rss_bytes=peak_rss_bytes(),
         notes=notes,
         metric=cell.task.metric,
-        prefill=EXACT if settings.prefill is None else settings.prefill.name,
-        prefill_params={} if settings.prefill is None else dict(settings.prefill.params),
+        prefill=prefill,
+        prefill_params=prefill_params,
         budget_counts=(settings.budget.counts or "target") if cell.rules.of_answers else None,
         sampling=settings.sampling.identity(),
         allocator=None if settings.allocator is None else settings.allocator.label(),

@@ -44,6 +44,7 @@ USUAL: dict[str, dict[str, Any]] = {
     "run": {
         **{"weights": "trained", "device_map": None, "cuda_graphs": "auto", "budget_counts": "target"},
         **{"compose": None, "compose_order": ORDERS[0], "memory": None, "prefill": None, "prefill_chunk": None},
+        "prefill_evict": False,
         **{"allocator": None, "positions": None, "dropped": None, "merging": {"threshold": 0.0, "share": "1"}},
     },
 }
@@ -55,6 +56,7 @@ KINDS = {  # what a group's classes are, and the package that they are taken fro
 }
 
 
+EVICTED_CHUNK = 512  # tokens of a prompt that is read with eviction, where nothing else is given
 MADE_OF = {"task": ("params", "data_dir", "seed")}  # what a class is called with
 CHECKS = ("auto", "never")
 
@@ -193,6 +195,7 @@ class Settings(Plain):
     model: ModelSpec
     prefill: Choice | None  # None: exact attention
     chunk: int | None  # tokens that a prefill's MLPs read at a time; None: all
+    evicts: bool  # whether a method drops tokens of the prompt behind each of those chunks
     budget: BudgetRequest
     sampling: Sampling
     compose: Choice | None  # what makes codes of the tokens that the method keeps, or has on the host
@@ -239,6 +242,7 @@ class Settings(Plain):
             "memory": None if budget.memory is None else exact(budget.memory),
             "prefill": self.prefill and identity(self.prefill),
             "prefill_chunk": self.chunk,
+            "prefill_evict": self.evicts,
             "allocator": self.allocator and identity_of_allocator(self.allocator),
             **self.keeping.identity(),
         }
@@ -337,6 +341,7 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
         model=keys.model,
         prefill=prefill(names, keys.prefill),
         chunk=chunk(keys.prefill),
+        evicts=evicts(keys.prefill),
         budget=BudgetRequest(
             keys.ratio, keys.budget, keys.comm, keys.compensate, counts=keys.budget_counts, memory=keys.memory
         ),
@@ -478,7 +483,7 @@ def partner(name: str | None) -> Choice | None:
 def prefill(names: Mapping[str, str], tree: Any) -> Choice | None:
     """The chosen prefill; None for the exact one, which has no class and no parameters."""
     if isinstance(tree, Mapping):
-        tree = {key: value for key, value in tree.items() if key != "chunk"}
+        tree = {key: value for key, value in tree.items() if key not in ("chunk", "evict")}
         if tree.get("_target_", "") is None:
             same_names("prefill", tree, ["_target_"])
             return None
@@ -488,7 +493,14 @@ def prefill(names: Mapping[str, str], tree: Any) -> Choice | None:
 def chunk(tree: Any) -> int | None:
     """How many tokens a prefill's MLPs read at a time, whichever prefill is chosen."""
     given = tree.get("chunk") if isinstance(tree, Mapping) else None
-    return at_least(1, "prefill.chunk", convert(given, int | None, "prefill.chunk"))
+    n = at_least(1, "prefill.chunk", convert(given, int | None, "prefill.chunk"))
+    return EVICTED_CHUNK if n is None and evicts(tree) else n
+
+
+def evicts(tree: Any) -> bool:
+    """Whether a method drops tokens of the prompt behind each chunk."""
+    given = tree.get("evict", False) if isinstance(tree, Mapping) else False
+    return convert(given, bool, "prefill.evict")
 
 
 def at_least(lowest: int, key: str, value: int | Fraction | None) -> Any:

@@ -199,9 +199,10 @@ class SelectiveAttention(Rules, ABC):
     def build(self, layer: int) -> None:
         """Take over a layer of the prompt. Where nothing is to be compressed, every token stays for good."""
         whole = self.variant.is_full or layer in self.skipped_layers()
-        placement = Whole() if whole else self.arrange(layer)
-        if placement is not None:
-            self.store.place(layer, placement)
+        with self.trace.as_held(layer):
+            placement = Whole() if whole else self.arrange(layer)
+            if placement is not None:
+                self.store.place(layer, placement)
 
     def complete(self) -> None:
         """Finish the prompt, once every layer is built."""
@@ -221,6 +222,17 @@ class SelectiveAttention(Rules, ABC):
     def arrange_rest(self) -> Mapping[int, Placement]:
         """The layers that `arrange` left, for methods that divide a budget over layers once they have seen them all."""
         return {}
+
+    def n_stay(self) -> int:
+        """Tokens of a prompt in chunks that a KV head keeps: up to them nothing is dropped."""
+        return getattr(self.plan, "tokens", self.budget.tokens)
+
+    def delay(self) -> int | None:
+        """Of a method that judges tokens one by one: how many newer ones still see one that `goes`."""
+
+    def goes(self, layer: int) -> Tensor:
+        """Which tokens of the prompt leave each KV head once they are old enough, (h_kv, s) bool."""
+        raise NotImplementedError(type(self).__name__)
 
     def skipped_layers(self) -> Sequence[int]:
         """Layers that the method leaves whole on purpose; its budget is checked on the others."""

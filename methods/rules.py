@@ -95,6 +95,25 @@ class Rules:
         return not cls.has_budget or cls.fetches_more
 
     @classmethod
+    def unreadable(cls, params: Any) -> str:
+        """Why a prompt cannot be read in chunks with eviction between them (`prefill.evict`); "" where it can."""
+        if cls.thins:
+            return f"{cls.title} has a prefill of its own"
+        if cls.of_answers:
+            return f"{cls.title} compresses while it answers"
+        return f"{cls.title} chooses by the whole prompt" if cls.drops else f"{cls.title} drops no tokens"
+
+    @classmethod
+    def in_chunks(cls, params: Any) -> Any:
+        """The parameters with which it reads a prompt so."""
+        return params
+
+    @classmethod
+    def reads_in_chunks(cls, params: Any) -> bool:
+        """Whether these parameters are of such a prompt alone."""
+        return False
+
+    @classmethod
     def asks_question(cls, params: Any) -> bool:
         """Whether it has to know where in the prompt the question begins."""
         return False

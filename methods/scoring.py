@@ -63,10 +63,18 @@ class ScoringMethod(SelectiveAttention):
         return (self.worth(layer, keys) if self.trace.shape.is_latent else self.score(keys))[0].mT
 
     @classmethod
-    def extends(cls, params: Any) -> bool:
+    def is_by_keys(cls) -> bool:
+        """Whether what a token is worth follows from the keys that are there."""
         own = cls.score is not ScoringMethod.score or cls.worth is not ScoringMethod.worth
-        by_keys = own and cls.scores is ScoringMethod.scores
-        return super().extends(params) or (by_keys and not cls.evicts(params))
+        return own and cls.scores is ScoringMethod.scores
+
+    @classmethod
+    def extends(cls, params: Any) -> bool:
+        return super().extends(params) or (cls.is_by_keys() and not cls.evicts(params))
+
+    @classmethod
+    def unreadable(cls, params: Any) -> str:
+        return "" if cls.is_by_keys() else super().unreadable(params)
 
     def extend(self, layer: int, q: Tensor, grown: Variant) -> Stay | None:
         """Keys are worth what they are among those that are held: the best stay, with the first and the last ones."""

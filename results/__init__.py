@@ -27,6 +27,7 @@ from results.lock import Holder
 from results.machine import environment, git_sha, peak_rss_bytes
 from results.read import read_run, read_runs, read_samples
 from results.schema import (
+    EVICT,
     EXACT,
     LEDGER_MEANS,
     METRICS,
@@ -39,6 +40,7 @@ from results.schema import (
 from results.summary import combined, combined_ci95, summarise
 
 __all__ = [
+    "EVICT",
     "EXACT",
     "LEDGER_MEANS",
     "METRICS",

@@ -27,6 +27,7 @@ from results.names import shown_task
 SCHEMA_VERSION = 2
 READABLE = (1, SCHEMA_VERSION)  # 1: `n_samples`, `n_oom` and `n_failed` were of lines, a turn or a draw each
 EXACT = "exact"  # the prefill of every run that names no other
+EVICT = "evict"  # one in chunks, between which the method dropped tokens
 LARGEST = 1e300  # of numbers that are averaged: a thousand of them can still be added
 
 # Of samples: answered, out of memory, or without an answer because the model's numbers were NaN. Of a run: that of its
@@ -329,6 +330,7 @@ OPTIONAL_KEYS: dict[str, Any] = {
     "moved_bytes_per_step": None,
     "bytes_index_read_per_step": None,
     "bytes_comm_per_step": None,
+    "bytes_prefill_peak": None,
     "ledger_crc32": None,
     "samples_crc32": None,
     "score_version": None,
@@ -384,6 +386,7 @@ class RunResult(RunFacts):
     moved_bytes_per_step: float | None = None  # between the tiers: K and V, index, blocks, releases
     bytes_index_read_per_step: float | None = None  # to find tokens, in whichever tier; null in older runs
     bytes_comm_per_step: float | None = None  # what `comm` allows `bytes_moved_meta_per_step`; null in older runs
+    bytes_prefill_peak: float | None = None  # most of K and V at once while the prompt was read; null in older runs
     # Of ledger.parquet; `finish` knows it, who summarises does not.
     effective_ratios: list[float] | None = None  # least and most of a sample, where the method adapts
     ledger_crc32: str | None = field(default=None, compare=False)

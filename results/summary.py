@@ -140,6 +140,7 @@ def summarise(rows: Sequence[SampleRow], facts: RunFacts, full: Sequence[SampleR
         resident_share=mean(row.ledger.get("resident_share") for row in ok),
         moved_bytes_per_step=mean(row.ledger.get("moved_bytes_per_step") for row in ok),
         bytes_index_read_per_step=mean(row.ledger.get("bytes_index_read_per_step") for row in ok),
+        bytes_prefill_peak=mean(row.ledger.get("bytes_prefill_peak") for row in ok),
         bytes_comm_per_step=mean(row.ledger.get("bytes_comm_per_step") for row in ok),
         pseudo_tokens_mean=mean(row.ledger.get("pseudo_tokens_mean") for row in ok) or None,
         **costs(ok, [row for row in full if row.status == "ok"]),

@@ -60,6 +60,7 @@ class Timed:
     variant: Variant
     sparsity: SparsePrefill | None = None
     chunk: int | None = None  # of the prefill
+    evicts: bool = False  # whether tokens are dropped between its chunks
 
 
 @dataclass
@@ -263,7 +264,10 @@ def read(model: Model, timed: Timed, ids: Sequence[int], n_new: int) -> tuple[Tr
         rows[0].build(layer)
 
     variant = timed.variant
-    trace = prefill(model, ids, variant.observations, build, variant.thinning, timed.sparsity, timed.chunk)
+    evicts = variant if timed.evicts and not variant.is_full else None
+    trace = prefill(
+        model, ids, variant.observations, build, variant.thinning, timed.sparsity, timed.chunk, evicts=evicts
+    )
     probe(model, trace, variant.probes)
     rows[0].complete()
     trace.settle()

@@ -130,6 +130,13 @@ class Layer(ABC):
 
     # Arithmetic.
 
+    def stand(self, positions: Tensor, s_prompt: int) -> None:
+        """Take on true positions (1, h_kv, n), where the pass held some tokens of the prompt, numbered from 0 on."""
+        by, kept = s_prompt - self.s_prompt, self.positions_kept()
+        if by:
+            self.kept_positions = positions.gather(-1, kept.clamp(min=0)).where(kept >= 0, kept)
+            self.s_prompt, self.n_seen, self.start = self.s_prompt + by, self.n_seen + by, self.start + by
+
     def repeat(self, k_new: Tensor, v_new: Tensor) -> None:
         """Count the current token in at a step that is like the one before it."""
         self.advance(k_new, v_new)

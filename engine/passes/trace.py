@@ -7,7 +7,8 @@ Not here: the pass (`engine/prefill.py`), what may be observed (`engine/observe.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -61,7 +62,8 @@ class Trace:
     ) -> None:
         """`layer_devices` are those of the layers, where several GPUs share the model; by default all are `device`."""
         self.shape = shape
-        self.s_prompt = s_prompt
+        self.s_prompt = s_prompt  # within `as_held` what a layer holds of it
+        self.n_read = s_prompt  # tokens of the prompt, always
         self.device = device  # of the tokens, and of most layers
         self.layer_devices = layer_devices
         self.host_device = torch.device("cpu")
@@ -72,6 +74,9 @@ class Trace:
         self.ids: Sequence[int] = ()
         self.seconds = 0.0
         self.positions: dict[int, Tensor] = {}  # of a layer's tokens (n,), where not all reached it
+        self.slots: dict[int, Tensor] = {}  # the same by head (1, h_kv, n), -1: none, where some left it between chunks
+        self.counts: dict[int, int] = {}  # tokens that each layer holds
+        self.peak_tokens = 0  # most tokens that all layers together held at once while the prompt was read
         self.shares: list[Tensor] = []  # of pairs of query and key, per layer with sparse attention
         self.kept: Kept | None = None  # what was computed of the layer at work, where observations are made of it
         self._device: dict[int, tuple[Tensor, Tensor]] = {}
@@ -89,10 +94,36 @@ class Trace:
     def add(self, layer: int, k: Tensor, v: Tensor, soft: Softmax) -> None:
         """Take in a layer's K and V, (1, h_kv, s_prompt, d_h); of a thinned layer those that reached it."""
         n = len(self.positions[layer]) if layer in self.positions else self.s_prompt
+        n = self.slots[layer].shape[-1] if layer in self.slots else n
         assert k.shape == (1, self.shape.h_kv, n, self.shape.d_h), f"layer {layer}: keys are {tuple(k.shape)}"
+        self.softmax[layer] = soft
+        self.keep(layer, k, v)
+
+    def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Hold these K and V of a layer, in the place of those it had."""
         k = k.contiguous()
         self._device[layer] = k, k[..., : self.shape.d_v] if self.shape.is_latent else v.contiguous()
-        self.softmax[layer] = soft
+        self.counts[layer] = k.shape[2]
+        self.peak_tokens = max(self.peak_tokens, sum(self.counts.values()))
+
+    @contextmanager
+    def as_held(self, layer: int) -> Iterator[None]:
+        """Inside, the prompt is what a layer holds of it after others left between chunks, numbered from 0 on."""
+        if layer in self.slots:
+            self.s_prompt = self.slots[layer].shape[-1]
+        try:
+            yield
+        finally:
+            self.s_prompt = self.n_read
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is made once inside is not there any more behind it."""
+        before = dict(self._shared)
+        try:
+            yield
+        finally:
+            self._shared = before
 
     def device_of(self, layer: int) -> torch.device:
         """Where a layer's K and V lie, and all that is made of them."""
@@ -164,6 +195,11 @@ class Trace:
         """Let go of a layer's K and V, which lie elsewhere from now on."""
         del self._device[layer]
 
+    def release(self, layer: int) -> None:
+        """The same, unless somebody goes on reading them."""
+        if layer not in self._held:
+            self.forget(layer)
+
     def settle(self) -> None:
         """After every variant was built: wait for copies, and free device tensors that nobody holds."""
         if self.device == self.host_device:
@@ -192,6 +228,14 @@ class Trace:
     def observed(self, what: Hashable, layer: int) -> Tensor:
         """What was observed of a layer; only what a method declared is there."""
         return self._observed[what, layer]
+
+    def seen(self, what: Hashable, layer: int) -> Tensor | None:
+        """`observed`, where there is anything yet."""
+        return self._observed.get((what, layer))
+
+    def see(self, what: Hashable, layer: int, found: Tensor) -> None:
+        """Put this in the place of what was observed."""
+        self._observed[what, layer] = found
 
     def probed(self, what: Hashable, layer: int) -> Tensor:
         """What a probe found of a layer; only what a method declared is there, once the prompt was read."""

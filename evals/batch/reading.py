@@ -18,7 +18,7 @@ from evals.cells import Cell
 from evals.prepare import PreparedSample
 from evals.refusals import naming
 from evals.screen.progress import Progress
-from methods.base import SelectiveAttention
+from methods.base import SelectiveAttention, Variant
 from tasks.forced import ForcedContinuation
 
 
@@ -63,8 +63,9 @@ def read(
     ids, thinning, sparsity = one.prompt.context_ids, variants[0].thinning, cells[0].sparsity
     observations = [what for variant in variants for what in variant.observations]
     n_home = max(0 if each.is_full else each.method.n_home(each.params, model.shape) for each in variants)
-    trace = prefill(model, ids, observations, build_beside, thinning, sparsity, cells[0].settings.chunk, n_home)
-    if forced is not None and thinning is None and sparsity is None:
+    chunk, evicts = cells[0].settings.chunk, evicting(cells[0], variants[0])
+    trace = prefill(model, ids, observations, build_beside, thinning, sparsity, chunk, n_home, evicts)
+    if forced is not None and thinning is sparsity is evicts is None:
         forced.plain = trace
     prefill_s = trace.seconds - sum(clock.seconds())
     for cell, variant in zip(cells, variants, strict=True):
@@ -80,6 +81,11 @@ def read(
                 build(wave, rows, layer)
         complete(rows)
         yield Wave(wave, rows, trace, prefill_s)
+
+
+def evicting(cell: Cell, variant: Variant) -> Variant | None:
+    """The variant where it drops tokens while the prompt is read, in a pass of its own."""
+    return variant if cell.settings.evicts and not variant.is_full else None
 
 
 def build(cells: Sequence[Cell], rows: Sequence[SelectiveAttention], layer: int) -> None:

@@ -36,8 +36,8 @@ LEVELS = ("self-reported", "rescored", "budget proven", "reproduced")
 # What runs must share to be compared: plots/report/compare.py pairs by the same keys.
 SAME = ("model", "model_digest", "task", "task_version", "data_digest", "compression_scope", "seed", "dtype", "device")
 MOST_ENTRY_BYTES = 400  # of a ledger's row, unpacked
-# Keys of a line's ledger that no entry tells: what was allocated, which is the machine's.
-NOT_IN_ENTRIES = {"bytes_resident_device_actual"}
+# Keys of a line's ledger that no entry tells: what was allocated, which is the machine's; what reading the prompt took.
+NOT_IN_ENTRIES = {"bytes_resident_device_actual", "bytes_prefill_peak"}
 CLOSE = 1e-9
 BIN_ERROR = 0.0006  # of a share that is rounded to three digits
 

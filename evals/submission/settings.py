@@ -69,6 +69,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
         model=build(ModelSpec, USUAL["model"] | dict(run.get("model") or {}), "model"),
         prefill=None if run["prefill"] is None else choice("prefill", run["prefill"]),
         chunk=run["prefill_chunk"],
+        evicts=run["prefill_evict"],
         budget=BudgetRequest(
             share["ratio"], run.get("budget"), share["comm"] or parse_fraction(0, "comm"), bool(run.get("compensate")),
             memory=share["memory"], counts=None if counts == "target" else counts,

@@ -116,6 +116,10 @@ class H2O(ScoringMethod):
         inside = params.generated == "inside"
         return "H2O evicts while it decodes; use method.generated=on_top with it" if inside else ""
 
+    @classmethod
+    def unreadable(cls, params: Params) -> str:
+        return "each query head keeps tokens of its own" if cls.is_query_wide(params) else ""
+
     def setup(self) -> None:
         self.sums, self.wants_weights = {}, not self.is_still
 

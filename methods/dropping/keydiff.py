@@ -23,7 +23,7 @@ Figures   drop by keys and values: #B48805, circle, --
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -37,7 +37,7 @@ from methods.dropping.allocators import Counts
 from methods.scorers import keep_top, lowest_slot
 from methods.scoring import ScoringMethod
 
-LABELS = {"simulated": "simulated blocks", "none": "one-shot"}
+LABELS = {"simulated": "simulated blocks", "none": "one-shot", "read": "blocks"}
 
 LEAST_LENGTH, LEAST_FACTOR = 1e-12, 1e-8  # of a key that is brought to length 1, and of each length in a cosine
 
@@ -95,11 +95,19 @@ class KeyDiff(ScoringMethod):
         """Says how the prompt was read: `simulated` blocks compress keys that an exact prefill has made."""
         return super().label(params, request).replace(cls.title, f"{cls.title} ({LABELS[params.blocks]})")
 
+    @classmethod
+    def in_chunks(cls, params: Params) -> Params:
+        return replace(params, blocks="read")
+
+    @classmethod
+    def reads_in_chunks(cls, params: Params) -> bool:
+        return params.blocks == "read"
+
     def scorer(self) -> Hashable:
         return "unlikeness of keys"
 
     def keep_best(self, layer: int, n: Counts) -> Placement:
-        if self.params.blocks == "none":
+        if self.params.blocks != "simulated":
             return super().keep_best(layer, n)
         counts, keys = self.of_heads(layer, n) if isinstance(n, int) else n, self.trace.keys(layer)
         if isinstance(counts, int):

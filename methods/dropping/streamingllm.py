@@ -92,6 +92,11 @@ class StreamingLLM(SelectiveAttention):
     def extends(cls, params: Params) -> bool:
         return params.position == "original"
 
+    @classmethod
+    def unreadable(cls, params: Params) -> str:
+        turns = params.position == "cache"
+        return "its queries are turned for the tokens that are there; use method.position=original" if turns else ""
+
     def extend(self, layer: int, q: Tensor, grown: Variant) -> Stay:
         """The sinks and the last tokens of what is held stay; answers come on top until the next feed."""
         at, self.plan = self.store[layer], grown.plan

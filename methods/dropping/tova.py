@@ -71,6 +71,10 @@ class TOVA(ScoringMethod):
         name = super().label(params, request)
         return name if params.evict == "always" else name.replace(cls.title, f"{cls.title} (one-shot)")
 
+    @classmethod
+    def unreadable(cls, params: Params) -> str:
+        return ""
+
     def setup(self) -> None:
         self.wants_weights = self.params.evict == "always" and not self.variant.is_full
 

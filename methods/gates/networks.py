@@ -58,12 +58,16 @@ class GateScores(Observation):
     """What a gate says of a layer's tokens, (1, h_kv, s) float32; `gate` is a file, a hub name, `auto` or `drawn`."""
 
     of_input: ClassVar[bool] = True
+    of_tokens: ClassVar[bool] = True
     kind: str
     gate: str
     digest: str | None = None  # of the file, so that another one of the same name is another observation
 
     def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         raise AssertionError("a gate reads the attention's input")
+
+    def grown(self, before: Tensor | None, now: Tensor) -> Tensor:
+        return now if before is None else torch.cat([before, now], -1)
 
     def observe_layer(
         self, trace: "Trace", layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None

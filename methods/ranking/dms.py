@@ -67,6 +67,13 @@ class DMS(OverScorer):
         return "Delayed eviction goes on while it decodes; use method.decode=false with it" if params.decode else ""
 
     @classmethod
+    def unreadable(cls, params: Params) -> str:
+        scorer = params.scorer.rules
+        if not scorer.judges or getattr(params.scorer.params, "n_sink", 0):
+            return f"{scorer.title} judges a token by others, or by its place; use a scorer such as knorm or kvzap"
+        return ""
+
+    @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
         scorer = params.scorer.rules.label(params.scorer.params, request)
         return f"{cls.title} ({scorer}, {params.threshold:g}{'' if params.decode else ', prompt only'})"
@@ -80,10 +87,7 @@ class DMS(OverScorer):
         return False
 
     def arrange(self, layer: int) -> Placement:
-        s, (n_first, n_last) = self.trace.s_prompt, self.inner.ends()
-        stays = ~self.goes(self.inner.shared_scores(layer)[0])
-        stays = torch.nn.functional.pad(stays, (n_first, n_last), value=True)
-        stays = stays.expand(self.trace.shape.h_kv, s)
+        s, stays = self.trace.s_prompt, ~self.goes(layer)
         n_window = min(self.params.window, s)
         before, latest = stays.split([s - n_window, n_window], 1)
         chosen = [head.nonzero().squeeze(1) for head in before]
@@ -92,7 +96,18 @@ class DMS(OverScorer):
         late = torch.arange(s - n_window, s, device=stays.device)
         return Ragged([torch.cat([positions, late]) for positions in chosen])
 
-    def goes(self, scores: Tensor) -> Tensor:
+    def n_stay(self) -> int:
+        return 0  # as many as there are
+
+    def delay(self) -> int:
+        return self.params.window
+
+    def goes(self, layer: int) -> Tensor:
+        low = torch.nn.functional.pad(self.is_low(self.inner.shared_scores(layer)[0]), self.inner.ends())
+        slots = self.trace.slots.get(layer)
+        return low.expand(self.trace.shape.h_kv, -1) if slots is None else low | (slots[0] < 0)
+
+    def is_low(self, scores: Tensor) -> Tensor:
         """NaN is below nothing."""
         return scores < self.params.threshold
 
@@ -116,7 +131,7 @@ class DMS(OverScorer):
             inputs = together([row.x_now for row in some]) if some[0].wants_input else None
             scores = some[0].inner.scores_of(layer, keys, inputs)  # (n, h_kv)
             for i, row, own in zip(places, some, scores, strict=True):
-                found[i] = Judged(row.goes(own))
+                found[i] = Judged(row.is_low(own))
         return found
 
     def protected(self, layer: int) -> Sequence[int]:

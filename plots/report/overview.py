@@ -27,7 +27,7 @@ from results import METRICS, SampleRow
 AUDITED = (
     *("tokens_budget_mean", "tokens_attended_mean", "effective_ratio", "within_budget"),
     *("bytes_moved_kv_per_step", "bytes_moved_meta_per_step", "bytes_find_per_step", "bytes_searched_per_step"),
-    *("bytes_resident_device", "bytes_resident_host", "bytes_resident_device_actual"),
+    *("bytes_resident_device", "bytes_resident_host", "bytes_resident_device_actual", "bytes_prefill_peak"),
     *("cache_hit_rate", "prefill_s", "tpot_s", "batch_rows_mean"),
 )
 COSTS = {  # of a part: the chart's axes, and the keys of a sample's ledger that add up to each

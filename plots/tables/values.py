@@ -60,6 +60,7 @@ VALUES: dict[str, Value] = {
     "tokens": Value("tokens attended to", "", ledger("tokens_attended_mean")),
     "share": Value("tokens attended to, share of the full cache", "", ledger("effective_ratio"), 3),
     "device": Value("K and V on the device", "MB", ledger("bytes_resident_device", 1e6)),
+    "reading": Value("K and V at most while the prompt is read", "MB", ledger("bytes_prefill_peak", 1e6)),
     "host": Value("K and V on the host", "MB", ledger("bytes_resident_host", 1e6)),
     "answer_tokens": Value("tokens of an answer", "", answer_tokens),
     "cut_off": Value("answers cut off, share", "", cut_off, 3),

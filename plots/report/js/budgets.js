@@ -9,6 +9,7 @@ const AUDIT = {
   "searched, KB/step": [(r) => r.audit.bytes_searched_per_step, (v) => scaled(v, 1e3)],
   "KV moved, KB/step": [(r) => r.audit.bytes_moved_kv_per_step, (v) => scaled(v, 1e3)],
   "device, MB": [(r) => r.audit.bytes_resident_device, (v) => scaled(v, 1e6, 2)],
+  "while reading, MB": [(r) => r.audit.bytes_prefill_peak, (v) => scaled(v, 1e6, 2)],
   "host, MB": [(r) => r.audit.bytes_resident_host, (v) => scaled(v, 1e6, 2)],
   "allocated, MB": [(r) => r.audit.bytes_resident_device_actual, (v) => scaled(v, 1e6, 2)],
   "cache hits": [(r) => r.audit.cache_hit_rate, (v) => number(v)],

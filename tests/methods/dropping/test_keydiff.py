@@ -160,7 +160,7 @@ def test_the_label_says_how_the_prompt_was_read() -> None:
     ("key", "value", "says"),
     [
         ("block_len", 0, r"method\.block_len=0 is out of range; it is a whole number from 1"),
-        ("blocks", "true", r"method\.blocks=true is not allowed; use simulated or none"),
+        ("blocks", "true", r"method\.blocks=true is not allowed; use simulated, none or read"),
         ("evict", "never", "use prompt or always"),
     ],
 )
