@@ -204,24 +204,13 @@ class _Thinned(_Reading):
         self.positions = torch.arange(trace.s_prompt, device=trace.device)
         self.survivors: Tensor | None = None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
-        if len(self.positions) < self.trace.s_prompt:
-            self.trace.positions[layer] = self.positions.to(q.device)
-        return super().attend(layer, q, k, v, soft, window)
-
-    def attend_heads(
-        self, layer: int, latent: Latent, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, soft: Softmax,
-        window: int | Chunk | None,
-    ) -> Tensor:  # fmt: skip
-        if len(self.positions) < self.trace.s_prompt:
-            self.trace.positions[layer] = self.positions.to(q.device)
-        return super().attend_heads(layer, latent, q, k, v, rows, soft, window)
-
     @property
     def asks(self) -> bool:
         return True
 
     def take_in(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, lse: Tensor | None) -> None:
+        if len(self.positions) < self.trace.s_prompt:
+            self.trace.positions[layer] = self.positions.to(q.device)
         super().take_in(layer, q, k, v, soft, lse)
         self.survivors = self.thinning.going_on(layer, q, k, soft)
 

@@ -140,6 +140,7 @@ class SelectiveAttention(Rules, ABC):
     wants_weights: bool = False  # True: `after_attention` gets the weights, at the price of slower attention
     wants_lookahead: bool = False  # True: `select` finds `q_ahead`
     q_ahead: Tensor  # (1, h, 1, d_h), the query that the layer below foretells
+    delay: int | None = None  # how many newer tokens still see one that `goes`, where each is judged by itself
     wants_input: bool = False  # True: behind a step it finds `x_now`
     x_now: Tensor  # (1, 1, D), what the layer's attention was called with
     pads: ClassVar[bool] = False  # True: `select` may return -1 for "no token"
@@ -222,17 +223,6 @@ class SelectiveAttention(Rules, ABC):
     def arrange_rest(self) -> Mapping[int, Placement]:
         """The layers that `arrange` left, for methods that divide a budget over layers once they have seen them all."""
         return {}
-
-    def n_stay(self) -> int:
-        """Tokens of a prompt in chunks that a KV head keeps: up to them nothing is dropped."""
-        return getattr(self.plan, "tokens", self.budget.tokens)
-
-    def delay(self) -> int | None:
-        """Of a method that judges tokens one by one: how many newer ones still see one that `goes`."""
-
-    def goes(self, layer: int) -> Tensor:
-        """Which tokens of the prompt leave each KV head once they are old enough, (h_kv, s) bool."""
-        raise NotImplementedError(type(self).__name__)
 
     def skipped_layers(self) -> Sequence[int]:
         """Layers that the method leaves whole on purpose; its budget is checked on the others."""

@@ -65,16 +65,7 @@ class Table:
     def costs(self) -> str:
         """What each method holds and moves at the share that most of them meet, the smaller one of two."""
         share = max(self.shares, key=lambda share: (sum(share in of for of in self.runs.values()), -share))
-        head = [
-            "method",
-            "attended",
-            "resident share",
-            "device, MB",
-            "reading, MB",
-            "moved a step, KB",
-            "host, MB",
-            "whole layers",
-        ]
+        head = ["method", "attended", "resident share", "device, MB", "moved a step, KB", "host, MB", "whole layers"]
         rows = [[label, *cost_of(of[share])] for label, of in self.runs.items() if share in of]
         return f"At memory {share}:\n\n" + markdown(Sheet([*head, "bytes"], rows))
 
@@ -82,8 +73,7 @@ class Table:
 def cost_of(run: Run) -> Iterator[str]:
     for key, unit, form in (
         ("tokens_attended_mean", 1, ",.0f"), ("resident_share", 1, ".3f"), ("bytes_resident_device", 1e6, ",.1f"),
-        ("bytes_prefill_peak", 1e6, ",.1f"), ("moved_bytes_per_step", 1e3, ",.1f"),
-        ("bytes_resident_host", 1e6, ",.1f"),
+        ("moved_bytes_per_step", 1e3, ",.1f"), ("bytes_resident_host", 1e6, ",.1f"),
     ):  # fmt: skip
         value = measured(run.rows, key)
         yield ABSENT if value is None else f"{value / unit:{form}}"

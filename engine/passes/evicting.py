@@ -65,7 +65,7 @@ class Evicting:
             return attend_own_past(q, k, v, soft, window, self.start)
         assert window is None, f"layer {layer} has a window of its own"
         held = self.take_in(layer, k, v, soft)
-        delay = self.row.delay()
+        delay = self.row.delay
         if delay is None:
             with span("attention", layer):
                 out, lse = self.over_held(layer, held, q, k, v, soft)
@@ -149,7 +149,8 @@ class Evicting:
     def evict(self, layer: int) -> None:
         """Let go of what the method keeps no longer."""
         trace, n = self.trace, self.trace.keys(layer).shape[2]
-        if n <= self.row.n_stay() or layer in self.row.skipped_layers():
+        most = 0 if self.row.delay is not None else getattr(self.row.plan, "tokens", self.row.budget.tokens)
+        if n <= most or layer in self.row.skipped_layers():
             return
         with trace.as_held(layer), trace.apart():
             placement = self.row.arrange(layer)

@@ -80,6 +80,7 @@ class DMS(OverScorer):
 
     def setup(self) -> None:
         super().setup()
+        self.delay = self.params.window
         self.wants_input = self.params.decode and self.params.scorer.rules.judges == "input"
 
     @property
@@ -96,13 +97,8 @@ class DMS(OverScorer):
         late = torch.arange(s - n_window, s, device=stays.device)
         return Ragged([torch.cat([positions, late]) for positions in chosen])
 
-    def n_stay(self) -> int:
-        return 0  # as many as there are
-
-    def delay(self) -> int:
-        return self.params.window
-
     def goes(self, layer: int) -> Tensor:
+        """Which of the prompt's tokens leave each KV head once they are old enough, (h_kv, s) bool."""
         low = torch.nn.functional.pad(self.is_low(self.inner.shared_scores(layer)[0]), self.inner.ends())
         slots = self.trace.slots.get(layer)
         return low.expand(self.trace.shape.h_kv, -1) if slots is None else low | (slots[0] < 0)

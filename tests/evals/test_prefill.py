@@ -84,7 +84,7 @@ def test_results_from_before_there_were_prefills_are_read(model: list[str], tmp_
     ("words", "says"),
     [
         (["prefill=minferense"], "no prefill 'minferense'; did you mean 'minference'"),
-        (["prefill.block=8"], "no prefill key 'block' (all: chunk)"),
+        (["prefill.block=8"], "no prefill key 'block' (all: chunk, evict)"),
         (["prefill=minference", "prefill.blok=8"], "no prefill key 'blok'; did you mean 'block'?"),
     ],
 )
@@ -183,9 +183,9 @@ def test_times_are_paired_with_full_attention_behind_an_exact_prefill(
     passes = []
     ordinary = latency.prefill
 
-    def counting(*args: Any) -> Any:
+    def counting(*args: Any, **keys: Any) -> Any:
         passes.append(args[SPARSITY] is not None)
-        return ordinary(*args)
+        return ordinary(*args, **keys)
 
     monkeypatch.setattr(latency, "prefill", counting)
     words = [*model, "task=latency", "task.lengths=[160]", "task.n_new=4", "task.repeats=2"]
