@@ -132,8 +132,7 @@ class Store:
         """The same between steps: no step attended to what leaves, and what is written is counted as rebuilt."""
         self.layers[layer].evictions = None
         self.change(layer, change)
-        made = self.layers[layer]
-        made.evictions = None
+        (made := self.layers[layer]).evictions = None
         if isinstance(change, Stay):
             self.ledger.count_rebuilt(change.slots.shape[-1] * self.shape.h_kv * made.meter.token_bytes)
 

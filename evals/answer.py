@@ -7,7 +7,7 @@ Not here: a pass and what is decoded behind it (`evals/batch`), what is written 
 """
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 
 from engine.books.spans import recording
@@ -15,10 +15,9 @@ from engine.decode import Answer
 from engine.errors import LengthError, NotFiniteError, one_line
 from engine.machine import free_memory, is_out_of_memory
 from engine.model import Model
-from engine.prefill import Thinning
 from engine.width import room_bytes, waves
 from evals.batch.answers import Conversation, answers
-from evals.batch.reading import evicting, read
+from evals.batch.reading import pass_of, read
 from evals.batch.reply import Profile, Reply
 from evals.cells import Cell
 from evals.prepare import PreparedSample
@@ -50,11 +49,9 @@ class Answering:
         if task.is_forced:
             assert isinstance(task, ForcedTask), f"{task.name} is forced and no ForcedTask"
             forced = ForcedContinuation(task, one.sample, one.sample.forced, one.prompt.context_ids, self.stop_ids(one))
-        passes: dict[Thinning | int | None, list[Cell]] = {}  # by who has a pass of its own
+        passes: dict[Hashable, list[Cell]] = {}
         for cell in cells:
-            variant = one.variants[cell.path]
-            own = variant.thinning if evicting(cell, variant) is None else id(variant)
-            passes.setdefault(own, []).append(cell)
+            passes.setdefault(pass_of(cell, one.variants[cell.path]), []).append(cell)
         ordered = sorted(passes.items(), key=lambda item: item[0] is not None)  # the ordinary pass first
         waiting = [
             batch for _, sharing in ordered for batch in ([[x] for x in sharing] if task.is_timed else [sharing])

@@ -201,8 +201,7 @@ class SelectiveAttention(Rules, ABC):
         """Take over a layer of the prompt. Where nothing is to be compressed, every token stays for good."""
         whole = self.variant.is_full or layer in self.skipped_layers()
         with self.trace.as_held(layer):
-            placement = Whole() if whole else self.arrange(layer)
-            if placement is not None:
+            if placement := Whole() if whole else self.arrange(layer):
                 self.store.place(layer, placement)
 
     def complete(self) -> None:

@@ -6,7 +6,7 @@ are built in waves, one after the other, from what the pass left.
 Not here: the pass itself (`engine/prefill.py`), how many cells have room (`engine/width.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.books.clock import Clock
@@ -86,6 +86,11 @@ def read(
 def evicting(cell: Cell, variant: Variant) -> Variant | None:
     """The variant where it drops tokens while the prompt is read, in a pass of its own."""
     return variant if cell.settings.evicts and not variant.is_full else None
+
+
+def pass_of(cell: Cell, variant: Variant) -> Hashable:
+    """Cells for which it is equal can share a pass over a prompt; None: the ordinary one."""
+    return variant.thinning if evicting(cell, variant) is None else id(variant)
 
 
 def build(cells: Sequence[Cell], rows: Sequence[SelectiveAttention], layer: int) -> None:
