@@ -68,13 +68,15 @@ def measured(asked: argparse.Namespace, device: torch.device) -> Iterator[Result
     if "methods" in wanted:
         names = {s: asked.methods or (models.ALL if s == min(lengths) else models.MANY) for s in lengths}
         layers, hardware = layers_of(model.shape, config), asked.hardware or models.hardware_of(device)
-        yield from kept(models.times(model, layers, names, asked.n_new, asked.repeats, request, hardware))
+        for batch in asked.batches:
+            of = models.times(model, layers, names, asked.n_new, asked.repeats, request, hardware, batch)
+            yield from kept(of)
     if "baseline" in wanted:
         yield from kept(models.baseline(model, min(lengths), asked.n_new))
     if "sweep" in wanted:
         ratios = SMALL_RATIOS if asked.small else models.SWEEP_RATIOS
-        of = models.sweep(model, min(lengths), asked.n_new, request.comm, asked.methods or models.SWEEP, ratios)
-        yield from kept(iter([of]))
+        one = models.sweep(model, min(lengths), asked.n_new, request.comm, asked.methods or models.SWEEP, ratios)
+        yield from kept(iter([one]))
     if not asked.recorded:
         yield from models.goals(found)
 
@@ -98,14 +100,15 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, help="file of the rows; without, benchmarks/gpu.csv, and none with --small")
     parser.add_argument("--methods", nargs="+", help="of agreement, methods and sweep; without, those of each part")
     parser.add_argument("--lengths", nargs="+", type=int, help="tokens; all methods at the shortest one")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1], help="requests at once, of methods")
     parser.add_argument("--hardware", help="file of conf/hardware that is simulated beside; without, this GPU's")
     parser.add_argument(
         "--repeats", type=int, default=1, help="passes of a method at a length, of which the middle counts"
     )
     parser.add_argument("--n-new", type=int, default=20)
     asked = parser.parse_args(words)
-    if min(asked.repeats, asked.n_new - 2, *(asked.lengths or ())) < 1:
-        parser.error("--repeats and --lengths are at least 1, --n-new at least 3")
+    if min(asked.repeats, asked.n_new - 2, *(asked.lengths or ()), *asked.batches) < 1:
+        parser.error("--repeats, --lengths and --batches are at least 1, --n-new at least 3")
     asked.lengths = asked.lengths or (SMALL_LENGTHS if asked.small else LENGTHS)
     if torch.device(asked.device).type == "cuda" and not torch.cuda.is_available():
         print("error: there is no GPU that torch can use; --device cpu --small shows that it runs", file=sys.stderr)

@@ -1,9 +1,9 @@
 """Whole models on a GPU: agreement with a CPU, times of every method, a baseline, a sweep, and the goals for them.
 
 Agreement   a small model in float32 says on the GPU what it says on a CPU: the same logits, and the same books.
-Times       to the second token and per token, of a model in Llama-3.1-8B's shape with random weights, each beside the
-            nearest pass of full attention; at the shortest length all methods, then `MANY`. Beside them what
-            `evals/studies/hardware.py` says of this GPU.
+Times       to the first and the second token and per token, of a model in Llama-3.1-8B's shape with random weights,
+            each beside the nearest pass of full attention; at the shortest length all methods, then `MANY`. Beside
+            them the bytes that a step reads and brings, and what `evals/studies/hardware.py` says of this GPU.
 Baseline    transformers itself: with a static cache and its step as one CUDA graph, so compiled, and with flash-attn.
 Sweep       twenty variants in one batch against full attention alone, both with their prefill.
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ from torch import Tensor
 from benchmarks.gpu.results import Result
 from benchmarks.launches import BUDGETS, OF_CODES, config_of, read
 from engine.books.clock import synchronize
-from engine.books.ledger import Entry
-from engine.budget import EVERYTHING, BudgetRequest
+from engine.books.ledger import INDEX_READ, MOVED, Entry
+from engine.budget import ELEMENT_BYTES, EVERYTHING, BudgetRequest, token_bytes
 from engine.checkpoints.load import load_random
 from engine.decode import decode
 from engine.errors import ConfigError
@@ -47,6 +47,15 @@ from tasks.latency import Latency, Pass, Timed, run_pass
 ALL = [*BUDGETS]
 MANY = "full snapkv pyramidkv h2o streamingllm sparq quest clusterkv infllm pqcache".split()
 SWEEP = "snapkv pyramidkv h2o xkv sparq quest clusterkv infllm infinigen pqcache".split()
+# Time per token that is to be had in ms, by batch and tokens of the prompt, on a card that moves `OF_CARD` bytes a
+# second: from 0.8 of what its memory allows for full attention to 0.6 for what chooses 2,048 tokens.
+TO_HAVE = {
+    "Full": {(1, 32768): 8.0, (1, 131000): 12.5, (8, 32768): 19.0},
+    "SnapKV": {(1, 32768): 6.8, (1, 131000): 6.8, (8, 32768): 7.8},
+    "H2O": {(1, 32768): 6.8, (1, 131000): 6.8, (8, 32768): 7.8},
+    "PQCache": {(1, 32768): 8.5, (1, 131000): 8.5, (8, 32768): 18.0},
+}
+OF_CARD, LEAST_SHARE = 3.35e12, 0.7  # of a copy's bytes per second, by a step of full attention for one request
 FLAT = ("PQCache", "ClusterKV", "Quest", "SnapKV")  # whose steps should not grow with the prompt
 SWEEP_RATIOS = ("1/10", "1/5")
 N_AGREE = 9  # tokens that are fed; a captured step is replayed among them
@@ -112,12 +121,44 @@ def request_of(kind: type[SelectiveAttention], asked: BudgetRequest) -> BudgetRe
     return asked if kind.has_budget else EVERYTHING
 
 
-def sample_of(model: Model, s: int, n_new: int) -> Sample:
-    (sample,) = Latency(Latency.Params((s,), (1,), n_new, 1, 0, None), None, 0).samples(model.tokenizer)
+def sample_of(model: Model, s: int, n_new: int, batch: int = 1) -> Sample:
+    (sample,) = Latency(Latency.Params((s,), (batch,), n_new, 1, 0, None), None, 0).samples(model.tokenizer)
     return sample
 
 
-def guarded(model: Model, call: Callable[[], Pass]) -> Pass | str:
+class Bytes(NamedTuple):
+    """Of a step of all requests, mean over the steps."""
+
+    read: float  # on the device: weights, K and V that are attended to, what finds them
+    brought: float  # over the link, both ways
+
+
+def bytes_of(model: Model, rows: Sequence[SelectiveAttention]) -> Bytes:
+    """By the books, in the dtype of the run."""
+    shape, n_bytes = model.shape, model.dtype.itemsize
+    read = brought = 0.0
+    for row in rows:
+        ledger = row.store.ledger
+        n = len(ledger.totals("tokens"))
+        attended = sum(ledger.totals("attended")) / shape.g / shape.h_kv  # tokens of all KV heads, once for a group
+        index = sum(map(sum, map(ledger.totals, INDEX_READ)))
+        read += (attended * token_bytes(shape) * n_bytes / ELEMENT_BYTES + index) / n
+        brought += sum(map(sum, map(ledger.totals, MOVED))) / n
+    return Bytes(read + weights_read(model), brought)
+
+
+def weights_read(model: Model) -> int:
+    """Bytes of the weights that a step reads: all but the table that it takes a row of, unless that is the head too."""
+    table, head = model.hf.get_input_embeddings().weight, model.hf.get_output_embeddings()
+    every = sum(x.numel() * x.element_size() for x in model.hf.parameters())
+    is_tied = head is None or head.weight.data_ptr() == table.data_ptr()
+    return every if is_tied else every - table.numel() * table.element_size()
+
+
+Found = tuple[Pass, Bytes]
+
+
+def guarded(model: Model, call: Callable[[], Found]) -> Found | str:
     """A pass, or why there is none: a budget too small for the method at this length, or too little memory."""
     try:
         with model.hooked():
@@ -140,28 +181,31 @@ def times(
     repeats: int,
     asked: BudgetRequest,
     on: str | None,
+    batch: int = 1,
 ) -> Iterator[Result]:
     """Each length's methods, each beside the pass of full attention that came last; `on` is the simulated hardware."""
     is_warm = set[tuple[str, int]]()
     for s, names in lengths.items():
-        sample, full = sample_of(model, s, n_new), None
+        sample, full = sample_of(model, s, n_new, batch), None
         for i, name in enumerate(["full", *(name for name in names if name != "full")]):
             if i % 10 == 0:
                 full = one_pass(model, "full", sample, EVERYTHING, repeats, is_warm)
             kind, params = method_of(name)
             request = request_of(kind, asked)
             found = full if name == "full" else one_pass(model, name, sample, request, repeats, is_warm)
-            shape = f"{model.shape.name}, {s:,} tokens, {budget_text(request)}"
+            shape = f"{model.shape.name}, {s:,} tokens, {budget_text(request)}" + f", batch of {batch}" * (batch > 1)
             if isinstance(found, str) or found is None:
                 yield Result(f"{kind.title}: decode", shape, True, note=found or "")
                 continue
+            done, moved = found
             result = Result(
-                f"{kind.title}: decode", shape, True, ms=1e3 * found.tpot_s, tt2t_s=found.tt2t_s,
-                peak_gb=None if found.peak_bytes is None else found.peak_bytes / 1e9,
+                f"{kind.title}: decode", shape, True, ms=1e3 * done.tpot_s, ttft_s=done.ttft_s, tt2t_s=done.tt2t_s,
+                peak_gb=None if done.peak_bytes is None else done.peak_bytes / 1e9, step_gb=moved.read / 1e9,
+                host_gb=moved.brought / 1e9, gb_s=moved.read / done.tpot_s / 1e9,
             )  # fmt: skip
-            if isinstance(full, Pass):
-                result.reference_ms, result.reference_tt2t_s = 1e3 * full.tpot_s, full.tt2t_s
-            if on is not None and name in MANY:
+            if isinstance(full, tuple):
+                result.reference_ms, result.reference_tt2t_s = 1e3 * full[0].tpot_s, full[0].tt2t_s
+            if on is not None and name in MANY and batch == 1:
                 counts = count(kind, params, request, model.shape, s)
                 result.simulated_ms = 1e3 * predict(counts, layers, read_hardware(on), s).tpot_s
             yield result
@@ -169,19 +213,23 @@ def times(
 
 def one_pass(
     model: Model, name: str, sample: Sample, request: BudgetRequest, repeats: int, is_warm: set[tuple[str, int]]
-) -> Pass | str:
+) -> Found | str:
     """Of so many passes the middle one; before a method's first at a length comes another, which compiles its kernels
     and takes its memory."""
     kind, params = method_of(name)
     s = len(sample.ids or ())
 
-    def call() -> Pass:
+    def call() -> Found:
         timed = Timed(kind.variant_for(params, request, model.shape, s))
         if (name, s) not in is_warm:
             run_pass(model, timed, sample)
             is_warm.add((name, s))
-        passes = sorted((run_pass(model, timed, sample)[1] for _ in range(repeats)), key=lambda done: done.tpot_s)
-        return passes[len(passes) // 2]
+        passes: list[Found] = []
+        for _ in range(repeats):
+            rows, done = run_pass(model, timed, sample)
+            passes.append((done, bytes_of(model, rows)))
+            del rows
+        return sorted(passes, key=lambda found: found[0].tpot_s)[len(passes) // 2]
 
     return guarded(model, call)
 
@@ -359,7 +407,10 @@ def together(model: Model, variants: Sequence[Variant], sample: Sample, n_new: i
 
 def goals(results: Sequence[Result]) -> Iterator[Result]:
     """What the figures were meant to be, beside what they are; of those that were measured."""
-    decoding = {(x.what.partition(":")[0], tokens_of(x)): x for x in results if x.what.endswith(": decode") and x.ms}
+    every = [x for x in results if x.what.endswith(": decode") and x.ms]
+    decoding = {(name_of(x), tokens_of(x)): x for x in every if batch_of(x) == 1}
+    copy = next((x.gb_s for x in results if x.what == "copy, device"), None)
+    yield from speeds(every, copy)
     pq = [x for (name, _), x in decoding.items() if name == "PQCache" and x.tt2t_s and x.reference_tt2t_s]
     if pq:
         worst = max(ratio(x.tt2t_s, x.reference_tt2t_s) for x in pq)
@@ -374,6 +425,31 @@ def goals(results: Sequence[Result]) -> Iterator[Result]:
     for x in results:
         if x.what == "sweep against Full alone" and x.ms:
             yield goal("sweep of twenty variants to Full alone", ratio(x.ms, x.reference_ms), 3)
+
+
+def speeds(decoding: Sequence[Result], copy: float | None) -> Iterator[Result]:
+    """Times per token against those that are to be had on this card, and full attention against a copy."""
+    if copy is None:
+        return
+    for x in decoding:
+        at = batch_of(x), tokens_of(x)
+        if (ms := TO_HAVE.get(name_of(x), {}).get(at)) is not None:
+            of_card = OF_CARD / (1e9 * copy)
+            yield goal(
+                f"ms per token, {name_of(x)}, batch of {at[0]}, {at[1]:,} tokens", x.ms or 0, round(ms * of_card, 2)
+            )
+        if name_of(x) == "Full" and at[0] == 1 and x.gb_s:
+            met = "met" if x.gb_s / copy >= LEAST_SHARE else "MISSED"
+            what = f"goal: share of a copy's bytes per second, Full, {at[1]:,} tokens"
+            yield Result(what, f"at least {LEAST_SHARE:g}", True, note=f"{x.gb_s / copy:.2f}, {met}")
+
+
+def name_of(result: Result) -> str:
+    return result.what.partition(":")[0]
+
+
+def batch_of(result: Result) -> int:
+    return next((int(part.removeprefix("batch of ")) for part in result.shape.split(", ") if "batch of" in part), 1)
 
 
 def tokens_of(result: Result) -> int:

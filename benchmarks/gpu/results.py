@@ -38,6 +38,9 @@ class Result:
     reference_tt2t_s: float | None = None
     peak_gb: float | None = None
     simulated_ms: float | None = None
+    ttft_s: float | None = None
+    step_gb: float | None = None  # that a step reads on the device
+    host_gb: float | None = None  # that it moves over the link
 
 
 def collect(found: Iterable[Result], path: Path | None, device: torch.device) -> list[Result]:
@@ -85,9 +88,9 @@ def recorded(path: Path, device: torch.device) -> list[Result]:
         lines = [line for line in csv.DictReader(handle) if line["device"] == device_name(device)]
     found = []
     for line in lines:
-        known: dict[str, Any] = {field.name: line[field.name] for field in fields(Result)}
+        known: dict[str, Any] = {field.name: line.get(field.name) for field in fields(Result)}
         for name in known.keys() - TEXTS:
-            known[name] = float(known[name]) if known[name] else None
+            known[name] = float(known[name]) if known.get(name) else None
         found.append(Result(**known | {"ok": known["ok"] == "True"}))
     return found
 
@@ -102,7 +105,10 @@ def said(result: Result) -> Result:
     return result
 
 
-HEADS = ("what", "shape", "parity", "error", "ms", "reference ms", "simulated", "TT2T s", "reference s", "GB", "GB/s")
+HEADS = (
+    "what", "shape", "parity", "error", "ms", "reference ms", "simulated", "TTFT s", "TT2T s", "reference s", "GB",
+    "GB a step", "GB moved", "GB/s",
+)  # fmt: skip
 
 
 def show(results: Sequence[Result]) -> None:
@@ -113,8 +119,8 @@ def show(results: Sequence[Result]) -> None:
         + [
             "-" if x is None else f"{x:.3g}"
             for x in (
-                *(found.error, found.ms, found.reference_ms, found.simulated_ms, found.tt2t_s, found.reference_tt2t_s),
-                *(found.peak_gb, found.gb_s),
+                *(found.error, found.ms, found.reference_ms, found.simulated_ms, found.ttft_s, found.tt2t_s),
+                *(found.reference_tt2t_s, found.peak_gb, found.step_gb, found.host_gb, found.gb_s),
             )
         ]
         + [f"{found.gb_s / copy:.0%}" if found.gb_s and copy else "-", found.note]

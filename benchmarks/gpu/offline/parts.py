@@ -83,9 +83,10 @@ def kernels(plan: Plan) -> list[Job]:
     return [plan.bench("kernels", "all", 240, "--only", "copies", "kernels")]
 
 
-def methods(plan: Plan, n: int, names: Sequence[str] = FOUR) -> list[Job]:
-    words = ("--only", "methods", *plan.lengths(n), "--methods", *names)
-    return [plan.bench(f"methods-{round(n / 1024)}k", f"{len(names)}-methods", 600, *words)]
+def methods(plan: Plan, n: int, names: Sequence[str] = FOUR, batch: int = 1) -> list[Job]:
+    words = ("--only", "methods", *plan.lengths(n), "--methods", *names, "--batches", str(batch))
+    part = f"methods-{round(n / 1024)}k" + f"-by-{batch}" * (batch > 1)
+    return [plan.bench(part, f"{len(names)}-methods", 600, *words)]
 
 
 def steps(plan: Plan) -> list[Job]:
@@ -138,6 +139,7 @@ PARTS = {
     "methods-8k": Part("time to the second token and per token, memory", lambda plan: methods(plan, 8192), True),
     "methods-32k": Part("the same behind 32,768 tokens", lambda plan: methods(plan, 32768), True),
     "methods-128k": Part("the same behind 131,000", lambda plan: methods(plan, 131_000), True),
+    "methods-32k-by-8": Part("the same for eight requests at once", lambda plan: methods(plan, 32768, batch=8), True),
     "methods-all": Part("the same of every method", lambda plan: methods(plan, 8192, plan.some), True),
     "steps": Part("where does a step's time go, and how long is the GPU busy in it?", steps, True),
     "baseline": Part("how fast is a step of transformers with a static cache and one graph?", baseline, True),
@@ -146,4 +148,4 @@ PARTS = {
     "sanitize": Part("does any kernel read or write beside its tensors?", sanitize),
 }
 USUAL = ("facts", "build+ops+tests+agreement", "kernels", "methods-8k", "steps", "run", "baseline", "sweep")
-USUAL = (*USUAL, "methods-32k", "methods-128k")
+USUAL = (*USUAL, "methods-32k", "methods-128k", "methods-32k-by-8")
