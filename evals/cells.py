@@ -73,7 +73,7 @@ class Cell:
         if self.coding is not None:
             label += f" + {self.coding.title(self.rules.drops)}"
         if self.settings.evicts:
-            label += f", prompt in chunks of {self.settings.chunk:,}"
+            label += f", in chunks of {self.settings.chunk:,}"
         if self.sparsity is None:
             return label
         return f"{self.sparsity.title} + {label}" if self.rules.has_budget else self.sparsity.title

@@ -210,8 +210,8 @@ def prefill_notes(cell: Cell, rows: Sequence[SampleRow], share: float) -> list[s
     rule, notes = cell.sparsity, list[str]()
     if cell.settings.evicts:
         notes.append(
-            f"the prompt was read in chunks of {cell.settings.chunk:,} tokens, and what the method dropped behind one "
-            "was gone for the next: another thing than compression behind an exact prefill"
+            f"the prompt was read in chunks of {cell.settings.chunk:,} tokens, and what was dropped behind one was "
+            "gone for the next: another thing than compression behind an exact prefill"
         )
     if rule is None:
         return notes

@@ -40,6 +40,7 @@ TIMES = ("prefill\ns", "s\n/token")  # which a sweep shares
 NO_MATTER = "any"  # budget and comm of full attention
 UNEQUAL = 0.05  # of a budget, by which mean entries of rows may differ that are compared
 MANY = 8  # folders; of more the first and the last are said
+FEW = 3  # methods that a note names
 Done = Sequence[tuple[Path, RunResult]]
 
 
@@ -224,9 +225,12 @@ def exceeds(value: float | None, bound: float | None) -> bool:
 def remarks(results: Sequence[RunResult]) -> list[str]:
     """What no column says, each sentence once."""
     common = [note for note in results[0].notes if all(note in other.notes for other in results)]
-    lines = common + [
-        f"{result.method_label}: {note}" for result in results for note in result.notes if note not in common
-    ]
+    owners: dict[str, list[str]] = {}
+    for result in results:
+        for note in result.notes:
+            if note not in common and result.method_label not in (names := owners.setdefault(note, [])):
+                names.append(result.method_label)
+    lines = common + [f"{few(names)}: {note}" for note, names in owners.items()]
     is_mixed = len({result.metric for result in results}) > 1
     for name, task in {(result.metric or "score", result.shown_task): None for result in results}:
         if is_mixed and name != "score":
@@ -257,6 +261,11 @@ def remarks(results: Sequence[RunResult]) -> list[str]:
         shown = ", ".join(f"{label} {read}" for label, read in sorted(unpriced.items()))
         lines.append(f"comm sets how large an index is, and a step reads more of it on the device: {shown}")
     return list(dict.fromkeys(lines))
+
+
+def few(names: Sequence[str]) -> str:
+    """Some of many names."""
+    return "; ".join(names) if len(names) <= FEW else f"{'; '.join(names[:FEW])} and {len(names) - FEW} others"
 
 
 def too_few(results: Sequence[RunResult]) -> list[str]:

@@ -225,6 +225,9 @@ def test_notes_are_said_once_and_with_a_name_where_others_lack_them() -> None:
 
     assert notes(["own words"], ["own words"]) == ["own words"]
     assert notes(["own words", "cut"], ["own words"]) == ["own words", "Oracle: cut"]
+    names = ["Full", *"ABCDE"]
+    several = [result(notes=["cut"] * (name != "Full"), protocol="context_only", method_label=name) for name in names]
+    assert remarks(several) == ["A; B; C and 2 others: cut"] and remarks(several[:4]) == ["A; B; C: cut"]
 
 
 @pytest.mark.parametrize("columns", ["20", "80", "300"])

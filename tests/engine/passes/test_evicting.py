@@ -278,7 +278,7 @@ def test_a_run_is_marked_and_counts_its_peak(tmp_path: Path) -> None:
     (h2o, (row,)), (exact, (other,)) = (
         run([*plain, "method=h2o", *more], tmp_path / str(i)) for i, more in enumerate((evicted, []))
     )
-    assert h2o.method_label == "H2O, prompt in chunks of 64" and exact.method_label == "H2O"
+    assert h2o.method_label == "H2O, in chunks of 64" and exact.method_label == "H2O"
     assert (h2o.prefill, h2o.prefill_params) == ("evict", {"chunk": 64}) and exact.prefill == "exact"
     assert any("prompt was read in chunks of 64" in note for note in h2o.notes)
     assert row.fields["prefill_share"] < 1 and "prefill_share" not in other.fields
