@@ -117,6 +117,7 @@ def refuse_keys(settings: Settings) -> None:
     """`Unserved` where a run asks for what a serving engine has no place for."""
     says = [
         ("prefill=", settings.prefill),
+        ("prefill.evict", settings.evicts),
         ("prefill.chunk", settings.chunk),
         ("compose=", settings.compose),
         ("cache.tokens", settings.cache.tokens),

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from engine.books.ledger import Entry, Ledger
-from engine.budget import exact
+from engine.budget import exact, token_bytes
 from engine.errors import ConfigError
 from engine.foreign import refuse_depth
 from evals import rescore
@@ -28,7 +28,7 @@ from evals.submission import frozen
 from evals.submission.folder import Finding
 from evals.submission.settings import settings_of
 from methods.rules import Rules
-from results import RunFacts, RunResult, SampleRow, config_hash, read_config, read_run, summarise
+from results import EVICT, EXACT, RunFacts, RunResult, SampleRow, config_hash, read_config, read_run, summarise
 from results.ledger import ledger_damage, pyarrow
 from results.read import is_sealed
 
@@ -174,7 +174,8 @@ class Check:
         )
         yield "comm_exact", result.comm_exact, config.get("comm")
         yield "memory_exact", result.memory_exact, config.get("memory")
-        yield "prefill", result.prefill, config["prefill"]["name"] if "prefill" in config else "exact"
+        named = config["prefill"]["name"] if "prefill" in config else EXACT
+        yield "prefill", result.prefill, EVICT if config.get("prefill_evict") else named
         if self.is_outside:
             yield "params", result.params, method["params"]
             return
@@ -377,6 +378,11 @@ class Check:
             if not same(found[key], row.ledger[key]):
                 kind = "budget" if key in ("within_budget", "tokens_budget") else "ledger"
                 yield kind, f"says {key} {row.ledger[key]}, and ledger.parquet says {found[key]} under {exact_of(cell)}"
+        whole = line.context * len(shape.attention_layers) * token_bytes(shape)
+        peak: Any = row.ledger.get("bytes_prefill_peak", whole)  # which older runs do not say
+        leaves = rules.thins or cell.settings.evicts
+        if peak != whole and not (leaves and isinstance(peak, int) and 0 < peak < whole):
+            yield "ledger", f"says bytes_prefill_peak {peak}, and a prompt of {line.context:,} tokens takes {whole:,}"
         if found["within_budget"] is False and self.result.within_budget:
             yield "budget", f"is over its budget of {budget.tokens} tokens"
 
