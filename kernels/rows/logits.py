@@ -206,7 +206,7 @@ def weigh_tokens(
         tl.store(keys + (row * tl.num_programs(2) + head) * s + token, key, token < s)
 
 
-@jit
+@jit(unspecialized=("s",))
 def multiply_channels(
     q, basis, keys, found, s, c, d_h, g,
     HOW: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
@@ -243,7 +243,7 @@ def multiply_channels(
         tl.store(found + (row * tl.num_programs(2) + head) * s + token, pack_key(merged, token), real)
 
 
-@jit
+@jit(unspecialized=("n_blocks",))
 def multiply_blocks(
     q, means, table, keys, n_blocks, heads, g, d_h,
     PER_HEAD: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,

@@ -20,6 +20,7 @@ Not here: bytes (`engine/books/meter.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -194,7 +195,11 @@ class Bringing:
 
     def unused(self) -> list[Tensor]:
         """Counts of the epochs to come, zeros."""
-        return [*torch.zeros(self.shape, dtype=torch.int32, device=self.start.device)]
+        n_epochs, *shape = self.shape
+        n = prod(shape)
+        # Each begins at a multiple of 16 bytes: for others Triton compiles anew.
+        zeros = torch.zeros(n_epochs, 4 * cdiv(n, 4), dtype=torch.int32, device=self.start.device)
+        return [each[:n].view(shape) for each in zeros]
 
 
 @jit(unspecialized=("later",))
