@@ -263,7 +263,8 @@ def read(model: Model, timed: Timed, ids: Sequence[int], n_new: int) -> tuple[Tr
         rows[0].build(layer)
 
     variant = timed.variant
-    trace = prefill(model, ids, variant.observations, build, variant.thinning, timed.sparsity, timed.chunk)
+    n_home = variant.n_home(model.shape)
+    trace = prefill(model, ids, variant.observations, build, variant.thinning, timed.sparsity, timed.chunk, n_home)
     probe(model, trace, variant.probes)
     rows[0].complete()
     trace.settle()
