@@ -107,7 +107,7 @@ def blocks(
     Where it is causal, the queries are the last of the tokens.
     """
     (_, h, s, _), (_, h_kv, n, _) = q.shape, k.shape
-    g, n_rows = h // h_kv, rows_per_block(h // h_kv, n)
+    g, n_rows = h // h_kv, rows_per_block(h // h_kv, n, q.device)
     out, lse = q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3], device=q.device)
     for kv_head in range(h_kv):
         heads = slice(kv_head * g, (kv_head + 1) * g)
@@ -118,9 +118,10 @@ def blocks(
             keys = slice(first, before + stop if is_causal else n)
             logits = soft.logits(q[:, heads, start:stop], k[:, kv_head : kv_head + 1, keys])
             if is_causal:
-                behind = torch.arange(before + start, before + stop, device=q.device).unsqueeze(1)
-                behind = behind - torch.arange(first, before + stop, device=q.device)
-                logits.masked_fill_((behind < 0) | (behind >= (window or n)), -inf)
+                query = torch.arange(before + start, before + stop, device=q.device).unsqueeze(1)
+                token = torch.arange(first, before + stop, device=q.device)
+                hidden = token > query if window is None else (token > query) | (token <= query - window)
+                logits.masked_fill_(hidden, -inf)
             some = weighed(logits, v[:, kv_head : kv_head + 1, keys], q.dtype)
             out[:, heads, start:stop], lse[:, heads, start:stop] = some
     return out, lse

@@ -23,6 +23,7 @@ from engine.softmax import Softmax
 from kernels.attend_kept import kept_sums
 from kernels.column_sums import column_sums, column_sums_triton, rows_per_block, takes_triton
 from kernels.rows.rotation import turned_back
+from kernels.scratch import at_once
 
 if TYPE_CHECKING:  # slow to import, and method files import this one
     from engine.model import Model
@@ -120,14 +121,6 @@ class SpacedQueries(Observation):
         if not self.moved or trace.turn is None:
             return found
         return trace.turn[layer](found, (q.shape[2] - self.places(q)).unsqueeze(0))
-
-
-GPU_FACTOR = 32  # by which blocks are larger on a GPU, where a launch costs more than the memory
-
-
-def at_once(n: int, device: torch.device) -> int:
-    """Bytes or tokens of a block, from those that are best on a CPU."""
-    return n * GPU_FACTOR if device.type == "cuda" else n
 
 
 # Bytes of one chunk's logits. Their softmax takes as much again and the keys of one KV head in float32 at most twice as
@@ -228,7 +221,7 @@ def query_lse(q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
     if q.is_cuda and r == s:  # what its kernel computes beside them is cheaper than logits in blocks
         return causal(q, k, k, soft)[1]
     g = h // h_kv
-    n_block = rows_per_block(g, s)
+    n_block = rows_per_block(g, s, q.device)
     hidden = torch.ones(n_block, n_block, dtype=torch.bool, device=q.device).triu(1)
     lse = torch.empty(1, h, r, device=q.device)
     for kv_head in range(h_kv):

@@ -202,8 +202,8 @@ def search_sites(shape: Shape, s: int) -> None:
     searched = logits.table_of([logits.Searched(k, late, s + 9, 32, s)] * 2, q.device)
     for agg in logits.AGGREGATES[:4]:
         logits.weigh_logits(*logits.token_logits(q, searched, scale, **shape.weighing), searched, agg)
-    for agg in ("query_head", "group_max", "group_mean"):
-        basis, partial = shape.empty(shape.h_kv, shape.d_h, 25), shape.empty(shape.h_kv, s, 25)
+    for agg, c in product(("query_head", "group_max", "group_mean"), (25, 20)):
+        basis, partial = shape.empty(shape.h_kv, shape.d_h, c), shape.empty(shape.h_kv, s, c)
         logits.channel_keys(q, basis.float(), partial.float(), agg)
     for heads, per_head in ((shape.h, False), (shape.h_kv, True)):
         means = empty(s // 128, heads, shape.d_h, dtype=torch.float32)

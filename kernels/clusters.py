@@ -218,7 +218,7 @@ def key_clusters(q, centroids, keys, d_h, c, g, MEANS: tl.constexpr, CLUSTERS: t
         tl.store(keys + (row * h_kv + head).to(tl.int64) * c + cluster, pack_key(total, cluster), real)
 
 
-@jit
+@jit(unspecialized=("stride", "r", "c", "n_tokens", "k", "first"))
 def fill_slots(
     order, sizes, ends, tokens, chosen, heads, heads_per_owner, stride, r, c, n_tokens, k, first,
     CHUNK: tl.constexpr, SLOTS: tl.constexpr,

@@ -25,6 +25,7 @@ from torch import Tensor
 from kernels.build import dtypes, library
 from kernels.capped import bend, capped
 from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl, triton
+from kernels.scratch import at_once
 
 
 def column_sums(
@@ -65,9 +66,9 @@ def column_sums_ref(
 COLUMN_BLOCK_BYTES = 8 << 20
 
 
-def rows_per_block(g: int, s: int) -> int:
+def rows_per_block(g: int, s: int, device: torch.device) -> int:
     """How many queries of a group's `g` heads can meet `s` keys at a time."""
-    return max(1, min(s, COLUMN_BLOCK_BYTES // (4 * g * s)))
+    return max(1, min(s, at_once(COLUMN_BLOCK_BYTES, device) // (4 * g * s)))
 
 
 def column_sums_torch(
@@ -76,7 +77,7 @@ def column_sums_torch(
     """In blocks of rows. With `lse` the weights are one exponential: seven tenths of the time of a softmax."""
     (_, h, r, d_h), (_, h_kv, s, _) = q.shape, k.shape
     g = h // h_kv
-    n_rows = min(r, rows_per_block(g, s))
+    n_rows = min(r, rows_per_block(g, s, q.device))
     hidden = torch.ones(n_rows, n_rows, dtype=torch.bool, device=q.device).triu(1)
     sums = torch.zeros(h_kv, g, s, dtype=torch.float64, device=q.device)
     # A column beside the queries and ones beside the keys take the log-sum-exp off within the product.
@@ -110,7 +111,7 @@ def column_sums_torch(
 
 # The largest instead of the sum.
 
-LOGIT_BYTES = {False: 1 << 20, True: 32 << 20}  # of a block of logits, while they are in a CPU's cache; on a GPU
+LOGIT_BYTES = 1 << 20  # of a block of logits, while they are in a CPU's cache
 
 
 def column_maxima(q: Tensor, k: Tensor, scale: float, lse: Tensor, cap: float = 0.0) -> Tensor:
@@ -129,7 +130,7 @@ def column_maxima_torch(q: Tensor, k: Tensor, scale: float, lse: Tensor, cap: fl
     queries = (q[0].float() * scale).unflatten(0, (h_kv, -1)).flatten(1, 2)  # (h_kv, g * r, d_h)
     off = lse[0].float().unflatten(0, (h_kv, -1)).flatten(1, 2).unsqueeze(-1)  # (h_kv, g * r, 1)
     largest = torch.full((h_kv, n), -torch.inf, device=q.device)
-    n_block = max(1, LOGIT_BYTES[q.is_cuda] // (4 * max(1, n)))
+    n_block = max(1, at_once(LOGIT_BYTES, q.device) // (4 * max(1, n)))
     for kv_head in range(h_kv):
         transposed = k[0, kv_head].float().mT  # (d_h, n)
         for block, its_off in zip(queries[kv_head].split(n_block), off[kv_head].split(n_block), strict=True):

@@ -17,7 +17,7 @@ Not here: any kernel; what becomes of them on which GPU (`kernels/aot.py`).
 
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -146,6 +146,16 @@ def distance(x: Tensor, start: Tensor) -> int:
     elements, rest = divmod(x.data_ptr() - start.data_ptr(), start.element_size())
     assert x.dtype == start.dtype and not rest, (x.dtype, start.dtype, rest)
     return elements
+
+
+def lanes_of(x: Tensor, distances: Iterable[int]) -> int:
+    """Elements of x in 16 bytes if all of these distances are multiples of them, and else 1.
+
+    A kernel tells Triton by `tl.multiple_of`: without it Triton loads an element at a time, since it cannot know what
+    numbers a table holds.
+    """
+    wide = 16 // x.element_size()
+    return 1 if any(number % wide for number in distances) else wide
 
 
 def integers(numbers: Sequence[int]) -> Tensor:

@@ -189,7 +189,7 @@ def expand_keys_triton(keys: Tensor, start: int, length: int, stop: int, tokens:
     return tokens
 
 
-@jit
+@jit(unspecialized=("n_pages",))
 def key_pages(
     q, kmin, kmax, keys, d_h, n_pages, stride, g, HOW: tl.constexpr, PAGES: tl.constexpr, WIDTH: tl.constexpr
 ):
@@ -215,7 +215,7 @@ def key_pages(
         tl.store(keys + (row * h_kv + head).to(tl.int64) * n_pages + page, pack_key(merged, page), real)
 
 
-@jit
+@jit(unspecialized=("n", "start", "stop", "row_stride", "head_stride"))
 def expand_pages(keys, tokens, n, start, length, stop, row_stride, head_stride, TOKENS: tl.constexpr):
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at = block * TOKENS + tl.arange(0, TOKENS)

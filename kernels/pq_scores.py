@@ -333,7 +333,7 @@ def lses_of_rows(
     tl.store(lses + (row * h + head) * tl.num_programs(1) + block, lse)
 
 
-@jit(unspecialized=("newest", "s"))
+@jit(unspecialized=("newest", "s", "n_blocks"))
 def keys_of_rows(
     entries, table, lses, found, newest, s, n_blocks, scale, cap, c, g,
     M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr, CAPPED: tl.constexpr, BLOCKS: tl.constexpr,

@@ -1,6 +1,6 @@
-"""Memory of a device for launches that follow each other on one stream.
+"""Memory that work takes on its way: of blocks that are worked on one after the other, and for launches of one stream.
 
-Not here: which launches.
+Not here: which work.
 """
 
 from __future__ import annotations
@@ -9,6 +9,13 @@ from math import prod
 
 import torch
 from torch import Tensor
+
+GPU_FACTOR = 32  # by which blocks are larger on a GPU, where a launch costs more than the memory
+
+
+def at_once(n: int, device: torch.device) -> int:
+    """Bytes or tokens of a block, from those that are best on a CPU."""
+    return n * GPU_FACTOR if device.type == "cuda" else n
 
 
 def empty(name: str, device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:

@@ -266,8 +266,9 @@ def read(model: Model, timed: Timed, ids: Sequence[int], n_new: int) -> tuple[Tr
     variant = timed.variant
     evicts = variant if timed.evicts and not variant.is_full else None
     trace = prefill(
-        model, ids, variant.observations, build, variant.thinning, timed.sparsity, timed.chunk, evicts=evicts
-    )
+        model, ids, variant.observations, build, variant.thinning, timed.sparsity, timed.chunk,
+        variant.n_home(model.shape), evicts,
+    )  # fmt: skip
     probe(model, trace, variant.probes)
     rows[0].complete()
     trace.settle()

@@ -1,7 +1,8 @@
 """Triton's interpreter, made quicker for tests: what it computes stays as it is (`tests/test_interpreter.py`).
 
 It works out types, shapes and casts anew at every operation, which takes ten times as long as the numbers. Here that is
-looked up, or left out where nothing can come of it; whatever is not plain takes Triton's own way, errors too.
+looked up, or left out where nothing can come of it; whatever is not plain takes Triton's own way, errors too. A kernel
+that says of a number what is not so, by `tl.multiple_of`, fails here; on a GPU it would read from elsewhere.
 
 Not here: which kernels run in it (`tests/kernels`, `tests/pretend`).
 """
@@ -36,6 +37,7 @@ def quicken() -> None:
     remember_types(interpreter.tl)
     remember_fits(interpreter)
     skip_checks(interpreter)
+    check_multiples(interpreter.TensorHandle)
     interpreter.is_quick = True
 
 
@@ -111,6 +113,18 @@ def remember_types(tl: Any) -> None:
             x.shape, x.numel, x.dtype = kind.facts
 
     block.__new__, block.__init__, tensor.__init__ = one_of_each, begin_once, init_once
+
+
+def check_multiples(handle: Any) -> None:
+    """Look whether numbers are multiples of what `tl.multiple_of` says; by itself the interpreter only notes it."""
+    note = handle.set_attr
+
+    def checked(x: Any, name: str, values: Any) -> None:
+        if name == "tt.divisibility" and (x.data % min(values)).any():
+            raise ValueError(f"{x.data} are no multiples of {values}")
+        note(x, name, values)
+
+    handle.set_attr = checked
 
 
 def or_itself(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:

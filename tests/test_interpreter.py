@@ -74,6 +74,11 @@ def has_other_shapes(x):
 
 
 @triton.jit
+def says_what_is_not_so(x, SIZE: tl.constexpr):
+    tl.store(x + tl.multiple_of(tl.program_id(0) + 12, SIZE), 1.0)
+
+
+@triton.jit
 def shifts_a_float(x):
     tl.store(x, tl.load(x) << 1)
 
@@ -118,6 +123,13 @@ assert not any("passes" in seen for seen in before[3:]), before[3:]
 counted = torch.zeros(5)
 counts[(1,)](counted, 5)  # by itself Triton 3.6 makes no such loop with numpy 2.4
 assert counted.tolist() == [1, 0, 3, 0, 5], counted
+says_what_is_not_so[(1,)](torch.zeros(16), 4)
+try:
+    says_what_is_not_so[(1,)](torch.zeros(16), 8)
+except interpreter.InterpreterError as error:
+    assert "no multiples of [8]" in str(error), error
+else:
+    raise AssertionError("12 passes for a multiple of 8")
 '''
 
 

@@ -62,10 +62,9 @@ def read(
     progress.reading(one.sample.id, len(one.packed), len(model.shape.attention_layers))
     ids, thinning, sparsity = one.prompt.context_ids, variants[0].thinning, cells[0].sparsity
     observations = [what for variant in variants for what in variant.observations]
-    n_home = max(0 if each.is_full else each.method.n_home(each.params, model.shape) for each in variants)
+    n_home = max(each.n_home(model.shape) for each in variants)
     chunk, evicts = cells[0].settings.chunk, evicting(cells[0], variants[0])
     trace = prefill(model, ids, observations, build_beside, thinning, sparsity, chunk, n_home, evicts)
-    if forced is not None and thinning is sparsity is evicts is None:
         forced.plain = trace
     prefill_s = trace.seconds - sum(clock.seconds())
     for cell, variant in zip(cells, variants, strict=True):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels.gather import apart
-from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
+from kernels.jit import cdiv, distance, jit, lanes_of, power_of_2, tl, upload
 from kernels.rows.union import Ask, Far
 
 TILE = 1024  # tokens, blocks or slots that are looked at at once
@@ -88,8 +88,9 @@ def fill_rows_triton(rows: Sequence[Cached], far: Sequence[Far]) -> None:
         ]  # fmt: skip
     fields = len(numbers) // len(rows)
     most = max(row.slots.shape[1] * cdiv(row.block_len, TOKENS) for row in rows)
+    lanes = lanes_of(start, (d_h, d_v, *(x for i in range(5, 15) for x in numbers[i::fields])))
     fill[(most, h_kv, len(rows))](
-        start, upload(numbers, start.device), d_h, d_v, fields, TOKENS, power_of_2(d_h), power_of_2(d_v),
+        start, upload(numbers, start.device), d_h, d_v, fields, TOKENS, power_of_2(d_h), power_of_2(d_v), lanes,
         num_warps=8 if max(d_h, d_v) > 512 else 4,  # of latents 4 would spill on sm_80
     )  # fmt: skip
 
@@ -191,7 +192,10 @@ def look_up(rows, counts, found, n_counts, h_kv, FIELDS: tl.constexpr, TILE: tl.
 
 
 @jit
-def fill(start, rows, d_h, d_v, FIELDS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr):
+def fill(
+    start, rows, d_h, d_v, FIELDS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
     head, at = tl.program_id(1).to(tl.int64), rows + tl.program_id(2) * FIELDS
     owner, capacity = tl.load(at).to(tl.pointer_type(tl.int32)), tl.load(at + 1).to(tl.int32)
     epoch, block_len, n_ahead = tl.load(at + 2).to(tl.int32), tl.load(at + 3).to(tl.int32), tl.load(at + 4)
@@ -204,21 +208,18 @@ def fill(start, rows, d_h, d_v, FIELDS: tl.constexpr, TOKENS: tl.constexpr, WIDT
         stride, late_stride, s = tl.load(at + 7), tl.load(at + 14), tl.load(at + 15)
         is_late = token >= s
         early, behind = tl.where(is_late, 0, token), tl.where(is_late, token - s, 0)
-        from_k = tl.where(
-            is_late,
-            tl.load(at + 12) + head * late_stride + behind * d_h,
-            tl.load(at + 8) + head * tl.load(at + 10) + early * d_h,
-        )
-        from_v = tl.where(
-            is_late,
-            tl.load(at + 13) + head * (late_stride // d_h * d_v) + behind * d_v,
-            tl.load(at + 9) + head * tl.load(at + 11) + early * d_v,
-        )
+        k = tl.multiple_of(tl.load(at + 8) + head * tl.load(at + 10), LANES)
+        v = tl.multiple_of(tl.load(at + 9) + head * tl.load(at + 11), LANES)
+        k_late = tl.multiple_of(tl.load(at + 12) + head * late_stride, LANES)
+        v_late = tl.multiple_of(tl.load(at + 13) + head * (late_stride // d_h * d_v), LANES)
+        k_held = tl.multiple_of(tl.load(at + 5) + head * stride, LANES)
+        v_held = tl.multiple_of(tl.load(at + 6) + head * (stride // d_h * d_v), LANES)
+        from_k = tl.where(is_late, k_late + behind * d_h, k + early * d_h)
+        from_v = tl.where(is_late, v_late + behind * d_v, v + early * d_v)
         real, of_value = (place < block_len)[:, None] & (column < d_h)[None], tl.arange(0, VALUES)
         in_value = (place < block_len)[:, None] & (of_value < d_v)[None]
         to = slot.to(tl.int64) * block_len + place
-        to_k, to_v = head * stride + to * d_h, head * (stride // d_h * d_v) + to * d_v
         key = tl.load(start + from_k[:, None] + column[None], real, other=0.0)
         value = tl.load(start + from_v[:, None] + of_value[None], in_value, other=0.0)
-        tl.store(start + tl.load(at + 5) + to_k[:, None] + column[None], key, real)
-        tl.store(start + tl.load(at + 6) + to_v[:, None] + of_value[None], value, in_value)
+        tl.store(start + k_held + to[:, None] * d_h + column[None], key, real)
+        tl.store(start + v_held + to[:, None] * d_v + of_value[None], value, in_value)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.jit import cdiv, distance, fit_rows, jit, power_of_2, tl, upload
+from kernels.jit import cdiv, distance, fit_rows, jit, lanes_of, power_of_2, tl, upload
 from kernels.rows.collisions import Tables
 
 TILE, WEIGHED = 128, 32  # entries of a bucket, and tokens, that a program takes at once
@@ -69,8 +69,9 @@ def find_rows(q: Tensor, rows: Sequence[Hidden], least: float) -> tuple[list[tup
     width, g = power_of_2(d_h), h // h_kv
     meet[(n, h, most_tables)](q, table, met, longest + 1, d_h, g, ROW, width, most_bits, TILE)
     tokens, n_warps = fit_rows(width, WEIGHED)
+    lanes = lanes_of(q, (d_h, *numbers[8::ROW], *numbers[9::ROW]))
     weigh[(n, cdiv(longest, tokens), h)](
-        q, table, met, longest + 1, least, d_h, g, ROW, width, tokens, num_warps=n_warps
+        q, table, met, longest + 1, least, d_h, g, ROW, width, tokens, lanes, num_warps=n_warps
     )
     return found, met[..., -1]
 
@@ -101,7 +102,10 @@ def meet(q, table, met, s, d_h, g, ROW: tl.constexpr, WIDTH: tl.constexpr, BITS:
 
 
 @jit
-def weigh(q, table, met, s, least, d_h, g, ROW: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):
+def weigh(
+    q, table, met, s, least, d_h, g,
+    ROW: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     row, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at, h = table + row * ROW, tl.num_programs(2)
     n, n_tables, last = tl.load(at + 11), tl.load(at + 12), tl.load(at + 13)
@@ -111,7 +115,7 @@ def weigh(q, table, met, s, least, d_h, g, ROW: tl.constexpr, WIDTH: tl.constexp
     real, inside = token < n, column < d_h
     is_found = tl.load(met + (row * h + head).to(tl.int64) * s + token, real, other=0) >= 2
     x = tl.load(q + (row * h + head) * d_h + column, inside, other=0.0).to(tl.float32)
-    keys = q + tl.load(at + 8) + owner * tl.load(at + 9)
+    keys = q + tl.multiple_of(tl.load(at + 8) + owner * tl.load(at + 9), LANES)
     where = token.to(tl.int64)[:, None] * d_h + column[None]
     key = tl.load(keys + where, is_found[:, None] & inside[None], other=0.0).to(tl.float32)
     mean = tl.load(tl.load(at + 3).to(tl.pointer_type(tl.float32)) + owner * d_h + column, inside, other=0.0)

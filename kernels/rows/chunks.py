@@ -133,7 +133,7 @@ def rank_channels(
         tl.store(weights + (first + i) * most + rank, query * (scale / tl.sqrt(tl.maximum(share, tiny))), is_chosen)
 
 
-@jit(unspecialized=("age",))
+@jit(unspecialized=("age", "c"))
 def score_chunks(
     start, table, lines, weights, logits, lses, cap, age, c, d_h, g, most,
     ROW: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, CAPPED: tl.constexpr,
@@ -165,7 +165,7 @@ def score_chunks(
     tl.store(lses + (first + one) * tl.num_programs(1) + block, lse, one < g)
 
 
-@jit(unspecialized=("age",))
+@jit(unspecialized=("age", "s", "c", "n_blocks"))
 def weigh_chunks(
     logits, lses, table, keys, age, s, c, n_blocks, g, ROW: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr
 ):

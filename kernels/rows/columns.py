@@ -185,7 +185,7 @@ def multiply_components(
     tl.store(keys + (row * h_kv + head).to(tl.int64) * s + token, key, token < s)
 
 
-@jit(unspecialized=("age", "s"))
+@jit(unspecialized=("age", "s", "n_blocks", "k"))
 def add_covered(
     chosen, logits, lses, table, covered, sink, age, s, n_blocks, g, k,
     ROW: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, WITH_SINK: tl.constexpr,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels.capped import bend, with_sink
-from kernels.jit import INTERPRETED, cdiv, distance, fit_rows, jit, power_of_2, tl, upload
+from kernels.jit import INTERPRETED, cdiv, distance, fit_rows, jit, lanes_of, power_of_2, tl, upload
 from kernels.rows.rotation import Rotation
 from kernels.topk import pack_key, top_keys
 
@@ -53,7 +53,8 @@ def make_rows(
     places = torch.empty(h_kv * sum(lengths), dtype=torch.int64, device=q.device)
     keys = torch.empty(h_kv * sum(lengths), d_h, dtype=q.dtype, device=q.device)
     mine = [x.view(1, h_kv, -1) for x in places.split([h_kv * k for k in lengths])]
-    table = upload([x for row, idx in zip(rows, mine, strict=True) for x in fields(row, q, idx)], q.device)
+    numbers = [x for row, idx in zip(rows, mine, strict=True) for x in fields(row, q, idx)]
+    table, lanes = upload(numbers, q.device), lanes_of(q, (x for i in (0, 4, 5, 6) for x in numbers[i::FIELDS]))
     c, n_outliers = (max(x.shape[1] for x in some) for some in zip(*(row[:2] for row in rows), strict=True))
     means, n_warps = fit_rows(width, MEANS)
     n_blocks = cdiv(c, means)
@@ -62,7 +63,7 @@ def make_rows(
     scores = torch.empty(n, h_kv, c, dtype=torch.int64, device=q.device)
     grid = n, n_blocks, h_kv
     score_landmarks[grid](
-        q, table, logits, lses, scale, cap, d_h, c, g, FIELDS, means, width, cap > 0, num_warps=n_warps
+        q, table, logits, lses, scale, cap, d_h, c, g, FIELDS, means, width, lanes, cap > 0, num_warps=n_warps
     )
     lses = with_sink(lses, sink)
     n_blocks = lses.shape[2]
@@ -72,7 +73,7 @@ def make_rows(
     partners, own, other = (order, q, q) if rotation is None else rotation[:3]
     make_keys[n, cdiv(max(lengths), TOKENS), h_kv](
         q, table, order, places, keys, partners, own, other, d_h, order.shape[2], FIELDS, rotation is not None,
-        TOKENS, RANK, min(channels, width), power_of_2(n_outliers), INTERPRETED, num_warps=4,
+        TOKENS, RANK, min(channels, width), power_of_2(n_outliers), lanes, INTERPRETED, num_warps=4,
     )  # fmt: skip
     made = (x.view(1, h_kv, -1, d_h) for x in keys.split([h_kv * k for k in lengths]))
     return list(zip(mine, made, strict=True))
@@ -92,13 +93,13 @@ def fields(row: Chunks, q: Tensor, idx: Tensor) -> list[int]:
 @jit
 def score_landmarks(
     q, table, logits, lses, scale, cap, d_h, c, g,
-    FIELDS: tl.constexpr, MEANS: tl.constexpr, WIDTH: tl.constexpr, CAPPED: tl.constexpr,
+    FIELDS: tl.constexpr, MEANS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     row, block, head, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, mean, column = table + row * FIELDS, block * MEANS + tl.arange(0, MEANS), tl.arange(0, WIDTH)
     n, inside = tl.load(at + 1), column < d_h
     real = mean < n
-    where = q + tl.load(at) + (head * n + mean)[:, None] * d_h + column[None]
+    where = q + tl.multiple_of(tl.load(at), LANES) + (head * n + mean)[:, None] * d_h + column[None]
     those = tl.load(where, real[:, None] & inside[None], other=0.0).to(tl.float32)
     for i in range(g):
         query_head = (row * h_kv + head) * g + i
@@ -136,12 +137,12 @@ def weigh_landmarks(
 @jit
 def make_keys(
     q, table, order, places, keys, partners, own, other, d_h, n_ordered, FIELDS: tl.constexpr, TURNS: tl.constexpr,
-    TOKENS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, OUTLIERS: tl.constexpr,
+    TOKENS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, OUTLIERS: tl.constexpr, LANES: tl.constexpr,
     WIDE: tl.constexpr,  # float32 products, for the interpreter takes bfloat16 for its bits
 ):  # fmt: skip
     row, head, h_kv = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.num_programs(2)
     at, place = table + row * FIELDS, tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    rank, chunk, k = tl.load(at + 6), tl.load(at + 7), tl.load(at + 10)
+    rank, chunk, k = tl.multiple_of(tl.load(at + 6), LANES), tl.load(at + 7), tl.load(at + 10)
     real = place < k
     ranked = tl.load(order + (row * h_kv + head) * n_ordered + place // chunk, real, other=0).to(tl.int32)
     n_outliers, each = tl.load(at + 3), tl.arange(0, OUTLIERS)
@@ -152,7 +153,8 @@ def make_keys(
     to = tl.load(at + 9) + head * k + place
     tl.store(places + to, token, real)
     part = tl.arange(0, RANK)
-    factors, basis = q + tl.load(at + 4), q + tl.load(at + 5) + head * rank * d_h
+    factors = q + tl.multiple_of(tl.load(at + 4), LANES)
+    basis = q + tl.multiple_of(tl.load(at + 5), LANES) + head * rank * d_h
     for left in range(0, d_h, WIDTH):
         column = left + tl.arange(0, WIDTH)
         inside = column < d_h

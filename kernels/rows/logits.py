@@ -17,13 +17,14 @@ Not here: a CPU's way, which is the methods' own torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.capped import bend, with_sink
-from kernels.jit import cdiv, distance, fit_rows, jit, power_of_2, tl, upload
+from kernels.jit import cdiv, distance, fit_rows, jit, lanes_of, power_of_2, tl, upload
 from kernels.topk import pack_key
 
 AGGREGATES = ("query_head", "group_sum", "group_max", "group_logit_mean", "group_mean")
@@ -48,6 +49,7 @@ class Table(NamedTuple):
     numbers: Tensor
     start: Tensor  # from which they count where keys lie
     s: int  # tokens of the row with most
+    lanes: int = 1  # which divide all distances and strides
 
 
 def table_of(rows: Sequence[Searched], device: torch.device) -> Table:
@@ -60,7 +62,8 @@ def table_of(rows: Sequence[Searched], device: torch.device) -> Table:
             row.n, row.start, row.stop, int(row.grows),
         )
     ]  # fmt: skip
-    return Table(upload(numbers, device), start, max(row.n for row in rows))
+    lanes = lanes_of(start, (x for i in range(4) for x in numbers[i::ROW]))
+    return Table(upload(numbers, device), start, max(row.n for row in rows), lanes)
 
 
 def token_logits(
@@ -76,8 +79,8 @@ def token_logits(
     logits = torch.empty(n, h, s, dtype=torch.float32, device=q.device)
     lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
     multiply_tokens[(n, n_blocks, h_kv)](
-        q, told.start, told.numbers, logits, lses, scale, cap, age, s, d_h, h // h_kv, ROW, tokens, width, cap > 0,
-        num_warps=n_warps,
+        q, told.start, told.numbers, logits, lses, scale, cap, age, s, d_h, h // h_kv, ROW, tokens, width, told.lanes,
+        cap > 0, num_warps=n_warps,
     )  # fmt: skip
     return logits, with_sink(lses, sink)
 
@@ -106,7 +109,7 @@ def channel_keys(q: Tensor, basis: Tensor, keys: Tensor, agg: str, found: Tensor
     width = power_of_2(d_h // 2 + 1) if d_h > WIDE_HEAD else power_of_2(d_h)
     rest = power_of_2(d_h - width) if d_h > width else 0
     multiply_channels[(n, cdiv(s, TOKENS), h_kv)](
-        q, basis, keys, found, s, c, d_h, h // h_kv, how, TOKENS, power_of_2(c), width, rest,
+        q, basis, keys, found, s, c, d_h, h // h_kv, how, TOKENS, power_of_2(c), width, rest, gcd(c, 4),
         num_warps=fit_rows(width, TOKENS)[1],
     )  # fmt: skip
     return found
@@ -117,10 +120,12 @@ class Blocks(NamedTuple):
 
     numbers: Tensor
     start: Tensor  # the first row's (blocks, heads, d_h), from which they count where means lie
+    lanes: int  # which divide all distances
 
 
 def blocks_of(means: Sequence[Tensor]) -> Blocks:
-    return Blocks(upload([distance(x, means[0]) for x in means], means[0].device), means[0])
+    distances = [distance(x, means[0]) for x in means]
+    return Blocks(upload(distances, means[0].device), means[0], lanes_of(means[0], distances))
 
 
 def block_keys(q: Tensor, told: Blocks, n_blocks: int, per_head: bool, keys: Tensor | None = None) -> Tensor:
@@ -135,20 +140,21 @@ def block_keys(q: Tensor, told: Blocks, n_blocks: int, per_head: bool, keys: Ten
     width = power_of_2(d_h)
     blocks, n_warps = fit_rows(width, 32, 16384 if per_head else 8192)  # a total beside them
     multiply_blocks[(n, cdiv(n_blocks, blocks), heads if per_head else 1)](
-        q, told.start, told.numbers, keys, n_blocks, heads, h // heads, d_h, per_head, blocks, width, num_warps=n_warps
-    )
+        q, told.start, told.numbers, keys, n_blocks, heads, h // heads, d_h, per_head, blocks, width, told.lanes,
+        num_warps=n_warps,
+    )  # fmt: skip
     return keys
 
 
 @jit(unspecialized=("age", "s"))
 def multiply_tokens(
     q, origin, table, logits, lses, scale, cap, age, s, d_h, g,
-    ROW: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, CAPPED: tl.constexpr,
+    ROW: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     row, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at = table + row * ROW
-    k = tl.load(at) + head * tl.load(at + 1)
-    late = tl.load(at + 2) + head * tl.load(at + 3)
+    k = tl.multiple_of(tl.load(at) + head * tl.load(at + 1), LANES)
+    late = tl.multiple_of(tl.load(at + 2) + head * tl.load(at + 3), LANES)
     behind, n = tl.load(at + 4), tl.load(at + 5) + age
     token, column = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
     inside, real = column < d_h, token < n
@@ -200,27 +206,24 @@ def weigh_tokens(
         tl.store(keys + (row * tl.num_programs(2) + head) * s + token, key, token < s)
 
 
-@jit
+@jit(unspecialized=("s",))
 def multiply_channels(
     q, basis, keys, found, s, c, d_h, g,
     HOW: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     row, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     token, channel, column = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, CHANNELS), tl.arange(0, WIDTH)
-    inside, real = column < d_h, token < s
-    turn = tl.load(
-        basis + (head * d_h + column[:, None]) * c + channel[None], inside[:, None] & (channel < c)[None], other=0.0
-    )
+    inside, real, is_channel = column < d_h, token < s, channel // LANES < c // LANES  # LANES at once are, or are not
+    those = basis + tl.multiple_of((head * d_h + column) * c, LANES)[:, None] + channel[None]
+    turn = tl.load(those, inside[:, None] & is_channel[None], other=0.0)
     if REST > 0:
         behind = WIDTH + tl.arange(0, REST)
         in_rest = behind < d_h
-        more = tl.load(
-            basis + (head * d_h + behind[:, None]) * c + channel[None],
-            in_rest[:, None] & (channel < c)[None], other=0.0,
-        )  # fmt: skip
-    partial = tl.load(
-        keys + (head * s + token[:, None]) * c + channel[None], real[:, None] & (channel < c)[None], other=0.0
-    )
+        those = basis + tl.multiple_of((head * d_h + behind) * c, LANES)[:, None] + channel[None]
+        more = tl.load(those, in_rest[:, None] & is_channel[None], other=0.0)
+    those = keys + tl.multiple_of((head * s + token) * c, LANES)[:, None] + channel[None]
+    partial = tl.load(those, real[:, None] & is_channel[None], other=0.0)
     merged = tl.full((TOKENS,), float("-inf") if HOW == 2 else 0.0, tl.float32)
     for i in range(g):
         query_head = (row * tl.num_programs(2) + head) * g + i
@@ -240,12 +243,13 @@ def multiply_channels(
         tl.store(found + (row * tl.num_programs(2) + head) * s + token, pack_key(merged, token), real)
 
 
-@jit
+@jit(unspecialized=("n_blocks",))
 def multiply_blocks(
-    q, means, table, keys, n_blocks, heads, g, d_h, PER_HEAD: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr
-):
+    q, means, table, keys, n_blocks, heads, g, d_h,
+    PER_HEAD: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     row, tile, first = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    mine = means + tl.load(table + row)
+    mine = means + tl.multiple_of(tl.load(table + row), LANES)
     block, column = tile * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, WIDTH)
     inside, real = column < d_h, block < n_blocks
     total = tl.zeros((BLOCKS,), tl.float32)

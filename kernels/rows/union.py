@@ -20,13 +20,14 @@ Not here: bytes (`engine/books/meter.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.gather import apart
-from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
+from kernels.jit import cdiv, distance, jit, lanes_of, power_of_2, tl, upload
 
 TILE = 1024  # of what heads ask for, looked at at once
 TOKENS, COPIED = 16, 32768  # that one program copies, and bytes that registers hold of their keys
@@ -165,15 +166,10 @@ def far_numbers(asks: Sequence[Ask], far: Sequence[Far]) -> tuple[list[int], tup
             *(distance(x, start) for x in (k_late, v_late)), k_late.stride(1), at.k.shape[2],
             *(distance(x, start) for x in (k_held, v_held)), k_held.stride(1), ask.n_turns,
         ]  # fmt: skip
-    wide, fields = 16 // start.element_size(), len(numbers) // len(asks)
-    strides_and_distances = (*range(6, 16), *range(17, 20))
-    even = (
-        d_h % wide == 0
-        and d_v % wide == 0
-        and all(x % wide == 0 for i in strides_and_distances for x in numbers[i::fields])
-    )
-    widths = power_of_2(d_h), power_of_2(d_v)
-    return numbers, (d_h, d_v, h_kv, fields, tokens_at_once(start), *widths, wide if even else 1)
+    fields = len(numbers) // len(asks)
+    strides_and_distances = (x for i in (*range(6, 16), *range(17, 20)) for x in numbers[i::fields])
+    lanes, widths = lanes_of(start, (d_h, d_v, *strides_and_distances)), (power_of_2(d_h), power_of_2(d_v))
+    return numbers, (d_h, d_v, h_kv, fields, tokens_at_once(start), *widths, lanes)
 
 
 class Bringing:
@@ -199,7 +195,11 @@ class Bringing:
 
     def unused(self) -> list[Tensor]:
         """Counts of the epochs to come, zeros."""
-        return [*torch.zeros(self.shape, dtype=torch.int32, device=self.start.device)]
+        n_epochs, *shape = self.shape
+        n = prod(shape)
+        # Each begins at a multiple of 16 bytes: for others Triton compiles anew.
+        zeros = torch.zeros(n_epochs, 4 * cdiv(n, 4), dtype=torch.int32, device=self.start.device)
+        return [each[:n].view(shape) for each in zeros]
 
 
 @jit(unspecialized=("later",))

@@ -46,11 +46,12 @@ from engine.budget import Budget, BudgetRequest
 from engine.checks import each_one_of, refuse_cap, share, tokens, whole_number
 from engine.errors import ConfigError
 from engine.model import Model
-from engine.observe import Observation, QueryStatistics, at_once
+from engine.observe import Observation, QueryStatistics
 from engine.prefill import prefill
 from engine.shapes import Checkpoint, ModelShape
 from engine.softmax import Softmax
 from engine.terminal import say
+from kernels.scratch import at_once
 from methods.allocator import Allocator
 from methods.scoring import ScoringMethod
 

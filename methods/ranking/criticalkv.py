@@ -34,10 +34,11 @@ from torch import Tensor
 from engine.checks import share
 from engine.errors import ConfigError
 from engine.model import Model
-from engine.observe import ModelFact, Observation, at_once
+from engine.observe import ModelFact, Observation
 from engine.passes.trace import Known, Trace
 from engine.placement import Placement
 from engine.softmax import Softmax
+from kernels.scratch import at_once
 from kernels.topk import top_stable
 from methods.allocator import Allocator
 from methods.dropping.allocators import Counts, n_safe

@@ -44,7 +44,7 @@ from engine.books.spans import span
 from engine.budget import Budget, BudgetRequest, find_bytes, key_bytes, show, token_bytes
 from engine.checks import whole_numbers
 from engine.errors import ConfigError
-from engine.observe import LastQueries, Observation, at_once
+from engine.observe import LastQueries, Observation
 from engine.placement import Offloaded
 from engine.sampling.draws import seeded
 from engine.selection import Cost, FeedSelection, Found, Reads, Selection
@@ -52,6 +52,7 @@ from engine.shapes import ModelShape
 from engine.turns.feed import Feed
 from kernels.rows.buckets import Hidden, find_rows
 from kernels.rows.collisions import Hashed, Tables, build_tables, chance_of_two, find_twice, one_table, pack_codes
+from kernels.scratch import at_once
 from methods.base import SelectiveAttention
 
 ENTRY_BYTES, BOUND_BYTES, NORM_BYTES = 4, 8, 4  # of a token in a table, of a bucket, of a token's norm

@@ -35,6 +35,29 @@ def test_attention_reads_keys_in_loads_of_128_bits() -> None:
 
 
 @pytest.mark.parametrize(
+    ("site", "of_query"),
+    [
+        ("rows", {"bring_tokens": 0, "fill": 0}),
+        ("landmarks", {"score_landmarks": 1}),
+        pytest.param("search", {"weigh": 1, "multiply_tokens": 1, "multiply_blocks": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_keys_that_a_table_says_the_place_of_are_read_in_loads_of_128_bits(
+    site: str, of_query: dict[str, int]
+) -> None:  # fmt: skip
+    """Of 16 bits are at most those of a query, a number for each thread."""
+    words = ["--arch", "90", "--shapes", "llama-3.1-8b", "--dtypes", "bfloat16", "--lengths", "4096"]
+    done = compiled(*words, "--only", site, "--sass")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for kernel, n_narrow in of_query.items():
+        lines = [line for line in done.stdout.splitlines() if line.startswith(f"{kernel} sm_90")]
+        assert lines, done.stdout
+        for line in lines:
+            assert f", {n_narrow} loads of 16 bits" in f"{line}, 0 loads of 16 bits", line
+            assert "loads of 128 bits" in line, line
+
+
+@pytest.mark.parametrize(
     ("arch", "shape", "dtype"),
     [("86", "gemma-2-9b", "bfloat16"), ("86", "deepseek-v3", "bfloat16"), ("90", "37-heads-of-272", "float32")],
 )

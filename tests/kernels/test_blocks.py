@@ -10,18 +10,18 @@ from kernels.rows.blocks import BLOCK, fill_rows_triton, look_up_rows_triton
 from kernels.rows.union import Ask, Far, bring_rows_triton, union_rows_triton
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
-H, H_KV, S, N_LATE, D, N_AHEAD, ROOM = 4, 2, 60, 20, 16, 3, 40
+H, H_KV, S, N_LATE, N_AHEAD, ROOM = 4, 2, 60, 20, 3, 40
 N = S + N_LATE
 
 
 class Row:
     """A row's cache on the device, and the same in the books."""
 
-    def __init__(self, spec: BlockCacheSpec, d_v: int) -> None:
+    def __init__(self, spec: BlockCacheSpec, d_h: int, d_v: int, dtype: torch.dtype) -> None:
         numbers = {"dtype": torch.int32, "device": GPU}
         self.books = BlockCache(spec)
-        self.k = torch.zeros(1, H_KV, ROOM, D, device=GPU)
-        self.v = self.k[..., :-d_v] if d_v < 0 else torch.zeros(1, H_KV, ROOM, d_v, device=GPU)
+        self.k = torch.zeros(1, H_KV, ROOM, d_h, dtype=dtype, device=GPU)
+        self.v = self.k[..., :-d_v] if d_v < 0 else torch.zeros(1, H_KV, ROOM, d_v, dtype=dtype, device=GPU)
         self.held = HeldBlocks(self.books, (self.k, self.v), N, N_AHEAD)
         self.stamps, self.slots = (torch.zeros(H_KV, N, **numbers) for _ in range(2))
         self.tokens, self.sources = (torch.zeros(H_KV, ROOM, **numbers) for _ in range(2))
@@ -51,22 +51,33 @@ def selection(t: int, heads: int, n_seen: int) -> Tensor:
 
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
 @pytest.mark.parametrize(
-    ("policy", "d_v"), [("lfu", D), ("lru", D), ("lfu", 7), ("lfu", -8)]
-)  # below 0: within the key
-def test_it_holds_and_counts_what_the_books_say(policy: str, d_v: int) -> None:
+    ("policy", "d_h", "d_v", "dtype"),
+    [
+        ("lfu", 16, 16, torch.float32),
+        ("lru", 16, 16, torch.float32),
+        ("lfu", 16, 7, torch.float32),
+        ("lfu", 16, -8, torch.float32),  # below 0: within the key
+        ("lfu", 72, 40, torch.bfloat16),
+        ("lfu", 60, 60, torch.bfloat16),  # 60 numbers are no whole loads of 16 bytes
+        ("lfu", 80, 96, torch.float32),
+    ],
+)
+def test_it_holds_and_counts_what_the_books_say(policy: str, d_h: int, d_v: int, dtype: torch.dtype) -> None:
     """A cache for many blocks, one for fewer than a step takes in, and one of a single block."""
     draw = torch.Generator().manual_seed(0)
-    k, k_late = (torch.randn(1, H_KV, n, D, generator=draw) for n in (S, N_LATE))
-    v, v_late = (
-        x[..., :-d_v] if d_v < 0 else torch.randn(1, H_KV, x.shape[2], d_v, generator=draw) for x in (k, k_late)
-    )
+
+    def normal(n: int, d: int) -> Tensor:
+        return torch.randn(1, H_KV, n, d, generator=draw).to(dtype)
+
+    k, k_late = normal(S, d_h), normal(N_LATE, d_h)
+    v, v_late = (x[..., :-d_v] if d_v < 0 else normal(x.shape[2], d_v) for x in (k, k_late))
     late = k_late, v_late
     whole = [torch.cat([a, b], 2) for a, b in zip((k, v), late, strict=True)]
     here = [x.to(GPU) for x in (k, v, *late)]
     specs = [
         BlockCacheSpec(tokens, length, most, policy) for tokens, length, most in ((30, 5, 4), (12, 6, 5), (7, 7, 1))
     ]
-    rows, n_came, n_hits = [Row(spec, d_v) for spec in specs], 0, 0
+    rows, n_came, n_hits = [Row(spec, d_h, d_v, dtype) for spec in specs], 0, 0
     for t in range(12):
         n_seen = S + t
         asked = [selection(3 * t + i, heads, n_seen) for i, heads in enumerate((H, H_KV, H))]

@@ -134,7 +134,7 @@ def hidden(dtype: torch.dtype, d_h: int, n: int, tables: int, bits: int, shared:
 
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("d_h", [16, 20])
+@pytest.mark.parametrize("d_h", [16, 20, 40, 96])
 def test_triton_finds_and_weighs_the_same_for_all_rows(dtype: torch.dtype, d_h: int) -> None:
     rows = [hidden(dtype, d_h, n, tables, bits, bits == 3) for n, tables, bits in ((150, 5, 3), (40, 3, 2), (1, 2, 4))]
     q = torch.randn(len(rows), 6, 1, d_h, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -16,6 +16,7 @@ from tests.kernels.test_capped import KINDS
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 H, H_KV, D = 6, 2, 20
+SIZES = [(8, 90, 5, 3, 24), (4, 40, 0, 7, 40)]  # chunk, chunks, outliers, selected, rank of wider keys
 pytestmark = pytest.mark.skipif(triton is None, reason="triton is not installed")
 
 
@@ -54,25 +55,28 @@ def test_what_mixes_more_than_pairs_has_no_tables() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("turn", "kind"), [(halves, KINDS[0]), *((None, kind) for kind in KINDS)])
+@pytest.mark.parametrize("d", [D, 40])
 def test_rows_find_their_chunks_and_make_their_keys(
+    d: int,
     dtype: torch.dtype,
     turn: Callable[..., Tensor] | None,
     kind: tuple[float, float | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kernels.rows.landmarks.CHANNELS", {2: 16, 4: 16})  # keys of 20 numbers are made in two parts
+    """Keys are made in several parts; those of 40 numbers and their ranks can be read 8 numbers at once."""
+    monkeypatch.setattr("kernels.rows.landmarks.CHANNELS", {2: 16, 4: 16})
     draw = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=draw).to(GPU, dtype)
 
-    sizes = [(8, 90, 5, 3, 24), (4, 40, 0, 7, 40)]  # chunk, chunks, outliers, selected, rank
-    rows, q, s, scale = list[Chunks](), normal(2, H, 1, D), 8 * 90, D**-0.5
-    for chunk, n, n_outliers, n_selected, rank in sizes:
+    rows, q, s, scale = list[Chunks](), normal(2, H, 1, d), 8 * 90, d**-0.5
+    for chunk, n, n_outliers, n_selected, of_wide in SIZES:
+        rank = of_wide if d == 40 else of_wide - 1
         outliers = torch.stack([torch.randperm(n, generator=draw)[:n_outliers].sort().values for _ in range(H_KV)])
-        means, factors, basis = normal(H_KV, n - n_outliers, D), normal(s, rank), normal(H_KV, rank, D)
+        means, factors, basis = normal(H_KV, n - n_outliers, d), normal(s, rank), normal(H_KV, rank, d)
         rows.append(Chunks(means, outliers.to(GPU), factors, basis, chunk, n_selected))
-    rotation = None if turn is None else rotation_of(turn, s, D, torch.device(GPU))
+    rotation = None if turn is None else rotation_of(turn, s, d, torch.device(GPU))
     cap, about = kind
     soft = Softmax(scale, cap, None if about is None else torch.randn(H, generator=draw).to(GPU) + about)
     found = make_rows(q, rows, rotation, scale, cap, soft.sink)

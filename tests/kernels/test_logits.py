@@ -1,5 +1,7 @@
 """Keys to choose by, made by Triton for several rows at once, against torch row by row."""
 
+from math import prod
+
 import pytest
 import torch
 from torch import Tensor
@@ -87,10 +89,17 @@ def test_blocks(per_head: bool, d: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("agg", "d"), [("query_head", D), ("group_mean", D), ("group_max", D), ("group_mean", 264), ("group_max", 512)]
+    ("agg", "d", "c"),
+    [
+        ("query_head", D, 3),
+        ("group_mean", D, 3),
+        ("group_max", D, 12),  # 4 numbers at once
+        ("group_mean", 264, 6),  # 2
+        ("group_max", 512, 3),
+    ],
 )
-def test_channels(agg: str, d: int) -> None:
-    q, basis, keys = draw(N, H, 1, d, seed=0), draw(H_KV, d, 3, seed=1), draw(H_KV, 90, 3, seed=2)
+def test_channels(agg: str, d: int, c: int) -> None:
+    q, basis, keys = draw(N, H, 1, d, seed=0), draw(H_KV, d, c, seed=1), draw(H_KV, 90, c, seed=2)
     logits = q.view(N, H_KV, -1, d) @ basis @ keys.mT  # (n, h_kv, g, s)
     scores = {"query_head": logits.flatten(1, 2), "group_mean": logits.mean(2), "group_max": logits.amax(2)}[agg]
     same_order(channel_keys(q, basis, keys, agg), pack_keys_ref(scores, torch.arange(90, device=GPU)))
@@ -122,6 +131,28 @@ def test_all_tokens(agg: str, dtype: torch.dtype, cap: float, about: float | Non
         mine = ours[i, :, row.start : row.stop]
         same_order(mine, pack_keys_ref(scores, torch.arange(row.start, row.stop, device=GPU)))
         assert (best_keys(ours[i], 136).int() == -1).sum(-1).tolist() == [136 - (row.stop - row.start)] * len(mine)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("d", [40, 60, 72, 80, 96])
+def test_keys_and_means_that_begin_anywhere(d: int, first: int) -> None:
+    """What is read in loads of 16 bytes where they begin at a multiple of these is read one by one elsewhere."""
+
+    def at_first(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+        return draw(prod(shape) + 3, seed=seed, dtype=dtype)[first : first + prod(shape)].view(shape)
+
+    q, prompt = draw(N, H, 1, d, seed=0, dtype=torch.bfloat16), draw(1, H_KV, 33, d, seed=1, dtype=torch.bfloat16)
+    late = [at_first(1, H_KV, 8, d, seed=2 + i, dtype=torch.bfloat16) for i in range(N)]
+    logits, _ = token_logits(q, searches.table_of([Searched(prompt, x, 38, 0, 33) for x in late], q.device), 0.3)
+    for i, x in enumerate(late):
+        keys = torch.cat([prompt, x[:, :, :5]], 2).float()
+        expected = 0.3 * q[i].float().view(H_KV, -1, d) @ keys[0].mT
+        torch.testing.assert_close(logits[i], expected.flatten(0, 1), rtol=1e-5, atol=1e-5)
+    means = [draw(40, H_KV, d, seed=4), at_first(40, H_KV, d, seed=5, dtype=torch.float32)]
+    ours = block_keys(q.float(), blocks_of(means), 37, True)
+    for i, mean in enumerate(means):
+        scores = q[i].float().view(H_KV, -1, d) @ mean[:37].permute(1, 2, 0)
+        same_order(ours[i], pack_keys_ref(scores.flatten(0, 1), torch.arange(37, device=GPU)))
 
 
 @pytest.mark.parametrize(("b", "n_held"), [(3, 8192), (8, 8192), (8, 64)])

@@ -9,6 +9,7 @@ from engine.passes.trace import Trace
 from engine.prefill import prefill
 from evals.overrides import config_groups
 from kernels.jit import power_of_2
+from tasks.latency import Timed, read
 from tests import conformance
 from tests.pretend.test_methods import moved
 from tests.tiny import prompt
@@ -47,7 +48,7 @@ def test_a_pass_sends_layers_to_memory_that_was_there_before(machine: Machine) -
     n_layers, heads = len(model.shape.attention_layers), model.shape.h_kv * model.shape.d_h * 4
     s = 299
 
-    def read(n_home: int) -> tuple[int, int, list[torch.Tensor]]:
+    def passed(n_home: int) -> tuple[int, int, list[torch.Tensor]]:
         """Bytes that are pinned before the first layer and from then on, and what the host has in the end."""
         ahead = list[int]()
 
@@ -61,13 +62,30 @@ def test_a_pass_sends_layers_to_memory_that_was_there_before(machine: Machine) -
             found = [x.clone() for layer in model.shape.attention_layers for x in trace.host(layer)]
         return ahead[0], counts.nbytes[PINNED] - ahead[0], found
 
-    asked = variant.method.n_home(variant.params, model.shape)
+    asked = variant.n_home(model.shape)
     assert asked == n_layers
-    _, alone, expected = read(0)
-    before, later, found = read(asked)
+    _, alone, expected = passed(0)
+    before, later, found = passed(asked)
     assert all(map(torch.equal, found, expected))
     assert alone == 2 * n_layers * power_of_2(s * heads)
     assert later == 0 and before < 1.3 * 2 * n_layers * s * heads, (before, alone)
+
+
+def test_a_pass_that_is_timed_takes_memory_before_it(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a layer takes on its way home falls into the time to the first or second token."""
+    model, offload, ahead, s = moved(conformance.model(), "cuda:0"), Trace.offload, list[int](), 299
+    variant = conformance.variant(conformance.ours("infllm"), "0.3")
+
+    def noted(trace: Trace, layer: int) -> None:
+        ahead.append(counts.nbytes[PINNED])
+        offload(trace, layer)
+
+    monkeypatch.setattr(Trace, "offload", noted)
+    with model.hooked(), machine.counting() as counts:
+        read(model, Timed(variant), prompt(s), 4)
+        later = counts.nbytes[PINNED] - ahead[0]
+    assert len(ahead) == variant.n_home(model.shape)
+    assert later < s * model.shape.h_kv * model.shape.d_h * 4, (ahead, later)  # less than the keys of one layer
 
 
 @pytest.mark.parametrize("name", sorted(config_groups()["method"]))
@@ -87,4 +105,4 @@ def test_a_method_knows_how_many_layers_go_home(monkeypatch: pytest.MonkeyPatch,
     for layer in model.shape.attention_layers:
         row.build(layer)
     row.complete()
-    assert len(sent) == (0 if variant.is_full else variant.method.n_home(variant.params, model.shape))
+    assert len(sent) == variant.n_home(model.shape)

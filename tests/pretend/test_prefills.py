@@ -1,9 +1,15 @@
 """No sparse prefill waits for the device, and a layer of each launches no more kernels than it did."""
 
 import pytest
+import torch
+from torch import Tensor
 
 from benchmarks.prefills import launches
 from benchmarks.pretend.cuda import Machine
+from engine.causal import causal
+from engine.observe import query_lse
+from engine.softmax import Softmax
+from kernels import column_sums
 
 LAUNCHES = {  # by a prefill's own parameters, and by a density
     "minference": (53, 749), "flexprefill_short": (224, 243), "xattention_short": (119, 138), "a_shape_short": (25, 25),
@@ -24,3 +30,23 @@ def test_a_layer_launches_few_kernels_and_waits_for_none(machine: Machine, name:
 
 def test_every_prefill_is_counted() -> None:
     assert {*LAUNCHES} == {*launches.SMALL}
+
+
+def test_what_torch_does_in_blocks_takes_few_of_them_on_a_gpu(machine: Machine, monkeypatch) -> None:
+    """By a CPU's size of a block these are 100 of 4 queries for each of 2 KV heads."""
+    (s, r), g, h_kv, soft = (400, 399), 2, 2, Softmax(0.3, 5.0)
+    monkeypatch.setattr(column_sums, "COLUMN_BLOCK_BYTES", 4 * 4 * g * s)
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, s, 8, generator=draw) for heads in (g * h_kv, h_kv))
+
+    def found(q: Tensor, k: Tensor) -> list[Tensor]:
+        out, lse = causal(q, k, k, soft)
+        sums = column_sums.column_sums_torch(q, k, soft.scale, torch.ones(s, device=q.device), lse, soft.cap)
+        return [out, lse, query_lse(q[:, :, s - r :], k, soft), sums]
+
+    expected = found(q, k)
+    with machine.counting() as counts:
+        ours = found(q.to("cuda"), k.to("cuda"))
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-5)
+    assert counts.launches < 3 * h_kv * 4 * 25, counts.lines("launch")  # three times 4 blocks of at most 25 launches

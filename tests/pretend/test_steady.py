@@ -29,6 +29,7 @@ from methods.retrieving.quest import PageSearch
 from methods.retrieving.sparq import SparQ
 from tests import conformance
 from tests.pretend.test_methods import moved
+from tests.specialisations import noting
 
 N_NEW = 6
 SENT = ("pinned allocation", "copy from pinned memory")
@@ -100,6 +101,23 @@ def test_a_step_like_the_one_before_sends_nothing_and_says_the_same(
     expected_ids, expected, told = steps(machine, *names)
     assert ids == expected_ids and books == expected
     assert min(told) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["rocketkv", "loki method.generated=compete", "quest method.page_generated=true", "loki"]
+)
+def test_the_third_step_and_those_behind_it_compile_nothing(machine: Machine, name: str) -> None:
+    """The first one is told where everything lies, and the second one that it goes on from there."""
+    early = dict[str, int]()
+
+    def note(n_steps: int, _: Sequence[Row]) -> None:
+        if n_steps == 2:
+            early.update({kernel: len(keys) for kernel, keys in noted.items()})
+
+    with noting() as noted:
+        steps(machine, name, asks=note, n_new=40)
+    assert early and {kernel: len(keys) for kernel, keys in noted.items()} == early, noted.changing()
 
 
 def test_heads_roll_beyond_the_rows_that_were_worked_out(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
