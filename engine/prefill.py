@@ -28,7 +28,7 @@ from engine.passes.evicting import Evicting
 from engine.passes.trace import Trace
 from engine.row import Variant
 from engine.sampling.finite import REMEDY
-from engine.shapes import DRAWN
+from engine.shapes import DRAWN, ModelShape
 from engine.softmax import Softmax
 from engine.sparse.base import SparsePrefill
 
@@ -93,6 +93,11 @@ def prefill(
     trace.seconds = perf_counter() - start
     check_pass(trace)
     return trace
+
+
+def n_home(variants: Iterable[Variant], shape: ModelShape) -> int:
+    """Layers of which all tokens go to the host while a prompt is read for these."""
+    return max(0 if each.is_full else each.method.n_home(each.params, shape) for each in variants)
 
 
 @contextmanager

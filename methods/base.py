@@ -126,10 +126,6 @@ class Variant:
     def thinning(self) -> "Thinning | None":
         return self.method.thinning(self.plan)
 
-    def n_home(self, shape: ModelShape) -> int:
-        """Layers of which all tokens go to the host while the prompt is read."""
-        return 0 if self.is_full else self.method.n_home(self.params, shape)
-
     def row(self, trace: Trace, n_new: int, store: "type[Store] | None" = None) -> "SelectiveAttention":
         """The method's instance for the sample of this trace, before `build`; `n_new` tokens may follow.
 

@@ -42,7 +42,7 @@ from engine.errors import ConfigError, NotFiniteError
 from engine.model import Model
 from engine.passes.probe import probe
 from engine.passes.trace import Trace
-from engine.prefill import prefill
+from engine.prefill import n_home, prefill
 from engine.sampling.finite import REMEDY
 from engine.shapes import ModelShape
 from engine.sparse.base import SparsePrefill
@@ -267,7 +267,7 @@ def read(model: Model, timed: Timed, ids: Sequence[int], n_new: int) -> tuple[Tr
     evicts = variant if timed.evicts and not variant.is_full else None
     trace = prefill(
         model, ids, variant.observations, build, variant.thinning, timed.sparsity, timed.chunk,
-        variant.n_home(model.shape), evicts,
+        n_home([variant], model.shape), evicts,
     )  # fmt: skip
     probe(model, trace, variant.probes)
     rows[0].complete()

@@ -113,7 +113,7 @@ class Evicting:
         """The same where tokens that go are hidden once more than `delay` newer ones are there."""
         keys, values, positions = self.trace.keys(layer), self.trace.values(layer), self.trace.slots[layer]
         (_, h, m, _), (_, h_kv, n, _) = q.shape, keys.shape
-        g, n_rows = h // h_kv, rows_per_block(h // h_kv, n)
+        g, n_rows = h // h_kv, rows_per_block(h // h_kv, n, q.device)
         out, lse = q.new_empty(1, h, m, values.shape[3]), torch.empty(1, h, m, device=q.device)
         asking = torch.arange(self.start, self.start + m, device=q.device).unsqueeze(1)
         n_pairs = torch.zeros((), dtype=torch.long, device=q.device)

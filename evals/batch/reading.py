@@ -13,7 +13,7 @@ from engine.books.clock import Clock
 from engine.model import Model
 from engine.passes.probe import probe
 from engine.passes.trace import Trace
-from engine.prefill import prefill
+from engine.prefill import n_home, prefill
 from evals.cells import Cell
 from evals.prepare import PreparedSample
 from evals.refusals import naming
@@ -62,9 +62,10 @@ def read(
     progress.reading(one.sample.id, len(one.packed), len(model.shape.attention_layers))
     ids, thinning, sparsity = one.prompt.context_ids, variants[0].thinning, cells[0].sparsity
     observations = [what for variant in variants for what in variant.observations]
-    n_home = max(each.n_home(model.shape) for each in variants)
+    home = n_home(variants, model.shape)
     chunk, evicts = cells[0].settings.chunk, evicting(cells[0], variants[0])
-    trace = prefill(model, ids, observations, build_beside, thinning, sparsity, chunk, n_home, evicts)
+    trace = prefill(model, ids, observations, build_beside, thinning, sparsity, chunk, home, evicts)
+    if forced is not None and thinning is sparsity is evicts is None:
         forced.plain = trace
     prefill_s = trace.seconds - sum(clock.seconds())
     for cell, variant in zip(cells, variants, strict=True):

@@ -6,7 +6,7 @@ import torch
 from benchmarks.pretend.cuda import Machine
 from engine.passes.homes import Homes, block_sizes
 from engine.passes.trace import Trace
-from engine.prefill import prefill
+from engine.prefill import n_home, prefill
 from evals.overrides import config_groups
 from kernels.jit import power_of_2
 from tasks.latency import Timed, read
@@ -62,7 +62,7 @@ def test_a_pass_sends_layers_to_memory_that_was_there_before(machine: Machine) -
             found = [x.clone() for layer in model.shape.attention_layers for x in trace.host(layer)]
         return ahead[0], counts.nbytes[PINNED] - ahead[0], found
 
-    asked = variant.n_home(model.shape)
+    asked = n_home([variant], model.shape)
     assert asked == n_layers
     _, alone, expected = passed(0)
     before, later, found = passed(asked)
@@ -84,7 +84,7 @@ def test_a_pass_that_is_timed_takes_memory_before_it(machine: Machine, monkeypat
     with model.hooked(), machine.counting() as counts:
         read(model, Timed(variant), prompt(s), 4)
         later = counts.nbytes[PINNED] - ahead[0]
-    assert len(ahead) == variant.n_home(model.shape)
+    assert len(ahead) == n_home([variant], model.shape)
     assert later < s * model.shape.h_kv * model.shape.d_h * 4, (ahead, later)  # less than the keys of one layer
 
 
@@ -105,4 +105,4 @@ def test_a_method_knows_how_many_layers_go_home(monkeypatch: pytest.MonkeyPatch,
     for layer in model.shape.attention_layers:
         row.build(layer)
     row.complete()
-    assert len(sent) == variant.n_home(model.shape)
+    assert len(sent) == n_home([variant], model.shape)
