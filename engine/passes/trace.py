@@ -9,7 +9,7 @@ Not here: the pass (`engine/prefill.py`), what may be observed (`engine/observe.
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from engine.passes.streams import NO_HOMES, sent_home
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from kernels.attend_kept import Kept
-from kernels.gather import move_both
+from kernels.gather import bytes_of_both, move_both
 from kernels.rows.rotation import Rotation, rotation_of
 
 T = TypeVar("T")
@@ -56,6 +56,8 @@ class Probed:
 class Trace:
     """What one prefill leaves behind; read-only to everyone, because every variant of the sample shares it."""
 
+    of_prompt: ClassVar = frozenset({"_device", "_host", "_shared"})  # K and V, and what was made of them
+
     def __init__(
         self, shape: ModelShape, s_prompt: int, device: torch.device, layer_devices: Sequence[torch.device] = ()
     ) -> None:
@@ -85,6 +87,7 @@ class Trace:
         self.latents: dict[int, Latent] = {}  # of layers that cache those
         self.inputs: dict[int, Call] = {}  # what the attention at work was called with, where somebody observes it
         self.digests: Sequence[str] = ()  # names of the model's files, its own first; none of one with drawn weights
+        self.peak_bytes = 0  # of K and V that the pass over the prompt held at once
 
     def add(self, layer: int, k: Tensor, v: Tensor, soft: Softmax) -> None:
         """Take in a layer's K and V, (1, h_kv, s_prompt, d_h); of a thinned layer those that reached it."""
@@ -93,6 +96,11 @@ class Trace:
         k = k.contiguous()
         self._device[layer] = k, k[..., : self.shape.d_v] if self.shape.is_latent else v.contiguous()
         self.softmax[layer] = soft
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes())
+
+    def held_bytes(self) -> int:
+        """Bytes of K and V that are on the model's devices; values that lie within their keys take none."""
+        return sum(bytes_of_both(*pair) for pair in self._device.values())
 
     def device_of(self, layer: int) -> torch.device:
         """Where a layer's K and V lie, and all that is made of them."""
@@ -171,6 +179,17 @@ class Trace:
         synchronize([self.device, *self.layer_devices])
         for layer in self._host.keys() - self._held:
             del self._device[layer]
+
+    def release(self) -> None:
+        """Let go of all that no row reads while it decodes: K and V that nobody holds, and what was seen of them.
+
+        For one row, or several that are built: none can be built from then on.
+        """
+        for layer in self._device.keys() - self._held:
+            del self._device[layer]
+        self._observed = {key: x for key, x in self._observed.items() if key[0] in self.origins}
+        self._shared, self.kept = {}, None
+        self.inputs.clear()
 
     def observe(
         self,
