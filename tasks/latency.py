@@ -267,6 +267,7 @@ def read(model: Model, timed: Timed, ids: Sequence[int], n_new: int) -> tuple[Tr
     probe(model, trace, variant.probes)
     rows[0].complete()
     trace.settle()
+    rows[0].trace.release()
     return trace, rows[0]
 
 
