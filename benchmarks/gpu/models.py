@@ -113,7 +113,7 @@ def request_of(kind: type[SelectiveAttention], asked: BudgetRequest) -> BudgetRe
 
 
 def sample_of(model: Model, s: int, n_new: int) -> Sample:
-    (sample,) = Latency(Latency.Params((s,), (1,), n_new, 1, 0, None), None, 0).samples(model.tokenizer)
+    (sample,) = Latency(Latency.Params((s,), (1,), n_new, 1, 0, None, None), None, 0).samples(model.tokenizer)
     return sample
 
 
