@@ -94,7 +94,7 @@ class Answering:
         assert isinstance(task, Latency), f"{task.name} is timed and no Latency"
         self.progress.stage(f"{one.sample.id}: {cell.settings.method.name}", task.n_passes)
         timed = Timed(one.variants[cell.path], cell.sparsity, cell.settings.chunk, cell.settings.evicts)
-        timing = task.measure(self.model, timed, one.sample, self.progress.advance)
+        timing = task.measure(self.model, timed, one.sample, self.progress.advance, cell.path)
         if cell.settings.profile:
             yield Profile(cell, timing.record)
         yield Reply(cell, timing.row, Answer(), timing.decoded, timing.prefill_s, timing.outcome)

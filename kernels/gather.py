@@ -27,6 +27,11 @@ def apart(k: Tensor, v: Tensor) -> int:
     return 0 if is_within(k, v) else v.shape[3]
 
 
+def bytes_of_both(k: Tensor, v: Tensor) -> int:
+    """Bytes of keys and values; none of values that lie within their keys."""
+    return k.nbytes + v.nbytes * bool(apart(k, v))
+
+
 def move_both(move: Callable[[Tensor], Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """What `move` makes of keys and of values; of keys alone where the values lie within them, and there again."""
     moved = move(k)

@@ -1,10 +1,11 @@
-"""The table of what variants cost, from runs of task=latency: a line per run, lengths side by side.
+"""Tables of what variants cost, from runs of task=latency: a line per run, lengths side by side.
 
     python -m plots.costs [RUNS] [--out FOLDER]     or, with the papers' tables: make paper-tables
 
 A pair of numbers such as `0.72 0.58` is of the lengths in the table's heading, in their order. Ratios are medians over
 pairs with full attention in the same process; `growth` is the time per token at the longest prompt over that at the
-shortest. The CSV has a line per run, length and batch size, unrounded and with quartiles.
+shortest. A second table says how many requests fit into the memory at once, and what so many give. The CSV has a line
+per run, length and batch size, unrounded and with quartiles.
 
 Not here: what was measured (`tasks/latency.py`), figures of it (`plots/figures/costs.py`).
 """
@@ -26,15 +27,24 @@ HEAD = (
     "method", "budget", "second token, s", "to Full's", "ms per token", "to Full's", "growth",
     "device MB", "host MB", "cache hits",
 )  # fmt: skip
+AT_ONCE = (
+    "method", "budget", "tokens", "request, MB", "prefill, MB", "requests at once", "decoded", "tokens/s", "to Full's",
+)  # fmt: skip
 RUN = ("model", "device", "dtype", "method", "ratio_exact", "budget", "comm_exact")
 LEDGER = ("bytes_resident_device", "bytes_resident_host", "tokens_attended_mean")
 TIMES = tuple(
     f"{name}_{unit}{tail}" for name in ("ttft", "tt2t", "tpot") for unit in ("s", "ratio") for tail in ("", "_q")
 )
 
+SIZES = (
+    *("request_bytes", "prefill_bytes", "weight_bytes", "peak_bytes", "tokens_per_s", "largest_batch", "batch_run"),
+    *("batch_bound", "tokens_per_s_at_largest", "tpot_s_at_largest", "peak_bytes_at_largest"),
+    *("full_largest_batch", "full_batch_run", "full_tokens_per_s_at_largest", "throughput_ratio"),
+)
+
 
 def sheets(runs: Sequence[Run]) -> list[Sheet]:
-    """A table per set of runs and batch size."""
+    """A table per set of runs and batch size, and one per set of how many requests fit at once."""
     made: list[Sheet] = []
     for run_set in run_sets(runs, lambda run: run.result.task == "latency"):
         for batch in batches(run_set):
@@ -50,7 +60,52 @@ def sheets(runs: Sequence[Run]) -> list[Sheet]:
                 sizes = ", ".join(f"{n:,}" for n in lengths)
                 about = f"{run_set.about} · {sizes} tokens · batch of {batch}"
                 made.append(Sheet(HEAD, lines, about=about))
+        made += at_once(run_set)
     return made
+
+
+def at_once(run_set: RunSet) -> list[Sheet]:
+    """How many requests fit into the memory; none of runs from before that was counted."""
+    rows = {run.folder: counted(run) for run in run_set.runs}
+    weights = {
+        timing(row)["weight_bytes"] for of in rows.values() for row in of.values() if "largest_batch" in timing(row)
+    }
+    if not weights:
+        return []
+    tail, memory_gb = other_setting(run_set), run_set.runs[0].task_param("memory_gb")
+    memory = "all memory of the device" if memory_gb is None else f"{memory_gb:g} GB"
+    about = f"{run_set.about} · requests at once in {memory}, of which weights take {max(weights) / 1e9:.2f} GB"
+    lines = [
+        (
+            f"{run.result.method_label} {tail(run)}".strip(),
+            ABSENT if run.is_full else asked(run),
+            f"{length:,}",
+            told_of(row, "request_bytes", ".1f", 1e-6),
+            told_of(row, "prefill_bytes", ".1f", 1e-6),
+            told_of(row, "largest_batch", ".0f"),
+            told_of(row, "batch_run", ".0f"),
+            told_of(row, "tokens_per_s_at_largest", ".1f"),
+            told_of(row, "throughput_ratio", ".2f"),
+        )
+        for run in sorted(run_set.runs, key=order)
+        for length, row in rows[run.folder].items()
+    ]
+    return [Sheet(AT_ONCE, lines, about=about)]
+
+
+def told_of(row: SampleRow, key: str, form: str, scale: float = 1) -> str:
+    """A figure of `timing`."""
+    return word(row, lambda row: timing(row).get(key), form, scale)
+
+
+def counted(run: Run) -> dict[int, SampleRow]:
+    """A sample of each length, the smallest batch that was run; where none was, one that says why."""
+    found: dict[int, SampleRow] = {}
+    for row in sorted(run.rows, key=lambda row: (int(row.fields["length"]), int(row.fields["batch"]))):
+        length = int(row.fields["length"])
+        if length not in found or (found[length].status != "ok" and row.status == "ok"):
+            found[length] = row
+    return found
 
 
 def order(run: Run) -> tuple[bool, str, str]:
@@ -123,7 +178,7 @@ def records(runs: Iterable[Run]) -> Iterator[dict[str, Any]]:
                 {name: getattr(run.result, name) for name in RUN}
                 | {"cache_tokens": run.setting("cache", "tokens"), "length": row.fields["length"]}
                 | {"batch": row.fields["batch"], "status": row.status}
-                | {name: timing(row).get(name) for name in (*TIMES, "request_bytes", "peak_bytes", "tokens_per_s")}
+                | {name: timing(row).get(name) for name in (*TIMES, *SIZES)}
                 | {name: row.ledger.get(name) for name in LEDGER}
                 | {"hit_rate": hit_rate(row), "run": run.folder.name}
             )

@@ -21,19 +21,19 @@ One more pass at the end is recorded by spans and not timed: it gives the second
 step. All of this is in a line's `timing`. The line's own `prefill_s` is the median over passes, and its `tpot_s` the
 mean over steps of each step's median.
 
-Not here: predictions for other hardware (`evals/studies/hardware.py`), the tables (`plots`).
+A pass before all others counts what a request takes, and so how many fit into the memory at once; a batch that does not
+fit is `oom` without a try. With `memory_gb` as many as fit are decoded together, and so is full attention at its own
+largest batch, once for all variants of a sweep.
+
+Not here: what requests hold (`tasks/memory.py`), the largest batch (`tasks/together.py`), predictions for other
+hardware (`evals/studies/hardware.py`), the tables (`plots`).
 """
 
-import gc
-import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Any
-
-import torch
 
 from engine.books.clock import synchronize
 from engine.books.spans import Record, recording
@@ -51,6 +51,8 @@ from methods.calibration.prose import embedded_prose
 from methods.full import full_attention
 from tasks.base import Sample, Task
 from tasks.forced import Outcome
+from tasks.memory import Sizes, collect, device_bytes, watch_peak, weigh, weight_bytes
+from tasks.together import Together, decode_together
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Params:
     repeats: int
     warmup: int
     memory_gb: float | None
+    most_rows: int | None
 
     def __post_init__(self) -> None:
         for key in ("lengths", "batches"):
@@ -120,11 +123,13 @@ class Params:
             raise ConfigError(f"task.repeats={self.repeats} and task.warmup={self.warmup} must be at least 1 and 0")
         if self.memory_gb is not None and self.memory_gb <= 0:
             raise ConfigError(f"task.memory_gb={self.memory_gb} must be above 0")
+        if self.most_rows is not None and self.most_rows < 1:
+            raise ConfigError(f"task.most_rows={self.most_rows} must be 1 or more")
 
 
 class Latency(Task):
     name = "latency"
-    version = 1
+    version = 2
     is_timed = True
     metric = "tpot_ratio"
     Params = Params
@@ -134,11 +139,13 @@ class Latency(Task):
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params = params
+        self.sizes: dict[tuple[Hashable, int], Sizes] = {}  # by run and length
+        self.together: dict[tuple[Hashable, int], Together] = {}  # likewise; a run of None is full attention
 
     @property
     def n_passes(self) -> int:
-        """Passes of a sample, the recorded one included."""
-        return 2 * (self.params.warmup + self.params.repeats) + 1
+        """Passes of a sample: the one that counts, the largest batches, the timed ones, the recorded one."""
+        return 1 + 2 * (self.params.memory_gb is not None) + 2 * (self.params.warmup + self.params.repeats) + 1
 
     def check(self, shape: ModelShape) -> None:
         longest = max(self.params.lengths) + self.params.n_new
@@ -169,11 +176,17 @@ class Latency(Task):
     def score(self, sample: Sample, prediction: str) -> float:
         raise AssertionError("latency scores time, not an answer")
 
-    def measure(self, model: Model, timed: Timed, sample: Sample, on_pass: Callable[[], None]) -> Timing:
-        """All passes of one sample."""
+    def measure(
+        self, model: Model, timed: Timed, sample: Sample, on_pass: Callable[[], None], run: Hashable
+    ) -> Timing:  # fmt: skip
+        """All passes of one sample; `run` tells what is timed from other variants."""
         ours: list[Pass] = []
         theirs: list[Pass] = []
         row, baseline = None, Timed(full_attention(model.shape, len(sample.ids or ())))
+        sizes = self.sizes_of(model, timed, sample, run)
+        self.check_fit(model, sizes, sample)
+        on_pass()
+        beside = {} if self.params.memory_gb is None else self.at_largest(model, timed, sample, run, on_pass)
         for i in range(self.params.warmup + self.params.repeats):
             row = None  # its K and V would be there during the next pass
             # The second of a pair finds warm caches and a slower clock, so they take turns at going first.
@@ -189,8 +202,13 @@ class Latency(Task):
         with recording(model.device) as record:
             _, recorded = run_pass(model, timed, sample)
         on_pass()
-        timing = compare(ours, theirs, batch_of(sample)) | self.sizes(model, row, ours)
-        timing |= {
+        timing = compare(ours, theirs, batch_of(sample)) | {
+            "peak_bytes": max((p.peak_bytes for p in ours if p.peak_bytes is not None), default=None),
+            "weight_bytes": sizes.weights,
+            "request_bytes": sizes.request,
+            "prefill_bytes": sizes.prefill,
+            "largest_batch": sizes.largest(self.memory(model)),
+            **beside,
             "recorded_tpot_s": recorded.tpot_s,
             "prefill_parts_s": parts(record, "prefill", 1),
             "step_parts_s": parts(record, "step", len(recorded.step_seconds)),
@@ -200,18 +218,63 @@ class Latency(Task):
         prefill_s = statistics.median(p.ttft_s for p in ours)
         return Timing(row, prefill_s, decoded, Outcome(timing["tpot_ratio"], {"timing": timing}), record)
 
-    def sizes(self, model: Model, row: SelectiveAttention, ours: Sequence[Pass]) -> dict[str, Any]:
-        """Bytes of one request and of the weights, and an estimate of how many requests fit beside these."""
-        peaks = [p.peak_bytes for p in ours if p.peak_bytes is not None]
-        weights = sum(x.numel() * x.element_size() for x in model.hf.parameters())
-        request = row.store.allocated_bytes()
-        memory = device_bytes(model.devices, self.params.memory_gb)
-        return {
-            "peak_bytes": max(peaks, default=None),
-            "weight_bytes": weights,
-            "request_bytes": request,
-            "largest_batch_estimated": max(0, (memory - weights) // max(1, request)),
-        }
+    def memory(self, model: Model) -> int:
+        return device_bytes(model.devices, self.params.memory_gb)
+
+    def sizes_of(self, model: Model, timed: Timed, sample: Sample, run: Hashable) -> Sizes:
+        """What a request of this length takes; the same for every batch of them."""
+        assert sample.ids is not None and sample.forced is not None, sample.id
+        key, ids, forced = (run, len(sample.ids)), sample.ids, sample.forced
+        if key not in self.sizes:
+            self.refuse_weights(model)
+            self.sizes[key] = weigh(model, lambda: read(model, timed, ids, len(forced)), forced[:-1])
+        return self.sizes[key]
+
+    def refuse_weights(self, model: Model) -> None:
+        """Raise `MemoryError` where the weights alone are more than the memory that is asked for."""
+        weights, memory = weight_bytes(model), self.memory(model)
+        if self.params.memory_gb is not None and weights >= memory:
+            raise MemoryError(
+                f"the weights of {model.shape.name} take {in_gb(weights)} GB, and task.memory_gb="
+                f"{self.params.memory_gb:g} leaves nothing beside them; give more"
+            )
+
+    def check_fit(self, model: Model, sizes: Sizes, sample: Sample) -> None:
+        """Raise `MemoryError` where a batch does not fit into the memory that is asked for."""
+        largest, batch = sizes.largest(self.memory(model)), batch_of(sample)
+        if self.params.memory_gb is not None and batch > largest:
+            raise MemoryError(
+                f"{batch} requests of {len(sample.ids or ()):,} tokens do not fit into task.memory_gb="
+                f"{self.params.memory_gb:g}, {largest} do: the weights take {in_gb(sizes.weights)} GB, "
+                f"a request {in_gb(sizes.request)} GB and its prefill {in_gb(sizes.prefill)} GB"
+            )
+
+    def at_largest(
+        self, model: Model, timed: Timed, sample: Sample, run: Hashable, on_pass: Callable[[], None]
+    ) -> dict[str, Any]:  # fmt: skip
+        """The columns of the largest batch, beside those of full attention at its own."""
+        full = Timed(full_attention(model.shape, len(sample.ids or ())), chunk=timed.chunk)
+        is_full = timed.variant.is_full and timed.sparsity is None
+        theirs = self.decoded_together(model, full, sample, None)
+        on_pass()
+        ours = theirs if is_full else self.decoded_together(model, timed, sample, run)
+        on_pass()
+        return ours.columns(theirs)
+
+    def decoded_together(self, model: Model, timed: Timed, sample: Sample, run: Hashable) -> Together:
+        """As many requests as fit, decoded at once; measured once for each run and length."""
+        assert sample.ids is not None and sample.forced is not None, sample.id
+        key, ids, forced = (run, len(sample.ids)), sample.ids, sample.forced
+        if key not in self.together:
+            memory, most = self.memory(model), self.params.most_rows
+            largest = self.sizes_of(model, timed, sample, run).largest(memory)
+            reading = lambda: read(model, timed, ids, len(forced))  # noqa: E731
+            self.together[key] = decode_together(model, reading, forced[:-1], largest, most, memory)
+        return self.together[key]
+
+
+def in_gb(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.3g}"
 
 
 def compare(ours: Sequence[Pass], theirs: Sequence[Pass], batch: int) -> dict[str, Any]:
@@ -272,6 +335,7 @@ def read(model: Model, timed: Timed, ids: Sequence[int], n_new: int) -> tuple[Tr
     probe(model, trace, variant.probes)
     rows[0].complete()
     trace.settle()
+    rows[0].trace.release()
     return trace, rows[0]
 
 
@@ -283,41 +347,3 @@ def parts(record: Record, root: str, n: int) -> dict[str, float]:
 
 def batch_of(sample: Sample) -> int:
     return int(sample.fields["batch"])
-
-
-def collect(devices: Sequence[torch.device]) -> None:
-    """Free what earlier passes left, so that no pass pays for another."""
-    gc.collect()
-    synchronize(devices)
-    if devices[0].type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def watch_peak(devices: Sequence[torch.device]) -> Callable[[], int | None]:
-    """A function that reads the peak memory since now: of the GPUs, or of this process where Linux lets us reset it."""
-    if devices[0].type == "cuda":
-        for device in devices:
-            torch.cuda.reset_peak_memory_stats(device)
-        return lambda: sum(torch.cuda.max_memory_allocated(device) for device in devices)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return lambda: None
-    return high_water_mark
-
-
-def high_water_mark() -> int | None:
-    """Most bytes of RAM that this process held since the mark was reset."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def device_bytes(devices: Sequence[torch.device], memory_gb: float | None) -> int:
-    """The memory for weights and requests: as given, or the devices'."""
-    if memory_gb is not None:
-        return int(memory_gb * 1e9)
-    if devices[0].type == "cuda":
-        return sum(torch.cuda.get_device_properties(device).total_memory for device in devices)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -122,7 +122,7 @@ def request_of(kind: type[SelectiveAttention], asked: BudgetRequest) -> BudgetRe
 
 
 def sample_of(model: Model, s: int, n_new: int, batch: int = 1) -> Sample:
-    (sample,) = Latency(Latency.Params((s,), (batch,), n_new, 1, 0, None), None, 0).samples(model.tokenizer)
+    (sample,) = Latency(Latency.Params((s,), (batch,), n_new, 1, 0, None, None), None, 0).samples(model.tokenizer)
     return sample
 
 

@@ -89,6 +89,7 @@ class Machine:
         self.recording: list[Any] = []  # pools of memory that graphs are captured into
         self.released: list[Any] = []  # of those that could not be captured
         self.sync_mode = 0
+        self.shares: dict[int, float] = {}  # of its memory that each device may give out, by number
 
     @property
     def tape(self) -> Any:
@@ -343,6 +344,10 @@ def functions(machine: Machine) -> dict[str, Any]:
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), always(True)),
         **dict.fromkeys(("memory_reserved", "memory_allocated", "max_memory_reserved"), always(0)),
         "max_memory_allocated": always(1 << 20),
+        "get_per_process_memory_fraction": lambda device=None: machine.shares.get(machine.index(device), 1.0),
+        "set_per_process_memory_fraction": lambda share, device=None: machine.shares.update(
+            {machine.index(device): share}
+        ),
         "mem_get_info": always((MEMORY, MEMORY)),
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "empty_cache": empty_cache,

@@ -57,6 +57,12 @@ class Pretended(Tensor):
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.inner.untyped_storage()
+
+    def set_(self, *to: Any) -> Pretended:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Pretended(self.inner.set_(*to), self.device.index)
+
     def record_stream(self, stream: Any) -> None:
         """Memory is never given away here."""
 

@@ -8,13 +8,13 @@ Not here: what a method may do and no count shows, which `tests/conformance.py` 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.attend import Part
 from engine.books.ledger import Entry, Ledger
+from engine.books.reached import tensors_of
 from engine.budget import ELEMENT_BYTES, token_bytes
 from engine.errors import ConfigError, RunError
 from engine.layouts.layer import Layer
@@ -143,33 +143,10 @@ def check_skips(row: Row) -> None:
 
 def bytes_beside(row: Row) -> int:
     """Bytes of a row's own tensors, beside the store's and the trace's K and V; numbers at 16 bits, ids at 32."""
-    layers = row.trace.shape.attention_layers
-    prompt = [x for layer in layers for x in (row.trace.keys(layer), row.trace.values(layer))]
+    prompt = [x for layer in row.trace.held_layers() for x in (row.trace.keys(layer), row.trace.values(layer))]
     known = {x.untyped_storage().data_ptr() for x in prompt}
     skipped = {id(each) for each in (row.trace, row.variant, row.params, row.plan, row.budget, row.store)}
     return sum(as_counted(x) for x in tensors_of(row, known, skipped))
-
-
-def tensors_of(thing: Any, known: set[int], skipped: set[int]) -> list[Tensor]:
-    """Tensors that can be reached from here, each memory once, but for what is known or behind what is skipped."""
-    from engine.turns.state import FOREIGN, parts_of
-
-    found, left, seen = list[Tensor](), parts_of(thing), set(skipped)
-    while left:
-        one = left.pop()
-        if id(one) in seen or one is None or isinstance(one, str | bytes | int | float | complex | range | slice):
-            continue
-        seen.add(id(one))
-        if isinstance(one, Tensor):
-            where = one.untyped_storage().data_ptr()
-            if where not in known:
-                known.add(where)
-                found.append(one)
-        elif hasattr(one, "result") and hasattr(one, "done"):
-            left += [one.result()] if one.done() else []
-        elif isinstance(one, dict | list | tuple | set | frozenset) or type(one).__module__ not in FOREIGN:
-            left += parts_of(one)
-    return found
 
 
 def as_counted(x: Tensor) -> int:

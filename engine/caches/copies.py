@@ -10,7 +10,7 @@ Not here: the copying (`kernels/rows/union.py`).
 import torch
 from torch import Tensor
 
-from kernels.gather import apart, move_both
+from kernels.gather import bytes_of_both, move_both
 from kernels.rows.union import Ask
 from kernels.select_attend import Near
 
@@ -43,7 +43,7 @@ class Copies:
 
     @property
     def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes * bool(apart(self.k, self.v))
+        return bytes_of_both(self.k, self.v)
 
 
 class Shelf:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.caches.blocks import BlockCache
-from kernels.gather import apart, move_both
+from kernels.gather import bytes_of_both, move_both
 from kernels.rows.blocks import BLOCK, SLOT, Cached
 from kernels.rows.union import Ask
 
@@ -38,4 +38,4 @@ class HeldBlocks:
 
     @property
     def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes * bool(apart(self.k, self.v))
+        return bytes_of_both(self.k, self.v)

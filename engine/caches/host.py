@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attend import Part
-from kernels.gather import move_both
+from kernels.gather import bytes_of_both, move_both
 from kernels.rows.values import bring_values
 
 
@@ -42,6 +42,10 @@ class Host:
     def far_bytes(self, of_token: int, of_value: int) -> int:
         """Bytes of a token of one KV head, of which K and V have `of_token`, and V alone `of_value`."""
         return of_token if self.has_keys else of_value
+
+    def held_bytes(self) -> int:
+        """Bytes of all tokens, and of the room for generated ones."""
+        return bytes_of_both(self.k, self.v) + bytes_of_both(*self.late)
 
     def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
         """The tokens at `idx`, left where they are; `late` says that generated ones may be among them.

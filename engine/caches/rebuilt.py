@@ -6,7 +6,7 @@ Not here: what makes codes (`methods/quantising`).
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -18,6 +18,8 @@ from kernels.gather import move_both
 
 class RebuiltTrace(Trace):
     """The exact trace but for K and V, and for what variants share: it follows from them."""
+
+    of_prompt: ClassVar = frozenset({"_exact", "_latest", "_shared"})
 
     def __init__(self, exact: Trace, coder: Coder) -> None:
         self._exact, self._coder, self._shared = exact, coder, {}
@@ -35,6 +37,10 @@ class RebuiltTrace(Trace):
 
     def values(self, layer: int) -> Tensor:
         return self._rebuilt(layer)[1]
+
+    def release(self) -> None:
+        self._shared, self._latest = {}, None
+        self._exact.release()
 
     def _seen(self, layer: int, what: Observation) -> Tensor:
         return self._exact.observed(what, layer)

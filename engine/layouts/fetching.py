@@ -215,5 +215,5 @@ class Fetching(Slots):
 
     def allocated_bytes(self) -> int:
         copies = self.shelf.copies.nbytes if self.n_recent and self.shelf.copies else 0
-        near = sum(x.nbytes for x in (self.host.k, self.host.v, *self.host.late)) if self.host.is_near else 0
+        near = self.host.held_bytes() if self.host.is_near else 0
         return super().allocated_bytes() + copies + near + (0 if self.held is None else self.held.nbytes)

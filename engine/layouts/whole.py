@@ -23,7 +23,7 @@ from engine.layouts.layer import Layer
 from engine.layouts.memory import Memory
 from engine.layouts.slots import Slots
 from engine.placement import Change, Delayed, Judged, Ragged, Stay, Whole
-from kernels.gather import gather_tokens, move_both
+from kernels.gather import bytes_of_both, gather_tokens, move_both
 from kernels.select_attend import Spans
 
 OFFSET_BYTES = 4  # of a KV head's first row, and of the end, where heads keep different counts; of its latest ones
@@ -73,7 +73,7 @@ class View(Slots):
         return left
 
     def allocated_bytes(self) -> int:
-        return super().allocated_bytes() + self.view.k.nbytes + self.view.v.nbytes
+        return super().allocated_bytes() + bytes_of_both(self.view.k, self.view.v)
 
 
 class RaggedView(View):

@@ -78,7 +78,8 @@ class Evicting:
         if self.is_last and self.on_layer is not None:
             with span("build", layer):
                 self.on_layer(self.trace, layer)
-            self.trace.release(layer)
+            if not self.trace.is_held(layer):
+                self.trace.forget(layer)
         return out
 
     def take_in(self, layer: int, k: Tensor, v: Tensor, soft: Softmax) -> int:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from engine.passes.streams import NO_HOMES, sent_home
 from engine.shapes import ModelShape
 from engine.softmax import Softmax
 from kernels.attend_kept import Kept
-from kernels.gather import move_both
+from kernels.gather import bytes_of_both, move_both
 from kernels.rows.rotation import Rotation, rotation_of
 
 T = TypeVar("T")
@@ -56,6 +56,8 @@ class Probed:
 
 class Trace:
     """What one prefill leaves behind; read-only to everyone, because every variant of the sample shares it."""
+
+    of_prompt: ClassVar = frozenset({"_device", "_host", "_shared"})  # K and V, and what was made of them
 
     def __init__(
         self, shape: ModelShape, s_prompt: int, device: torch.device, layer_devices: Sequence[torch.device] = ()
@@ -90,6 +92,7 @@ class Trace:
         self.latents: dict[int, Latent] = {}  # of layers that cache those
         self.inputs: dict[int, Call] = {}  # what the attention at work was called with, where somebody observes it
         self.digests: Sequence[str] = ()  # names of the model's files, its own first; none of one with drawn weights
+        self.peak_bytes = 0  # of K and V that the pass over the prompt held at once
 
     def add(self, layer: int, k: Tensor, v: Tensor, soft: Softmax) -> None:
         """Take in a layer's K and V, (1, h_kv, s_prompt, d_h); of a thinned layer those that reached it."""
@@ -105,6 +108,11 @@ class Trace:
         self._device[layer] = k, k[..., : self.shape.d_v] if self.shape.is_latent else v.contiguous()
         self.counts[layer] = k.shape[2]
         self.peak_tokens = max(self.peak_tokens, sum(self.counts.values()))
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes())
+
+    def held_bytes(self) -> int:
+        """Bytes of K and V that are on the model's devices; values that lie within their keys take none."""
+        return sum(bytes_of_both(*pair) for pair in self._device.values())
 
     @contextmanager
     def as_held(self, layer: int) -> Iterator[None]:
@@ -191,14 +199,13 @@ class Trace:
         """Say that a variant goes on reading the layer's device tensors while it decodes."""
         self._held.add(layer)
 
+    def is_held(self, layer: int) -> bool:
+        """Whether somebody goes on reading the layer's device tensors."""
+        return layer in self._held
+
     def forget(self, layer: int) -> None:
         """Let go of a layer's K and V, which lie elsewhere from now on."""
         del self._device[layer]
-
-    def release(self, layer: int) -> None:
-        """The same, unless somebody goes on reading them."""
-        if layer not in self._held:
-            self.forget(layer)
 
     def settle(self) -> None:
         """After every variant was built: wait for copies, and free device tensors that nobody holds."""
@@ -207,6 +214,17 @@ class Trace:
         synchronize([self.device, *self.layer_devices])
         for layer in self._host.keys() - self._held:
             del self._device[layer]
+
+    def release(self) -> None:
+        """Let go of all that no row reads while it decodes: K and V that nobody holds, and what was seen of them.
+
+        For one row, or several that are built: none can be built from then on.
+        """
+        for layer in self._device.keys() - self._held:
+            del self._device[layer]
+        self._observed = {key: x for key, x in self._observed.items() if key[0] in self.origins}
+        self._shared, self.kept = {}, None
+        self.inputs.clear()
 
     def observe(
         self,

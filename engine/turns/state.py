@@ -5,6 +5,9 @@ copied: slots, windows, rings, tails, caches, counters, scores, codes, generator
 the copy as well, but for those of a part that copies itself (`forked`), whose memory it shares with other rows. The
 books are not part of it: a copy begins a ledger of its own.
 
+A copy that stands for another request (`request_like`) shares nothing but the model and the method's plan: of the
+prompt's K and V, and of all that was made of them, it has its own.
+
 A method needs to do nothing for this as long as its state is made of tensors, numbers, containers, plain objects and
 generators. One whose state lies elsewhere says `rolls_back = False`.
 
@@ -14,7 +17,6 @@ Not here: when a row goes back (`evals/batch/answers.py`).
 import copy
 import random
 from collections import deque
-from collections.abc import Mapping, Set
 from concurrent.futures import Future
 from functools import partial
 from types import MethodType
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from engine.books.clock import synchronize
 from engine.books.ledger import Ledger
+from engine.books.reached import attributes, parts_of, tensors_of
 from engine.errors import ConfigError
 from engine.row import Row
 
@@ -45,25 +48,51 @@ class CopiesItself(Protocol):
 
 def fork_of(row: R) -> R:
     """A second row that goes on from here, whatever becomes of the first."""
+    check_copies(row)
+    with torch.inference_mode():
+        return _Copier(row).copy_row()
+
+
+def request_like(row: R) -> R:
+    """Another request with the same prompt, whose memory is its own to the last token of the host tier."""
+    check_copies(row)
+    with torch.inference_mode():
+        return _Copier(row, is_apart=True).copy_row()
+
+
+def request_tensors(row: Row) -> list[Tensor]:
+    """What `request_like` copies: a tensor for each piece of memory."""
+    copier = _Copier(row, is_apart=True)
+    found = tensors_of(row, {*copier.memory}, {*copier.copies})
+    return [x for x in found if x.untyped_storage().nbytes()]
+
+
+def check_copies(row: Row) -> None:
+    """Raise `ConfigError` where a method says that it cannot be copied."""
     if not row.rolls_back:
         raise ConfigError(
             f"{row.title} cannot be put back to where it was, as it says with rolls_back=False; use "
             "task.mode=dialogue with it, or another method"
         )
-    with torch.inference_mode():
-        return _Copier(row).copy_row()
 
 
 class _Copier:
-    """Copies a graph of objects, each once, but for what the trace holds."""
+    """Copies a graph of objects, each once, but for what the trace holds; apart, that too."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: Row, is_apart: bool = False) -> None:
         self.row = row
         self.copies: dict[int, Any] = {}  # by the original's id
         self.originals: list[Any] = []  # kept, so that no id is used twice
         self.memory: dict[int, Tensor | None] = {}  # bytes, by where the original's begin; None: shared
-        for part in (row.trace, row.variant, row.params, row.plan, row.budget, row.trace.shape):
+        trace = row.trace
+        for part in (trace.shape, row.variant, row.params, row.plan, row.budget):
             self.share(part)
+        if not is_apart:
+            return self.share(trace)
+        for one in (trace, trace.exact):
+            for name, part in vars(one).items():
+                if name not in one.of_prompt:
+                    self.share(part)
 
     def copy_row(self) -> Any:
         store = self.row.store
@@ -85,7 +114,7 @@ class _Copier:
             elif isinstance(one, Future):
                 if one.done() and not one.cancelled() and one.exception() is None:
                     left.append(one.result())
-            elif not getattr(one, "is_of_rows", False):  # what all rows use, and has parts of each
+            elif not is_of_rows(one):
                 left += parts_of(one)
 
     def copy(self, thing: T) -> T:
@@ -108,6 +137,8 @@ class _Copier:
             return thing.clone_state()
         if isinstance(thing, CopiesItself):
             return thing.forked()
+        if is_of_rows(thing):
+            return thing
         if isinstance(thing, Future):  # of a thread that works for this row alone
             made = Future[Any]()
             made.set_result(self.copy(thing.result()))
@@ -167,25 +198,6 @@ class _Copier:
         return made.set_(flat.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
-def parts_of(thing: Any) -> list[Any]:
-    """What an object or a container holds."""
-    if isinstance(thing, Mapping):
-        return [*thing.keys(), *thing.values()]
-    if isinstance(thing, list | tuple | deque | Set):
-        return [*thing]
-    return [getattr(thing, name) for name in attributes(thing)]
-
-
-def attributes(thing: Any) -> list[str]:
-    """The names of an object's own attributes; none of what is no plain object."""
-    if isinstance(thing, type) or type(thing).__module__.split(".")[0] in FOREIGN:
-        return []
-    names = list(getattr(thing, "__dict__", ()))
-    for kind in type(thing).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else slots
-    return [name for name in names if hasattr(thing, name)]
-
-
-# Their objects are handles and immutable values: to functions, threads, streams, fractions, paths.
-FOREIGN = {"builtins", "torch", "threading", "concurrent", "fractions", "pathlib", "functools", "types", "_thread"}
+def is_of_rows(thing: Any) -> bool:
+    """Whether all rows use it, and it has parts of each."""
+    return getattr(thing, "is_of_rows", False) is True

@@ -163,7 +163,7 @@ class SparQ(SelectiveAttention):
         return held(budget, shape, plan.n_sink + plan.n_window - 1, fetched=plan.k)
 
     def setup(self) -> None:
-        self.late, self.means, self.covered, self.lacking = {}, {}, None, None
+        self.columns, self.late, self.means, self.covered, self.lacking = {}, {}, {}, None, None
 
     # While the prompt is read.
 
@@ -171,9 +171,10 @@ class SparQ(SelectiveAttention):
         trace, store, plan = self.trace, self.store, self.plan
         n_past = min(plan.n_window - 1, trace.s_prompt - plan.n_sink)
         slides = self.params.generated == "inside"
-        columns = prompt_columns(trace, layer) if self.params.layout == "columns" else None
-        if columns is not None and not trace.keys(layer).is_cuda:  # a GPU reads generated tokens by rows
-            self.late[layer] = columns.new_empty(*columns.shape[:2], store.n_new)
+        if self.params.layout == "columns":
+            columns = self.columns[layer] = prompt_columns(trace, layer)
+            if not trace.keys(layer).is_cuda:  # a GPU reads generated tokens by rows
+                self.late[layer] = columns.new_empty(*columns.shape[:2], store.n_new)
         if self.params.reallocate:
             self.means[layer] = trace.once(
                 ("SPARQ's mean of V", layer),
@@ -223,7 +224,8 @@ class SparQ(SelectiveAttention):
         return search if all(0 < idx.shape[2] == row.plan.k for row, idx in fills) else None
 
     def kind(self, layer: int) -> Hashable:
-        return self.plan.r, self.params.layout, self.params.reallocate
+        of_prompt = None if self.trace.device.type == "cuda" else id(self.trace)  # whose keys are read once
+        return self.plan.r, self.params.layout, self.params.reallocate, of_prompt
 
     def choose(self, layer: int, scores: Tensor, logits: Tensor | None) -> Tensor:
         """The best tokens by scores (1, h_kv, s); from logits (1, h_kv, g, s) what mass they and the resident have."""
@@ -263,7 +265,7 @@ class SparQ(SelectiveAttention):
         self.late[layer][:, :, t : t + m] = feed.k[0].mT
         components = top_components(q, trace.shape.h_kv, self.plan.r)  # (m, h_kv, r)
         late = self.late[layer].flatten(0, 1)[:, : t + m]
-        keys = columns_of(prompt_columns(trace, layer), [late] * m, components).float()  # (m, h_kv, r, s + t + m)
+        keys = columns_of(self.columns[layer], [late] * m, components).float()  # (m, h_kv, r, s + t + m)
         weights = query_weights(q, components, feed.soft.scale)  # (m, h_kv, g, r)
         logits = None
         if self.params.reallocate:
@@ -352,8 +354,7 @@ class ColumnSearch(Search):
         searched: list[Columns] = []
         for row in rows:
             at, (start, stop) = row.store[layer], row.candidates(layer)
-            by_columns = row.params.layout == "columns"
-            prompt = prompt_columns(row.trace, layer) if by_columns else at.host.k[0].mT
+            prompt = row.columns[layer] if row.params.layout == "columns" else at.host.k[0].mT
             k, grows = max(0, min(row.plan.k, stop - start)), at.slides
             searched.append(
                 Columns(prompt, at.host.late[0], row.means.get(layer), at.n_seen, start, stop, k, grows)
@@ -395,7 +396,7 @@ def prompt_columns(trace: Trace, layer: int) -> Tensor:
 
 def read_columns(rows: Sequence[SparQ], layer: int, components: Tensor) -> Tensor:
     """Of each row's tokens its components (n, h_kv, r), from a cache by components: (n, h_kv, r, s)."""
-    columns = prompt_columns(rows[0].trace, layer)  # the same for all rows
+    columns = rows[0].columns[layer]  # the same for all rows
     t = rows[0].store[layer].n_seen - columns.shape[-1]  # all rows are at the same position
     return columns_of(columns, [row.late[layer].flatten(0, 1)[:, :t] for row in rows], components)
 

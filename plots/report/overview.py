@@ -30,6 +30,7 @@ AUDITED = (
     *("bytes_resident_device", "bytes_resident_host", "bytes_resident_device_actual", "bytes_prefill_peak"),
     *("cache_hit_rate", "prefill_s", "tpot_s", "batch_rows_mean"),
 )
+AT_ONCE = ("largest_batch", "tokens_per_s_at_largest", "throughput_ratio")  # of timed runs, by the longest prompt
 COSTS = {  # of a part: the chart's axes, and the keys of a sample's ledger that add up to each
     "tokens": ("tokens_attended_mean",),
     "share": ("effective_ratio",),
@@ -125,7 +126,7 @@ def describe(run: Run, others: "Others", root: Path, baselines: Baselines, share
         "n_oom": result.n_oom,
         "unpriced": not run.is_full and not is_deployable(run),
         "whole_layers": None if run.is_full else run.whole_layers or None,
-        "audit": {key: getattr(result, key) for key in AUDITED} | comm_allowed(run, others),
+        "audit": {key: getattr(result, key) for key in AUDITED} | comm_allowed(run, others) | at_once(run),
         "parts": list(parts(run, baselines, shared)),
     }
 
@@ -177,6 +178,15 @@ def comm_allowed(run: Run, others: Others) -> dict[str, float | None]:
     if per_token and lengths and not run.is_full:
         comm = float(Fraction(run.result.comm_exact)) * per_token * fsum(lengths) / len(lengths)
     return {"comm_bytes": comm, "prompt_tokens": fsum(lengths) / len(lengths) if lengths else None}
+
+
+def at_once(run: Run) -> dict[str, float | None]:
+    """How many requests of a timed run's longest prompt fit into the memory, and what so many give."""
+    rows = [row for row in run.rows if row.status == "ok" and "largest_batch" in row.fields.get("timing", {})]
+    if not rows:
+        return {}
+    longest = max(rows, key=lambda row: row.prompt_tokens)
+    return {key: longest.fields["timing"].get(key) for key in AT_ONCE}
 
 
 def parts(run: Run, baselines: Baselines, shared: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -154,6 +154,18 @@ def test_a_token_counts_its_row_once(latent_model: Model) -> None:
     assert moved and all(n and n % of_token == 0 for n in moved)
 
 
+def test_values_within_keys_take_no_memory(latent_model: Model) -> None:
+    """The prompt's 60 tokens, of 20 numbers in float32, with room for 16 more."""
+    trace, (full, streaming, rocket) = rows_of(latent_model, ["full", "streamingllm", "rocketkv"])
+    n_layers, of_token = len(trace.shape.attention_layers), 4 * (12 + 8)
+    assert trace.held_bytes() == trace.peak_bytes == n_layers * 60 * of_token
+    assert full.store.allocated_bytes() == n_layers * (60 + 16) * of_token
+    assert streaming.store.allocated_bytes() == n_layers * 21 * of_token  # with the current token
+    layer = rocket.store[trace.shape.attention_layers[-1]]
+    n_near = layer.host.k.shape[2] + layer.host.late[0].shape[2]
+    assert layer.host.is_near and layer.allocated_bytes() == layer.memory.nbytes + n_near * of_token
+
+
 def test_no_step_expands_what_is_cached(latent_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     trace, rows = rows_of(latent_model, ["full", "snapkv"])
     expanded = []

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from plots.costs import main, records, sheets
+from plots.costs import AT_ONCE, main, records, sheets
 from plots.read import Run, load
+from plots.report.overview import overview
 from plots.tables import command as tables
 from results import sheet
 from tests.plots.made_runs import timing, timings, write
@@ -49,6 +50,62 @@ def test_what_did_not_fit_is_said(tmp_path: Path) -> None:
     write(tmp_path, "h2o", "latency", rows, **ASKED)
     found = cells(markdown(load(tmp_path)), "H2O (C)")
     assert found[2].endswith(" oom") and found[6] == "-" and found[9] == "0.50 oom"
+
+
+def at_once(root: Path) -> None:
+    """Runs at a fixed memory: batches of 1 and 32, of which some fit."""
+
+    def rows(request: int, largest: tuple[int, int], tokens: float, ratio: float) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for length, n in zip((4000, 8000), largest, strict=True):
+            counted: dict[str, Any] = {
+                "request_bytes": request * length,
+                "prefill_bytes": 50_000 * length,
+                "largest_batch": n,
+            }
+            counted |= {"weight_bytes": 270_000_000, "batch_run": min(n, 64), "tokens_per_s_at_largest": tokens}
+            counted |= {"throughput_ratio": ratio, "batch_bound": "task.most_rows" if n > 64 else None}
+            for batch in (1, 32):
+                fields: dict[str, Any] = {"metric": "tpot_ratio", "length": length, "batch": batch}
+                if batch <= n:
+                    fields["timing"] = timing(length, 1.0) | counted
+                found.append({"score": 1.0 if batch <= n else None, "prompt_tokens": length, "fields": fields})
+        return found
+
+    asked: dict[str, Any] = ASKED | {"task_params": {"n_new": 32, "memory_gb": 1.0}}
+    write(root, "full", "latency", rows(46_080, (8, 0), 30.25, 1.0), ratio="1", **asked)
+    write(root, "snapkv", "latency", rows(2_000, (80, 40), 55.5, 1.835), **asked)
+
+
+def test_a_second_table_says_how_many_requests_fit(tmp_path: Path) -> None:
+    at_once(tmp_path)
+    made = sheets(load(tmp_path))
+    assert [sheet.heads[0] for sheet in made] == ["method"] * 3 and made[2].heads == AT_ONCE
+    assert "requests at once in 1 GB, of which weights take 0.27 GB" in made[2].about
+    assert [[*map(str, row)] for row in made[2].rows] == [
+        ["Full", "-", "4,000", "184.3", "200.0", "8", "8", "30.2", "1.00"],
+        ["Full", "-", "8,000", "oom", "oom", "oom", "oom", "oom", "oom"],
+        ["SnapKV (C)", "ratio 0.2", "4,000", "8.0", "200.0", "80", "64", "55.5", "1.83"],
+        ["SnapKV (C)", "ratio 0.2", "8,000", "16.0", "400.0", "40", "40", "55.5", "1.83"],
+    ]
+    (line, *_) = [x for x in csv.DictReader(sheet.as_csv(records(load(tmp_path))).splitlines()) if x["batch"] == "32"]
+    assert line["status"] == "oom" and line["largest_batch"] == ""
+    lines = [x for x in csv.DictReader(sheet.as_csv(records(load(tmp_path))).splitlines()) if x["method"] == "snapkv"]
+    assert {x["largest_batch"] for x in lines} == {"80", "40"} and lines[0]["batch_bound"] == "task.most_rows"
+
+
+def test_runs_from_before_requests_were_counted_have_no_such_table(tmp_path: Path) -> None:
+    timings(tmp_path)
+    assert all(made.heads != AT_ONCE for made in sheets(load(tmp_path)))
+
+
+def test_the_report_says_how_many_requests_of_the_longest_prompt_fit(tmp_path: Path) -> None:
+    at_once(tmp_path)
+    told = {run["method"]: run["audit"] for run in overview(load(tmp_path), tmp_path)["runs"]}
+    assert (told["snapkv"]["largest_batch"], told["snapkv"]["throughput_ratio"]) == (40, 1.835)
+    assert told["full"]["largest_batch"] == 8, "nothing was run at 8,000 tokens"
+    timings(tmp_path / "older")
+    assert all("largest_batch" not in run["audit"] for run in overview(load(tmp_path / "older"), tmp_path)["runs"])
 
 
 def test_the_csv_has_quartiles_and_every_sample(tmp_path: Path) -> None:

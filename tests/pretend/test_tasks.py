@@ -1,12 +1,14 @@
 """Whole runs on a pretended GPU: every kind of task, through the same door as run.py."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.launches import BUDGETS, OF_ANSWERS, OF_CODES, request_of
-from benchmarks.pretend.cuda import Machine
+from benchmarks.pretend.cuda import MEMORY, Machine
 from evals.studies.hardware import method_of
+from tasks import together
 from tests.tiny_run import run, save_tiny, sweep
 
 TASKS = {
@@ -45,6 +47,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 QUICK = ("needle",)
+QUICK_METHODS = ("full", "streamingllm")
+SLOW_METHODS = [name for name in METHODS if name not in QUICK_METHODS]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +61,32 @@ def test_a_task_runs_to_its_end(machine: Machine, model: list[str], tmp_path: Pa
     assert ours.ledger == cpu.ledger
     if task != "latency":
         assert (ours.prediction, ours.score) == (cpu.prediction, pytest.approx(cpu.score, rel=1e-5))
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK_METHODS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_METHODS)]
+)
+def test_requests_share_a_device_that_has_no_more_than_asked_for(
+    machine: Machine, model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    seen: list[tuple[int, dict[int, float]]] = []
+    ordinary = together.run_copies
+
+    def noted(model: Any, reading: Any, feed: Any, n: int) -> Any:
+        seen.append((n, machine.shares.copy()))
+        return ordinary(model, reading, feed, n)
+
+    monkeypatch.setattr(together, "run_copies", noted)
+    words = [*model, "task=latency", *TASKS["latency"], f"method={name}", *FITTED.get(name, []), *budget_of(name)]
+    _, (row,) = run([*words, "task.memory_gb=0.0017", "task.most_rows=3"], tmp_path, "cuda")
+    assert row.status == "ok", row.error
+    found = row.fields["timing"]
+    assert found["prefill_bytes"] == 1 << 20  # as the pretended allocator says
+    room = 1_700_000 - found["weight_bytes"] - found["prefill_bytes"]
+    assert found["largest_batch"] == 1 + room // found["request_bytes"]
+    assert found["batch_run"] == min(3, found["largest_batch"]) and found["peak_bytes_at_largest"] == 1 << 20
+    assert seen[-1] == (found["batch_run"], {0: pytest.approx(0.0017e9 / MEMORY)})
+    assert machine.shares == {0: 1.0}, "the limit is put back"
 
 
 @pytest.mark.slow

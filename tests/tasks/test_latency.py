@@ -38,7 +38,7 @@ def test_each_length_and_batch_is_a_sample_with_times_paired_with_full(words, tm
         assert found["tokens_per_s"] == pytest.approx(row.fields["batch"] / found["tpot_s"])
         # The prefill gives one token of six, so five are fed; the ledger is of one request.
         assert row.ledger["steps"] == 5 and row.ledger["tokens_budget"] == row.fields["length"] // 4
-        assert found["largest_batch_estimated"] > 0 < found["request_bytes"]
+        assert found["prefill_bytes"] > found["request_bytes"] > 0
         assert {"model", "attention", "search", "fetch"} <= set(found["step_parts_s"])
         assert {"model", "attention", "build"} <= set(found["prefill_parts_s"])
         trace = json.loads((tmp_path / f"trace-{file_stem(row.id)}.json").read_text())["traceEvents"]
@@ -107,6 +107,7 @@ def test_shapes_of_large_models_are_here(tmp_path) -> None:
         (["task.n_new=2"], "task.n_new=2 is too few"),
         (["task.repeats=0"], "task.repeats=0"),
         (["task.memory_gb=0"], "task.memory_gb=0"),
+        (["task.most_rows=0"], "task.most_rows=0"),
         (["task.lengths=[1020]"], "use shorter ones"),
     ],
 )
