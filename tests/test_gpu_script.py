@@ -72,6 +72,15 @@ def test_figures_stand_beside_what_they_were_meant_to_be() -> None:
     assert not [*goals([])], "of what was not measured nothing is said"
 
 
+def test_as_many_requests_as_fit_are_decoded(capsys) -> None:
+    words = ["--device", "cpu", "--small", "--only", "memory", "--lengths", "128", "--n-new", "4"]
+    assert main([*words, "--methods", "full", "snapkv"]) == 0
+    shown = capsys.readouterr().out
+    assert "SnapKV: largest batch" in shown and "3 of " in shown and "tokens a second" in shown
+    assert main([*words, "--methods", "full", "--memory-gb", "0.001"]) == 0
+    assert "leaves nothing beside them" in capsys.readouterr().out
+
+
 def test_times_are_held_to_what_the_card_can_move() -> None:
     def decode(name: str, s: int, ms: float, batch: int = 1, gb_s: float = 2000.0) -> Result:
         shape = f"m, {s:,} tokens, budget 2048" + f", batch of {batch}" * (batch > 1)

@@ -4,6 +4,7 @@
     kernels    each Triton op against its plain reference (`benchmarks/gpu/ops.py`)
     agreement  every method's tokens and books against a CPU's (`benchmarks/gpu/models.py`, as all below)
     methods    times to second token and per token, memory, and what was simulated, by length
+    memory     the largest batch that fits into the card's memory, and its tokens a second
     baseline   transformers with a static cache and one CUDA graph
     sweep      twenty variants against full attention alone
 
@@ -36,12 +37,12 @@ from evals.overrides import CONF
 from evals.studies.hardware import layers_of, method_of, read_hardware
 
 RESULTS = Path(__file__).parents[1] / "gpu.csv"
-PARTS = ("copies", "kernels", "agreement", "methods", "baseline", "sweep")
-OF_MODELS = {"methods", "baseline", "sweep"}
+PARTS = ("copies", "kernels", "agreement", "methods", "memory", "baseline", "sweep")
+OF_MODELS = {"methods", "memory", "baseline", "sweep"}
 REQUEST = BudgetRequest(None, 2048, Fraction(1, 64))  # tokens: a step of so many need not grow with the prompt
 SMALL_REQUEST = BudgetRequest(Fraction(1, 2), None, Fraction(1, 8))  # of prompts of some hundred tokens
 LENGTHS, SMALL_LENGTHS = (8192, 32768, 131000), (300, 400)
-SMALL_RATIOS = ("1/2", "3/5")
+SMALL_RATIOS, SMALL_ROWS = ("1/2", "3/5"), 3
 
 
 def measured(asked: argparse.Namespace, device: torch.device) -> Iterator[Result]:
@@ -71,6 +72,11 @@ def measured(asked: argparse.Namespace, device: torch.device) -> Iterator[Result
         for batch in asked.batches:
             of = models.times(model, layers, names, asked.n_new, asked.repeats, request, hardware, batch)
             yield from kept(of)
+    if "memory" in wanted:
+        names = asked.methods or models.SERVED
+        most = SMALL_ROWS if asked.small else None
+        of = models.memory(model, min(lengths), names, asked.n_new, request, asked.memory_gb, most)
+        yield from kept(of)
     if "baseline" in wanted:
         yield from kept(models.baseline(model, min(lengths), asked.n_new))
     if "sweep" in wanted:
@@ -101,6 +107,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", help="of agreement, methods and sweep; without, those of each part")
     parser.add_argument("--lengths", nargs="+", type=int, help="tokens; all methods at the shortest one")
     parser.add_argument("--batches", nargs="+", type=int, default=[1], help="requests at once, of methods")
+    parser.add_argument("--memory-gb", type=float, help="of memory; without, all that the card has")
     parser.add_argument("--hardware", help="file of conf/hardware that is simulated beside; without, this GPU's")
     parser.add_argument(
         "--repeats", type=int, default=1, help="passes of a method at a length, of which the middle counts"

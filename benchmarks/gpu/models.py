@@ -5,6 +5,8 @@ Times       to the first and the second token and per token, of a model in Llama
             each beside the nearest pass of full attention; at the shortest length all methods, then `MANY`. Beside
             them the bytes that a step reads and brings, and what `evals/studies/hardware.py` says of this GPU.
 Baseline    transformers itself: with a static cache and its step as one CUDA graph, so compiled, and with flash-attn.
+Memory      how many requests fit at once into the card's memory, or into as much as is given, and their tokens a
+            second; full attention first, whose requests are the largest.
 Sweep       twenty variants in one batch against full attention alone, both with their prefill.
 
 What does not fit is `oom`, a result like any other.
@@ -31,7 +33,7 @@ from engine.books.ledger import INDEX_READ, MOVED, Entry
 from engine.budget import ELEMENT_BYTES, EVERYTHING, BudgetRequest, token_bytes
 from engine.checkpoints.load import load_random
 from engine.decode import decode
-from engine.errors import ConfigError
+from engine.errors import ConfigError, first_line
 from engine.model import Model
 from engine.passes.capturing import begin, end
 from engine.passes.streams import stream_for
@@ -46,6 +48,7 @@ from tasks.latency import Latency, Pass, Timed, run_pass
 
 ALL = [*BUDGETS]
 MANY = "full snapkv pyramidkv h2o streamingllm sparq quest clusterkv infllm pqcache".split()
+SERVED = "full snapkv quest pqcache".split()
 SWEEP = "snapkv pyramidkv h2o xkv sparq quest clusterkv infllm infinigen pqcache".split()
 # Time per token that is to be had in ms, by batch and tokens of the prompt, on a card that moves `OF_CARD` bytes a
 # second: from 0.8 of what its memory allows for full attention to 0.6 for what chooses 2,048 tokens.
@@ -245,6 +248,35 @@ def hardware_of(device: torch.device) -> str | None:
     title = torch.cuda.get_device_name(device).lower()
     names = sorted(path.stem for path in (CONF / "hardware").glob("*.yaml"))
     return next((name for name in names if name.partition("-")[0] in title.replace(" ", "")), None)
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def memory(
+    model: Model, s: int, names: Sequence[str], n_new: int, asked: BudgetRequest, gb: float | None, most: int | None
+) -> Iterator[Result]:
+    """The largest batch of each method in `gb` (None: all that the card has), decoded; `most` requests at most."""
+    task, sample = Latency(Latency.Params((s,), (1,), n_new, 1, 0, gb, most), None, 0), sample_of(model, s, n_new)
+    for name in names:
+        kind, params = method_of(name)
+        request = request_of(kind, asked)
+        shape = f"{model.shape.name}, {s:,} tokens, {budget_text(request)}, {'all' if gb is None else f'{gb:g} GB'}"
+        timed = Timed(kind.variant_for(params, request, model.shape, s))
+        try:
+            with model.hooked():
+                done = task.decoded_together(model, timed, sample, name)
+                sizes = task.sizes_of(model, timed, sample, name)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            yield Result(f"{kind.title}: largest batch", shape, True, note=first_line(error) or "oom")
+            continue
+        rate = "" if done.tokens_per_s is None else f", {done.tokens_per_s:,.0f} tokens a second"
+        why = "" if done.bound is None else f", bound by {done.bound}"
+        note = f"{done.n_rows} of {done.largest} at once{rate}{why}; request {sizes.request / 1e9:.3g} GB"
+        yield Result(
+            f"{kind.title}: largest batch", shape, True, ms=None if done.tpot_s is None else 1e3 * done.tpot_s,
+            note=f"{note}, prefill {sizes.prefill / 1e9:.3g} GB", peak_gb=done.peak_bytes and done.peak_bytes / 1e9,
+        )  # fmt: skip
 
 
 # --- baseline ---------------------------------------------------------------------------------

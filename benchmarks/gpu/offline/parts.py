@@ -98,6 +98,10 @@ def baseline(plan: Plan) -> list[Job]:
     return [plan.bench("baseline", "8k", 400, "--only", "baseline", *plan.lengths(8192))]
 
 
+def memory(plan: Plan) -> list[Job]:
+    return [plan.bench("memory", "32k", 400, "--only", "memory", *plan.lengths(32768))]
+
+
 def sweep(plan: Plan) -> list[Job]:
     few = ["--methods", "snapkv", "quest"] if plan.is_rehearsal else []
     return [plan.bench("sweep", "8k", 300, "--only", "sweep", *plan.lengths(8192), *few)]
@@ -140,6 +144,7 @@ PARTS = {
     "methods-32k": Part("the same behind 32,768 tokens", lambda plan: methods(plan, 32768), True),
     "methods-128k": Part("the same behind 131,000", lambda plan: methods(plan, 131_000), True),
     "methods-32k-by-8": Part("the same for eight requests at once", lambda plan: methods(plan, 32768, batch=8), True),
+    "memory": Part("how many requests of 32,768 tokens fit at once, and what do they give?", memory, True),
     "methods-all": Part("the same of every method", lambda plan: methods(plan, 8192, plan.some), True),
     "steps": Part("where does a step's time go, and how long is the GPU busy in it?", steps, True),
     "baseline": Part("how fast is a step of transformers with a static cache and one graph?", baseline, True),
@@ -148,4 +153,4 @@ PARTS = {
     "sanitize": Part("does any kernel read or write beside its tensors?", sanitize),
 }
 USUAL = ("facts", "build+ops+tests+agreement", "kernels", "methods-8k", "steps", "run", "baseline", "sweep")
-USUAL = (*USUAL, "methods-32k", "methods-128k", "methods-32k-by-8")
+USUAL = (*USUAL, "methods-32k", "methods-128k", "methods-32k-by-8", "memory")
