@@ -31,7 +31,7 @@ AT_ONCE = (
     "method", "budget", "tokens", "request, MB", "prefill, MB", "requests at once", "decoded", "tokens/s", "to Full's",
 )  # fmt: skip
 RUN = ("model", "device", "dtype", "method", "ratio_exact", "budget", "comm_exact")
-LEDGER = ("bytes_resident_device", "bytes_resident_host", "tokens_attended_mean")
+LEDGER = ("bytes_resident_device", "bytes_prefill_peak", "bytes_resident_host", "tokens_attended_mean")
 TIMES = tuple(
     f"{name}_{unit}{tail}" for name in ("ttft", "tt2t", "tpot") for unit in ("s", "ratio") for tail in ("", "_q")
 )
