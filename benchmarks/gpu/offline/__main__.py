@@ -108,7 +108,7 @@ def stopped(number: int, _: object) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    listed = "\n".join(f"  {name:13} {part.question}" for name, part in PARTS.items())
+    listed = "\n".join(f"  {name:17} {part.question}" for name, part in PARTS.items())
     parser = argparse.ArgumentParser(
         prog="python3 -m benchmarks.gpu.offline",
         description=f"{__doc__}\nparts, in the order of a first hour\n{listed}",
