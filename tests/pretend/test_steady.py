@@ -239,9 +239,10 @@ CODING = "pqcache method.local_share=0.05"  # tokens leave the window within a f
     "names",
     [
         (CODING,),
+        (f"{CODING} method.fit=middle method.overlap=false",),
         pytest.param(("pqcache", CODING, f"{CODING} method.budget_rule=official", "snapkv"), marks=pytest.mark.slow),
     ],
-    ids=["the GPU codes", "several rows"],
+    ids=["the GPU codes", "the host codes some", "several rows"],
 )
 def test_rows_search_by_codes_as_they_were_told(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
