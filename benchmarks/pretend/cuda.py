@@ -28,7 +28,7 @@ from kernels.jit import SHARED, power_of_2
 MEMORY = 80 << 30  # bytes of a device
 
 
-@dataclass
+@dataclass(eq=False)
 class Copy:
     """A copy on its way: rubbish lies at its target, or its source must stay as it is."""
 
@@ -45,8 +45,13 @@ class Copy:
                 self.host.copy_(self.numbers)
         self.has_landed = True
 
+    @property
+    def was_disturbed(self) -> bool:
+        """Whether somebody wrote to its source."""
+        return not self.to_host and not torch.equal(bytes_of(self.host), bytes_of(self.numbers))
+
     def check(self) -> None:
-        if not self.to_host and not torch.equal(bytes_of(self.host), bytes_of(self.numbers)):
+        if self.was_disturbed:
             raise RuntimeError("pinned memory was written to while a copy from it was on its way")
 
 
@@ -198,6 +203,29 @@ class Machine:
             host.fill_(torch.nan if host.is_floating_point() else -1 if host.dtype.is_signed else 255)
         stream.copies.append(copy)
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Inside, a kernel of the current stream runs. What it writes to pinned memory comes behind the copies that the
+        stream waited for; another copy from there may find either."""
+        stream, copies = self.stream(), self.on_their_way()
+        for copy in self.disturbed(copies):
+            copy.check()
+        yield
+        if written := self.disturbed(copies):
+            earlier = {*stream.earlier()}
+            for copy in written:
+                if copy not in earlier:
+                    raise RuntimeError("a kernel wrote to pinned memory and did not wait for a copy from it")
+                copy.numbers = copy.host.clone()
+
+    def on_their_way(self) -> set[Copy]:
+        return {copy for stream in list(self.all_streams) for copy in stream.copies}
+
+    def disturbed(self, copies: set[Copy]) -> set[Copy]:
+        """Those whose source was written to, unless another thread waited for them first."""
+        found = {copy for copy in copies if copy.was_disturbed}
+        return found & self.on_their_way() if found else found
+
 
 class Stream:
     """A queue of work of one device."""
@@ -227,6 +255,11 @@ class Stream:
 
     def land(self) -> None:
         """What comes next on this stream finds what was copied before it."""
+        for copy in self.earlier():
+            copy.land()
+
+    def earlier(self) -> Iterator[Copy]:
+        """Copies on their way that are done before what comes next on this stream."""
         reached, waiting = {}, [(self, next(self.machine.ticks))]
         while waiting:
             stream, tick = waiting.pop()
@@ -234,9 +267,7 @@ class Stream:
                 continue
             reached[stream] = tick
             waiting += [(other, its_tick) for since, other, its_tick in stream.behind if since <= tick]
-            for copy in stream.copies:
-                if copy.tick <= tick:
-                    copy.land()
+            yield from [copy for copy in stream.copies if copy.tick <= tick]
 
     def wait_event(self, event: Event) -> None:
         if event.stream is not None and event.tick > event.stream.done:

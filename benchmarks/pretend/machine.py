@@ -113,7 +113,7 @@ def launching(machine: Machine, run: Callable[..., Any]) -> Callable[..., None]:
 
     def launched(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         def go(*args: Any, **kwargs: Any) -> None:
-            with ONE_KERNEL:
+            with ONE_KERNEL, machine.writing():
                 run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
         launch(machine, kernel.fn.__name__, go, args, kwargs)

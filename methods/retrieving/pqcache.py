@@ -423,6 +423,8 @@ class PQCache(SelectiveAttention):
             quantiser = self.quantisers[layer] = with_room(quantiser, self.most_codes, memory)
             self.own_layers.add(layer)
             self.note_change()
+        elif self.lane is not None:
+            self.lane.settle(self.trace.device_of(layer))
         # On a GPU the current token's key may still be on its way; its code is stored with the step's tables.
         stop = (n_seen or self.store[layer].n_seen) - (self.lane is not None)
         keys = self.keys(layer, n_sink + quantiser.codes.n, stop)

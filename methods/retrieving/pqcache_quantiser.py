@@ -264,6 +264,10 @@ class Lane:
             torch.cuda.current_stream(device).wait_event(copies.came)
             copies.is_awaited = True
 
+    def settle(self, device: torch.device) -> None:
+        """Wait until all copies were made: the host may write to codes then."""
+        stream_for("codes", device).synchronize()
+
     def copies(self, layer: int, codes: PackedCodes) -> Copies | None:
         """What has a copy of them as they are."""
         for copies in self.coming.get(layer, ()):

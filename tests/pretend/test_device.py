@@ -113,6 +113,28 @@ def test_pinned_memory_is_left_alone_while_a_copy_reads_it(machine: Machine) -> 
         x.tolist()
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_kernel_writes_to_pinned_memory_behind_copies_from_it(machine: Machine, waits: bool) -> None:
+    """Of streams that it waited for; and from then on the host must leave alone what the kernel wrote."""
+    host, lane = torch.ones(8).pin_memory(), torch.cuda.Stream()
+    with torch.cuda.stream(lane):
+        x = host.to("cuda", non_blocking=True)
+    if not waits:
+        with pytest.raises(RuntimeError, match="did not wait for a copy"):
+            double[(1,)](host, 8)
+        return
+    torch.cuda.current_stream().wait_stream(lane)
+    double[(1,)](host, 8)
+    assert x.tolist() == [1] * 8 and host.tolist() == [2] * 8
+    with torch.cuda.stream(lane):
+        x = host.to("cuda", non_blocking=True)
+    torch.cuda.current_stream().wait_stream(lane)
+    double[(1,)](host, 8)
+    host.zero_()
+    with pytest.raises(RuntimeError, match="on its way"):
+        x.tolist()
+
+
 def test_another_stream_sees_a_copy_only_behind_it(machine: Machine) -> None:
     x, host = torch.ones(3, device="cuda"), torch.zeros(3, pin_memory=True)
     lane = torch.cuda.Stream()

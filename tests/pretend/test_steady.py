@@ -232,12 +232,17 @@ def test_rows_that_look_ahead_bring_more_queries_than_rows(
     assert ids == expected_ids and books == expected
 
 
+CODING = "pqcache method.local_share=0.05"  # tokens leave the window within a few steps, and need codes
+
+
 @pytest.mark.parametrize(
     "names",
     [
-        ("pqcache",),
-        pytest.param(("pqcache", "pqcache method.budget_rule=official", "snapkv"), marks=pytest.mark.slow),
+        (CODING,),
+        (f"{CODING} method.fit=middle method.overlap=false",),
+        pytest.param(("pqcache", CODING, f"{CODING} method.budget_rule=official", "snapkv"), marks=pytest.mark.slow),
     ],
+    ids=["the GPU codes", "the host codes some", "several rows"],
 )
 def test_rows_search_by_codes_as_they_were_told(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
@@ -246,6 +251,7 @@ def test_rows_search_by_codes_as_they_were_told(
     ages = ages_of(PQSearch, monkeypatch)
     ids, books, _ = steps(machine, *names)
     assert max(ages) >= 2, ages
+    assert (ids, books) == steps(machine, *names, device="cpu")[:2]
     monkeypatch.setattr(Steady, "holds", lambda *_: False)
     assert (ids, books) == steps(machine, *names)[:2]
 
