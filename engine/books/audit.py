@@ -146,7 +146,12 @@ def bytes_beside(row: Row) -> int:
     prompt = [x for layer in row.trace.held_layers() for x in (row.trace.keys(layer), row.trace.values(layer))]
     known = {x.untyped_storage().data_ptr() for x in prompt}
     skipped = {id(each) for each in (row.trace, row.variant, row.params, row.plan, row.budget, row.store)}
-    return sum(as_counted(x) for x in tensors_of(row, known, skipped))
+    return sum(as_counted(x) for x in tensors_of(row, known, skipped) if not is_turned(x, prompt))
+
+
+def is_turned(x: Tensor, prompt: Sequence[Tensor]) -> bool:
+    """Whether a tensor is the prompt's own K or V by components, which the books have on the tier where it lies."""
+    return any(x.shape == of[0].mT.shape and torch.equal(x.to(of.device), of[0].mT) for of in prompt)
 
 
 def as_counted(x: Tensor) -> int:

@@ -29,7 +29,7 @@ def viewed_bytes(trace: Trace, row: Row) -> int:
     Of a prompt in chunks, between which tokens left, a row takes all over that the pass holds, layer by layer.
     """
     if trace.slots:
-        return trace.peak_bytes * sum(trace.counts.values()) // trace.peak_tokens
+        return trace.peak_bytes * sum(trace.n_held.values()) // trace.peak_tokens
     prompt = [x for layer in trace.held_layers() for x in (trace.keys(layer), trace.values(layer))]
     places = {x.untyped_storage().data_ptr() for x in prompt}
     pairs = [(part.k, part.v) for layer in row.store.layers.values() for part in layer.resident()]

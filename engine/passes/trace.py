@@ -77,7 +77,7 @@ class Trace:
         self.seconds = 0.0
         self.positions: dict[int, Tensor] = {}  # of a layer's tokens (n,), where not all reached it
         self.slots: dict[int, Tensor] = {}  # the same by head (1, h_kv, n), -1: none, where some left it between chunks
-        self.counts: dict[int, int] = {}  # tokens that each layer holds
+        self.n_held: dict[int, int] = {}  # tokens that each layer holds
         self.peak_tokens = 0  # most tokens that all layers together held at once while the prompt was read
         self.shares: list[Tensor] = []  # of pairs of query and key, per layer with sparse attention
         self.kept: Kept | None = None  # what was computed of the layer at work, where observations are made of it
@@ -106,8 +106,8 @@ class Trace:
         """Hold these K and V of a layer, in the place of those it had."""
         k = k.contiguous()
         self._device[layer] = k, k[..., : self.shape.d_v] if self.shape.is_latent else v.contiguous()
-        self.counts[layer] = k.shape[2]
-        self.peak_tokens = max(self.peak_tokens, sum(self.counts.values()))
+        self.n_held[layer] = k.shape[2]
+        self.peak_tokens = max(self.peak_tokens, sum(self.n_held.values()))
         self.peak_bytes = max(self.peak_bytes, self.held_bytes())
 
     def held_bytes(self) -> int:
