@@ -146,7 +146,8 @@ def bytes_beside(row: Row) -> int:
     prompt = [x for layer in row.trace.held_layers() for x in (row.trace.keys(layer), row.trace.values(layer))]
     known = {x.untyped_storage().data_ptr() for x in prompt}
     skipped = {id(each) for each in (row.trace, row.variant, row.params, row.plan, row.budget, row.store)}
-    return sum(as_counted(x) for x in tensors_of(row, known, skipped) if not is_turned(x, prompt))
+    found = tensors_of(row, known, skipped)
+    return sum(as_counted(x) for x in found if row.drops or not is_turned(x, prompt))
 
 
 def is_turned(x: Tensor, prompt: Sequence[Tensor]) -> bool:

@@ -1,14 +1,18 @@
 import ast
+from copy import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from engine.books.audit import bytes_beside
 from engine.books.ledger import Entry
 from engine.books.meter import COUNTS, Access, Meter, distinct_tokens
 from engine.caches.blocks import BlockCache, BlockCacheSpec
 from engine.selection import Cost
 from engine.shapes import ModelShape
+from tests.conformance import accepted, ours, watched
 
 SHAPE = ModelShape("small", 1, 4, 2, 8, 100, (0,))
 PER_TOKEN = 2 * 8 * 2  # K and V of one token of one KV head, at 16 bits
@@ -88,3 +92,15 @@ def test_nobody_but_the_books_writes_into_a_counter() -> None:
     assert {path.name: names for path, names in outside.items() if names} == {}
     assert written_outside('at.meter.counts["attended"], x.meter.owed = 1, None') == ["counts", "owed"]
     assert written_outside("ledger.rebuilt_bytes += 3") == ["rebuilt_bytes"]
+
+
+def test_keys_in_another_order_are_the_hosts_where_there_is_one_and_else_tensors_of_its_own() -> None:
+    """What a dropping method kept of the whole prompt would be hidden, whatever its order."""
+    for name, is_own in (("quest", False), ("snapkv", True)):
+        one = ours(name)
+        row: Any = copy(watched(one, accepted(one, ("0.2", "0.5"))[0]).row)  # which others look at
+        before, keys = bytes_beside(row), row.trace.keys(0)
+        row.turned = keys[0].mT.contiguous()
+        assert bytes_beside(row) - before == (2 * keys.numel() if is_own else 0), name
+        row.turned = row.turned + 1
+        assert bytes_beside(row) - before == 2 * keys.numel(), name
