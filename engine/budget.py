@@ -36,7 +36,7 @@ class BudgetRequest:
 
     ratio: Fraction | None  # share of the prompt's tokens that take part in attention at a decode step
     tokens: int | None  # the same as an absolute number; exactly one of the two is given
-    comm: Fraction  # bytes moved per step to find tokens, relative to the bytes of the prompt's keys
+    comm: Fraction | None  # bytes moved per step to find tokens, relative to those of the prompt's keys; None: no limit
     compensate: bool = True  # dropping methods get what `comm` would have moved, as tokens
     memory: Fraction | None = None  # share of the full cache's bytes that may lie on the device behind the prompt
     memory_alone: bool = field(init=False, default=False)  # `ratio` was not given, and is that of `memory`
@@ -62,7 +62,7 @@ class BudgetRequest:
             )
         if self.tokens is not None and self.tokens < 1:
             raise ConfigError(f"budget={self.tokens} is out of range; it is a number of tokens, at least 1")
-        if not 0 <= self.comm <= 1:
+        if self.comm is not None and not 0 <= self.comm <= 1:
             raise ConfigError(
                 f"comm={show(self.comm)} is out of range; it is a share of the key bytes from 0 to 1, like 1/64"
             )
@@ -73,11 +73,11 @@ class BudgetRequest:
         return self.compensate and self.memory is None
 
     def label(self) -> str:
-        if self.memory_alone and self.memory is not None:
-            return f"memory={show(self.memory)}"
         of = "" if self.counts in (None, "target") else f" ({self.counts})"
         attended = f"budget={self.tokens}{of}" if self.ratio is None else f"ratio={show(self.ratio)}"
-        return attended if self.memory is None else f"{attended} memory={show(self.memory)}"
+        words = [] if self.memory_alone else [attended]
+        words += [] if self.memory is None else [f"memory={show(self.memory)}"]
+        return " ".join(words)
 
 
 EVERYTHING = BudgetRequest(ratio=Fraction(1), tokens=None, comm=Fraction(0))  # of a method that has no budget
@@ -107,7 +107,7 @@ class Budget:
     s_prompt: int
     nominal_tokens: int  # from ratio or budget alone
     tokens: int  # with compensation, and never more than prompt and counted answer have
-    comm: Fraction
+    comm: Fraction  # what the index is made for: what is allowed, or with `finds_freely` what it costs
     ratio: Fraction  # the share that was asked for, before any rounding
     n_answer: int | None = None  # longest answer, where its tokens count too; None: they come on top
     frame: Frame = NO_FRAME  # of the prompt
@@ -115,6 +115,8 @@ class Budget:
     memory_alone: bool = False  # nothing else was given
     counts: str | None = None  # of COUNTS, where tokens of an answer of any length count too
     host_code: TokenCode | None = None  # how tokens of the host are packed; None: not at all
+    finds_freely: bool = False  # `comm` is off: the index is the published one, or the largest whose bytes fit
+    index_share: Fraction = Fraction(1)  # of the published index, where it has to be smaller
     most: int | None = None  # with `counts`: tokens that a step may attend to, or with "mean" that steps do on average
 
     def device_bytes(self, shape: ModelShape, t: int = 0) -> int:
@@ -152,7 +154,8 @@ def resolve(request: BudgetRequest, s_prompt: int, drops: bool) -> Budget:
     share = Fraction(request.tokens or 0) if request.ratio is None else request.ratio * s_prompt
     if drops and request.memory is not None:
         share = min(share, request.memory * s_prompt)
-    extra = request.comm * s_prompt * request.key_share if drops and request.compensates else Fraction(0)
+    comm = request.comm or Fraction(0)
+    extra = comm * s_prompt * request.key_share if drops and request.compensates else Fraction(0)
     nominal = min(floor(share), s_prompt)
     if nominal < 1:
         raise ConfigError(
@@ -162,10 +165,11 @@ def resolve(request: BudgetRequest, s_prompt: int, drops: bool) -> Budget:
         s_prompt,
         nominal,
         min(floor(share + extra), s_prompt),
-        request.comm,
+        comm,
         min(share / s_prompt, Fraction(1)),
         memory=request.memory,
         memory_alone=request.memory_alone,
+        finds_freely=request.comm is None,
     )
 
 
@@ -192,7 +196,7 @@ def token_bytes(shape: ModelShape) -> int:
 
 
 def find_bytes(shape: ModelShape, budget: Budget) -> int:
-    """Bytes that may be moved per layer and step in order to find tokens."""
+    """Bytes that `budget.comm` pays for per layer and step, in order to find tokens."""
     return floor(budget.comm * key_bytes(shape, budget.s_prompt))
 
 

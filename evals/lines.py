@@ -24,6 +24,7 @@ from results import (
     EVICT,
     EXACT,
     METRICS,
+    OFF,
     RunFacts,
     SampleRow,
     combined,
@@ -100,16 +101,17 @@ def answer_line(sample: Sample, prompt: Prompt, sha: str, reply: Reply, row: Sel
         | prefill_columns(row, cell)
         | ({} if decoded.by_graphs is None else {"by_graphs": decoded.by_graphs})
         | ({} if decoded.why_no_graphs is None else {"why_no_graphs": decoded.why_no_graphs})
-        | {"variant": variant_words(cell, report)}
+        | {"variant": variant_words(cell, report, float(row.budget.index_share))}
         | ({"method_report": report} if report else {})
         | ({"attended_bins": bins} if (bins := attended_bins(row.store.layers.values())) else {}),
     )
 
 
-def variant_words(cell: Cell, report: dict[str, Any]) -> str:
+def variant_words(cell: Cell, report: dict[str, Any], index_share: float = 1) -> str:
     """The variant's label, and what its byte budget chose for this prompt: no label can say that beforehand."""
     chosen = cell.rules.chosen(report) if report and cell.request.memory_alone else ""
-    return f"{cell.label} {chosen}" if chosen else cell.label
+    words = [cell.label, chosen, "(smaller index)" if index_share < 1 else ""]
+    return " ".join(filter(None, words))
 
 
 def books_of(row: SelectiveAttention) -> dict[str, float | int | bool | None]:
@@ -295,7 +297,7 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         seed=settings.seed,
         ratio_exact=None if settings.budget.ratio is None else exact(settings.budget.ratio),
         budget=settings.budget.tokens,
-        comm_exact=exact(settings.budget.comm),
+        comm_exact=OFF if settings.budget.comm is None else exact(settings.budget.comm),
         protocol=settings.scope if cell.task.asking is None else cell.task.asking.label,
         config_hash=config_hash(cell.config),
         versions=environment()["versions"],

@@ -220,7 +220,7 @@ class Settings(Plain):
             "model": unusual("model", asdict(self.model)),
             "ratio": None if budget.ratio is None or budget.memory_alone else exact(budget.ratio),
             "budget": budget.tokens,
-            "comm": exact(budget.comm),
+            "comm": None if budget.comm is None else exact(budget.comm),
             "compensate": budget.compensate,
             "cache": asdict(self.cache),
             "compression_scope": self.scope,
@@ -300,7 +300,7 @@ class Keys(Plain):
     budget: int | None
     budget_counts: Any
     memory: Fraction | None
-    comm: Fraction
+    comm: Fraction | None
     compensate: bool
     compose: str | None
     positions: str | None
@@ -527,9 +527,11 @@ def unless(given: Any, default: Any) -> Any:
     return default if given is None else None
 
 
-def default_comm(*, _root_: DictConfig) -> str:
-    """`${default_comm:}`: nothing is moved where prompt and answer are compressed together."""
-    return "0" if compresses_answers(f"{OmegaConf.select(_root_, 'method._target_')}") else "1/64"
+def default_comm(*, _root_: DictConfig) -> str | None:
+    """`${default_comm:}`: 1/64; off beside `memory`; 0 where prompt and answer are compressed together."""
+    if compresses_answers(f"{OmegaConf.select(_root_, 'method._target_')}"):
+        return "0"
+    return "1/64" if OmegaConf.select(_root_, "memory") is None else None
 
 
 def compresses_answers(target: str) -> bool:

@@ -9,9 +9,10 @@ Not here: what a method does with tokens (`methods/base.py`).
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import ceil
 from typing import Any, ClassVar, NamedTuple
 
-from engine.books.footprint import Footprint, far_bytes, largest, too_small
+from engine.books.footprint import Footprint, TooSmall, far_bytes, largest, too_small
 from engine.budget import NO_FRAME, Budget, BudgetRequest, Frame, resolve, show, token_bytes
 from engine.caches.blocks import BlockCacheSpec
 from engine.caches.token_code import TokenCode
@@ -22,6 +23,7 @@ from methods.allocator import Allocator
 
 # What scores mean the same in, from least to most; "set": all heads of a layer keep one set of tokens.
 COMPARABLE = ("none", "set", "heads", "layers")
+INDEX_PARTS = 32  # an index that is too large is made smaller by so many steps
 
 
 class Coding(NamedTuple):
@@ -209,9 +211,12 @@ class Rules:
             return *cls.composed(params, request, shape, s_prompt, frame, partner), cache
         code = None if partner is None else partner.token_code()
         budget = replace(cls.budget_with(params, request, s_prompt), frame=frame, host_code=code)
+        if budget.finds_freely:
+            budget = replace(budget, comm=cls.index_comm(params, budget, shape))
         if budget.memory is None or (budget.memory == 1 and budget.attends_all):
             return budget, cls.plan_for(params, budget, shape), cache
-        budget, plan = cls.fit(params, budget, shape)
+        fit = cls.fit_with_index if budget.finds_freely and not cls.drops else cls.fit
+        budget, plan = fit(params, budget, shape)
         if cache is not None and cache.tokens:
             spare = cls.footprint(params, plan, budget, shape).spare(budget, shape)
             n_blocks = min(cache.tokens, spare // far_bytes(budget, shape)) // cache.block_len
@@ -358,6 +363,40 @@ class Rules:
         return with_tokens(n), cls.plan_for(params, with_tokens(n), shape)
 
     @classmethod
+    def index_comm(cls, params: Any, budget: Budget, shape: ModelShape) -> Fraction:
+        """The `comm` that pays for the method's index as it was published: its index where `comm` is off."""
+        return Fraction(1, 64)
+
+    @classmethod
+    def fit_with_index(cls, params: Any, budget: Budget, shape: ModelShape) -> tuple[Budget, Any]:
+        """`fit` where `comm` is off: the budget's tokens, with the published index or the largest beside them.
+
+        Where no index leaves room for the budget's tokens, it is the largest that costs at most half of those that the
+        smallest leaves.
+        """
+        published, errors = budget.comm, list[ConfigError]()
+
+        def with_index(part: int) -> tuple[Budget, Any] | None:
+            """With so many parts of the published index; None where there is no room."""
+            try:
+                share = Fraction(part, INDEX_PARTS)
+                return cls.fit(params, replace(budget, comm=published * share, index_share=share), shape)
+            except ConfigError as error:
+                errors.append(error)
+                return None
+
+        found = with_index(INDEX_PARTS)
+        if found is not None and found[0].tokens >= budget.tokens:
+            return found
+        every = [fitted for part in range(INDEX_PARTS, 0, -1) if (fitted := with_index(part)) is not None]
+        if not every:
+            by_bytes = [error for error in errors if isinstance(error, TooSmall)]
+            raise min(by_bytes, key=lambda error: error.smallest) if by_bytes else errors[0]
+        most = max(fitted.tokens for fitted, _ in every)
+        enough = most if most >= budget.tokens else ceil(most / 2)
+        return next(fitted for fitted in every if fitted[0].tokens >= enough)
+
+    @classmethod
     def footprint(cls, params: Any, plan: Any, budget: Budget, shape: ModelShape) -> Footprint:
         """What lies on the device right behind the prompt; `ConfigError` where nothing can be moved away from there."""
         if not cls.drops:
@@ -444,5 +483,5 @@ class Rules:
     @classmethod
     def label(cls, params: Any, request: BudgetRequest) -> str:
         """The method's name in tables; "(C)" says that a dropping method was compensated for `comm`."""
-        compensated = cls.drops and request.compensates and request.comm > 0
+        compensated = cls.drops and request.compensates and bool(request.comm)
         return f"{cls.title} (C)" if compensated else cls.title

@@ -20,7 +20,7 @@ from typing import Any
 
 from engine.foreign import one_line, refuse_depth
 from engine.terminal import say
-from results import EXACT, RunResult, SampleRow, config_hash, read_config, read_ledger, read_run
+from results import EXACT, OFF, RunResult, SampleRow, config_hash, read_config, read_ledger, read_run
 from results.names import known
 
 RESULT = "result.json"
@@ -118,7 +118,7 @@ class Run:
 
     @property
     def comm(self) -> str:
-        """As people write it: 1/8, where the result has 0.125."""
+        """As people write it: 1/8, where the result has 0.125; "off"."""
         return self.result.shown_comm
 
     def setting(self, *keys: str) -> Any:
@@ -193,7 +193,11 @@ def read_one(folder: Path) -> Run:
     result, rows = read_run(folder)
     if result.waits_for_scores:
         raise ValueError(f"{folder} has answers without scores; score them with `python -m evals.rescore --write`")
-    for share in (result.comm_exact, result.ratio_exact or "0", result.memory_exact or "0"):
+    for share in (
+        "0" if result.comm_exact == OFF else result.comm_exact,
+        result.ratio_exact or "0",
+        result.memory_exact or "0",
+    ):
         if not SHARE.fullmatch(share):
             raise ValueError(f"{folder / RESULT} is not the result of a run: {share!r} is no share")
     for row in rows:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import fsum, nan
+from math import fsum, inf, nan
 from typing import Any, TypeVar
 
 import yaml
@@ -163,7 +163,7 @@ def lines(
             points = found.setdefault(key, {})
             if not (run.is_full and points):
                 # What was asked is part of the key: some costs, such as bytes moved, are 0 at every budget.
-                at = where, budget_of(run) or 0, run.result.comm
+                at = where, budget_of(run) or 0, inf if run.result.comm is None else run.result.comm
                 points.setdefault(at, (Point(where, what, outside_budget(run, rows)), run))
     made: list[Line] = []
     for (method, label, tail), points in sorted(found.items()):

@@ -24,8 +24,10 @@ from results.files import unsealed
 from results.intervals import Bounds
 from results.names import shown_task
 
-SCHEMA_VERSION = 2
-READABLE = (1, SCHEMA_VERSION)  # 1: `n_samples`, `n_oom` and `n_failed` were of lines, a turn or a draw each
+SCHEMA_VERSION = 3
+# 1: `n_samples`, `n_oom` and `n_failed` were of lines, a turn or a draw each; 2: `comm` was never off.
+READABLE = (1, 2, SCHEMA_VERSION)
+OFF = "off"  # in `comm_exact`: nothing limited what was read to find tokens
 EXACT = "exact"  # the prefill of every run that names no other
 EVICT = "evict"  # one in chunks, between which the method dropped tokens
 LARGEST = 1e300  # of numbers that are averaged: a thousand of them can still be added
@@ -277,7 +279,7 @@ class RunFacts:
     seed: int
     ratio_exact: str | None  # "0.2" or "1/3"; null where `budget` is given
     budget: int | None  # tokens; null where `ratio` is given
-    comm_exact: str  # "1/64"
+    comm_exact: str  # "1/64", or "off"
     protocol: str  # the compression scope: "full_prompt" or "context_only"
     config_hash: str
     versions: dict[str, str]
@@ -330,6 +332,7 @@ OPTIONAL_KEYS: dict[str, Any] = {
     "moved_bytes_per_step": None,
     "bytes_index_read_per_step": None,
     "bytes_comm_per_step": None,
+    "index_share": None,
     "bytes_prefill_peak": None,
     "ledger_crc32": None,
     "samples_crc32": None,
@@ -353,7 +356,7 @@ class RunResult(RunFacts):
     score: float | None  # 0 to 1, or as METRICS says
     score_ci95: list[float] | None  # see `combined_ci95`
     ratio: float | None
-    comm: float
+    comm: float | None  # null: off
     within_budget: bool | None  # every sample's ledger stayed within its budget
     tokens_budget_mean: float | None
     tokens_attended_mean: float | None
@@ -385,7 +388,8 @@ class RunResult(RunFacts):
     resident_share: float | None = None  # of the full cache's bytes, over all steps; null in older runs
     moved_bytes_per_step: float | None = None  # between the tiers: K and V, index, blocks, releases
     bytes_index_read_per_step: float | None = None  # to find tokens, in whichever tier; null in older runs
-    bytes_comm_per_step: float | None = None  # what `comm` allows `bytes_moved_meta_per_step`; null in older runs
+    bytes_comm_per_step: float | None = None  # what `comm` allows `bytes_moved_meta_per_step`; null: off, or older
+    index_share: float | None = None  # of the published index, the mean that fitted where `comm` is off; null: it is on
     bytes_prefill_peak: float | None = None  # most of K and V at once while the prompt was read; null in older runs
     # Of ledger.parquet; `finish` knows it, who summarises does not.
     effective_ratios: list[float] | None = None  # least and most of a sample, where the method adapts
@@ -416,7 +420,7 @@ class RunResult(RunFacts):
     @property
     def shown_comm(self) -> str:
         """The share that `comm` allows, as people give it."""
-        return show(Fraction(self.comm_exact))
+        return self.comm_exact if self.comm_exact == OFF else show(Fraction(self.comm_exact))
 
     @property
     def asked(self) -> str:
@@ -459,8 +463,9 @@ class RunResult(RunFacts):
         if not isinstance(version, int) or isinstance(version, bool):
             raise ValueError(f"key 'schema_version' is {version!r:.80}, not a whole number")
         if version not in READABLE:  # before the keys, which may be others there
+            *most, last = READABLE
             raise OtherSchemaError(
-                f"schema_version is {version!r:.80}; only {' and '.join(map(str, READABLE))} can be read"
+                f"schema_version is {version!r:.80}; only {', '.join(map(str, most))} and {last} can be read"
             )
         keys = [spec.name for spec in fields(cls)]
         needed = [key for key in keys if key not in OPTIONAL_KEYS]

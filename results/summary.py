@@ -12,7 +12,7 @@ from math import comb, exp, fsum, log
 from typing import Any, cast
 
 from results.intervals import interval
-from results.schema import LEDGER_MEANS, METRICS, SCHEMA_VERSION, STATUSES, RunFacts, RunResult, SampleRow
+from results.schema import LEDGER_MEANS, METRICS, OFF, SCHEMA_VERSION, STATUSES, RunFacts, RunResult, SampleRow
 from results.scores import Scores, describe
 
 
@@ -128,7 +128,8 @@ def summarise(rows: Sequence[SampleRow], facts: RunFacts, full: Sequence[SampleR
         score=combined(ok, facts.metric),
         score_ci95=combined_ci95(ok, facts.metric),
         ratio=None if facts.ratio_exact is None else float(Fraction(facts.ratio_exact)),
-        comm=float(Fraction(facts.comm_exact)),
+        comm=None if facts.comm_exact == OFF else float(Fraction(facts.comm_exact)),
+        index_share=mean(row.ledger.get("index_share") for row in ok),
         within_budget=all(row.ledger["within_budget"] for row in ok) if ok else None,
         prefill_s=mean(row.prefill_s for row in ok),
         tpot_s=mean(row.tpot_s for row in ok),

@@ -67,7 +67,8 @@ def words_of(settings: Settings) -> tuple[str, ...]:
     budget, model = settings.budget, settings.model
     keys: dict[str, Any] = {"model": model.name if model.id == "embedded" else None, "method": settings.method.name}
     keys |= {f"method.{key}": value for key, value in settings.method.params.items()}
-    keys |= {"ratio": budget.ratio, "budget": budget.tokens, "comm": budget.comm, "compensate": budget.compensate}
+    comm = "null" if budget.comm is None else budget.comm
+    keys |= {"ratio": budget.ratio, "budget": budget.tokens, "comm": comm, "compensate": budget.compensate}
     if model.id != "embedded":
         keys |= {"model": "any", "model.id": model.id, "model.name": model.name}
     if settings.allocator is not None:

@@ -81,7 +81,9 @@ def measured(asked: argparse.Namespace, device: torch.device) -> Iterator[Result
         yield from kept(models.baseline(model, min(lengths), asked.n_new))
     if "sweep" in wanted:
         ratios = SMALL_RATIOS if asked.small else models.SWEEP_RATIOS
-        one = models.sweep(model, min(lengths), asked.n_new, request.comm, asked.methods or models.SWEEP, ratios)
+        one = models.sweep(
+            model, min(lengths), asked.n_new, request.comm or Fraction(1, 64), asked.methods or models.SWEEP, ratios
+        )
         yield from kept(iter([one]))
     if not asked.recorded:
         yield from models.goals(found)

@@ -74,14 +74,23 @@ def far_bytes(budget: Budget, shape: ModelShape) -> int:
     )
 
 
-def too_small(budget: Budget, title: str, smallest: Fraction, instead: str = "") -> ConfigError:
+class TooSmall(ConfigError):
+    """No plan fits the bytes."""
+
+    def __init__(self, words: str, smallest: Fraction) -> None:
+        super().__init__(words)
+        self.smallest = smallest  # share of the full cache that is enough
+
+
+def too_small(budget: Budget, title: str, smallest: Fraction, instead: str = "") -> TooSmall:
     """The error where no plan fits: it names the smallest share that does."""
     assert budget.memory is not None
     named = Fraction(ceil(smallest * DIGITS), DIGITS)
     use = f"use memory={float(named)} or more" if named < 1 else "use memory=1, which is full attention"
-    return ConfigError(
+    return TooSmall(
         f"memory={show(budget.memory)} of a prompt of {budget.s_prompt} tokens is less than {title} needs; "
-        f"{use}{instead}"
+        f"{use}{instead}",
+        named,
     )
 
 

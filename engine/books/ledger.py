@@ -107,7 +107,7 @@ class Ledger:
         return layers - frozenset(exempt) or layers
 
     def within(self, budget: Budget, shape: ModelShape, exempt: Iterable[int] = (), in_mean: bool = False) -> bool:
-        """Whether every step stayed within the tokens and the finding bytes, as a mean over the layers not exempt.
+        """Whether every step stayed within the tokens and any limit of finding bytes, a mean over layers not exempt.
 
         With `in_mean` the mean over the steps has to, give or take `MEAN_MARGIN`: of a method whose selections are
         random and hold a budget in expectation.
@@ -120,9 +120,10 @@ class Ledger:
         steps = sorted({entry.step for entry in priced.entries})
         tokens = priced.totals("attended"), [budget.allowance(step) * shape.h * n_layers for step in steps]
         moved = priced.totals("moved_meta_bytes"), [find_bytes(shape, budget) * n_layers] * len(steps)
+        bounds = [tokens] if budget.finds_freely else [tokens, moved]
         if in_mean:
-            return all(sum(used) <= (1 + MEAN_MARGIN) * sum(allowed) for used, allowed in (tokens, moved))
-        return all(x <= y for used, allowed in (tokens, moved) for x, y in zip(used, allowed, strict=True))
+            return all(sum(used) <= (1 + MEAN_MARGIN) * sum(allowed) for used, allowed in bounds)
+        return all(x <= y for used, allowed in bounds for x, y in zip(used, allowed, strict=True))
 
     def buffers(self) -> list[int]:
         """Per step the bytes of the buffer for fetched tokens, of which one serves all layers."""
@@ -136,15 +137,18 @@ class Ledger:
         index = self.totals("resident_meta_bytes") if with_index else [0] * len(self.buffers())
         return [sum(each) for each in zip(self.totals("resident_kv_bytes"), index, self.buffers(), strict=True)]
 
-    def within_memory(self, budget: Budget, shape: ModelShape, with_index: bool) -> bool:
+    def within_memory(self, budget: Budget, shape: ModelShape, with_index: bool, in_mean: bool = False) -> bool:
         """Whether the mean over all layers stayed within the bytes of every step, where the budget has any.
 
         A dropping method's scores and offsets are not weighed against its tokens: it gets none for `comm` either.
+        With `in_mean` the mean over the steps counts, as in `within`.
         """
         if budget.memory is None:
             return True
         n_layers, steps = len({entry.layer for entry in self.entries}), sorted({entry.step for entry in self.entries})
-        allowed = (budget.device_bytes(shape, step) * n_layers for step in steps)
+        allowed = [budget.device_bytes(shape, step) * n_layers for step in steps]
+        if in_mean:
+            return sum(self.held(with_index)) <= (1 + MEAN_MARGIN) * sum(allowed)
         return all(used <= most for used, most in zip(self.held(with_index), allowed, strict=True))
 
     def summary(
@@ -167,7 +171,8 @@ class Ledger:
         ]
         lookups = sum(self.totals("cache_lookups"))
         moved = sum(sum(self.totals(field)) for field in MOVED)
-        is_within = self.within(budget, shape, exempt, in_mean) and self.within_memory(budget, shape, with_index)
+        keeps_bytes = self.within_memory(budget, shape, with_index, in_mean)
+        is_within = self.within(budget, shape, exempt, in_mean) and keeps_bytes
         return {
             "steps": steps,
             "tokens_budget": budget.tokens,
@@ -179,7 +184,9 @@ class Ledger:
             "bytes_moved_kv_heads_per_step": sum(self.totals("moved_kv_heads_bytes")) / steps,
             "bytes_moved_meta_per_step": sum(self.totals("moved_meta_bytes")) / steps,
             "bytes_index_read_per_step": sum(map(sum, map(self.totals, INDEX_READ))) / steps,
-            "bytes_comm_per_step": find_bytes(shape, budget) * len(self.priced(exempt)),
+            "bytes_comm_per_step": None
+            if budget.finds_freely
+            else find_bytes(shape, budget) * len(self.priced(exempt)),
             "bytes_searched_per_step": sum(self.totals("searched_bytes")) / steps,
             "bytes_filled_per_step": sum(self.totals("filled_bytes")) / steps,
             "bytes_released_per_step": sum(self.totals("released_bytes")) / steps,
@@ -189,6 +196,7 @@ class Ledger:
             "bytes_buffer": max(self.buffers()),
             "moved_bytes_per_step": moved / steps,
             "within_budget": is_within,
+            **({"index_share": float(budget.index_share)} if budget.finds_freely else {}),
         } | self.costs(budget, shape)
 
     def costs(self, budget: Budget, shape: ModelShape) -> dict[str, float]:

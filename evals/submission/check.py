@@ -28,7 +28,7 @@ from evals.submission import frozen
 from evals.submission.folder import Finding
 from evals.submission.settings import settings_of
 from methods.rules import Rules
-from results import EVICT, EXACT, RunFacts, RunResult, SampleRow, config_hash, read_config, read_run, summarise
+from results import EVICT, EXACT, OFF, RunFacts, RunResult, SampleRow, config_hash, read_config, read_run, summarise
 from results.ledger import ledger_damage, pyarrow
 from results.read import is_sealed
 
@@ -153,7 +153,7 @@ class Check:
     def variant_of(self, row: SampleRow) -> str | None:
         """What a sample's line calls the variant; None where it reports what its method cannot."""
         try:
-            return variant_words(self.cell, row.fields.get("method_report") or {})
+            return variant_words(self.cell, row.fields.get("method_report") or {}, row.ledger.get("index_share") or 1)
         except (LookupError, TypeError, AttributeError):
             return None
 
@@ -172,7 +172,7 @@ class Check:
             result.ratio_exact,
             config.get("ratio") or (None if config.get("budget") else config["memory"]),
         )
-        yield "comm_exact", result.comm_exact, config.get("comm")
+        yield "comm_exact", result.comm_exact, config.get("comm", OFF) or OFF
         yield "memory_exact", result.memory_exact, config.get("memory")
         named = config["prefill"]["name"] if "prefill" in config else EXACT
         yield "prefill", result.prefill, EVICT if config.get("prefill_evict") else named
@@ -412,7 +412,7 @@ def skipped(cell: Cell) -> Sequence[int]:
 
 def exact_of(cell: Cell) -> str:
     request = cell.request
-    return f"{request.label()}, comm={exact(request.comm)}"
+    return f"{request.label()}, comm={OFF if request.comm is None else exact(request.comm)}"
 
 
 def same(said: Any, found: Any) -> bool:

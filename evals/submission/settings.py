@@ -71,7 +71,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
         chunk=run["prefill_chunk"],
         evicts=run["prefill_evict"],
         budget=BudgetRequest(
-            share["ratio"], run.get("budget"), share["comm"] or parse_fraction(0, "comm"), bool(run.get("compensate")),
+            share["ratio"], run.get("budget"), share["comm"], bool(run.get("compensate")),
             memory=share["memory"], counts=None if counts == "target" else counts,
         ),
         sampling=Sampling(**{key: run.get(key, usual) for key, usual in sampling.items()}),

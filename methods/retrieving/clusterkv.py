@@ -240,8 +240,12 @@ class ClusterKV(SelectiveAttention):
             )
 
     @classmethod
+    def index_comm(cls, params: Params, budget: Budget, shape: ModelShape) -> Fraction:
+        return Fraction(1, TOKENS_PER_CLUSTER)
+
+    @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
-        return f"{cls.title} (matched)" if params.comm_mode == "matched" else cls.title
+        return f"{cls.title} (matched)" if params.comm_mode == "matched" and request.comm is not None else cls.title
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:

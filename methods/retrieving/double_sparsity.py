@@ -157,21 +157,28 @@ class DoubleSparsity(NeedsCalibration, LabelSearch):
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
         super().check(params, request, shape)
-        if request.ratio != 1 and not labels_for(params, request.comm, shape)[1]:
+        if request.ratio != 1 and not heads_choose(params, request.comm, shape):
             refuse_cap(shape, "method.granularity=kv_head adds up logits of a group", "method.granularity=query_head")
         if params.channel == "k" and params.granularity == "query_head" and shape.g > 1:
             raise ConfigError(
                 f"method.channel=k orders channels for the {shape.h_kv} KV heads of {shape.name}, not for its "
                 f"{shape.h} query heads; use method.granularity=kv_head or method.channel=q"
             )
-        if request.ratio != 1:
+        if request.ratio != 1 and request.comm is not None:
             labels_for(params, request.comm, shape)
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
         if budget.attends_all:
             return DoubleSparsity.Plan(budget.tokens, shape.d_h, True, None)
+        if budget.finds_freely:
+            n = max(1, floor(budget.comm * shape.d_h))
+            return DoubleSparsity.Plan(budget.tokens, n, heads_choose(params, None, shape), None)
         return DoubleSparsity.Plan(budget.tokens, *labels_for(params, budget.comm, shape))
+
+    @classmethod
+    def index_comm(cls, params: Params, budget: Budget, shape: ModelShape) -> Fraction:
+        return Fraction(max(1, shape.d_h // params.group_factor), shape.d_h)
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
@@ -327,8 +334,14 @@ def native_labels(params: DoubleSparsity.Params, comm: Fraction, shape: ModelSha
             f"comm={show(comm)} does not pay for the {n} labels of method.group_factor={params.group_factor}; use "
             f"comm={show(least)} or more, or method.comm_mode=matched"
         )
-    shares = params.granularity == "kv_head" or (params.granularity == "auto" and params.channel == "k")
-    return n, not shares, None
+    return n, heads_choose(params, None, shape), None
+
+
+def heads_choose(params: DoubleSparsity.Params, comm: Fraction | None, shape: ModelShape) -> bool:
+    """Whether query heads have labels of their own: as published where `comm` is off, else by what it pays for."""
+    if comm is not None:
+        return labels_for(params, comm, shape)[1]
+    return params.granularity == "query_head" or (params.granularity == "auto" and params.channel != "k")
 
 
 def least_comm(params: DoubleSparsity.Params, shape: ModelShape, n: int, per_head: bool) -> Fraction:

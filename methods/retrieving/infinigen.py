@@ -183,8 +183,12 @@ class InfiniGen(SelectiveAttention):
         return InfiniGen.Plan(max(1, round(budget.comm * shape.d_h)), budget.tokens)
 
     @classmethod
+    def index_comm(cls, params: Params, budget: Budget, shape: ModelShape) -> Fraction:
+        return Fraction(max(1, int(params.partial_ratio * shape.d_h)), shape.d_h)
+
+    @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
-        notes = ["matched"] if params.comm_mode == "matched" else []
+        notes = ["matched"] if params.comm_mode == "matched" and request.comm is not None else []
         notes += [] if params.alpha is None else [f"alpha={params.alpha:g}"]
         notes += [] if params.lookahead else ["lookahead=0"]
         return f"{cls.title} ({', '.join(notes)})" if notes else cls.title

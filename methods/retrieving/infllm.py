@@ -58,6 +58,7 @@ from kernels.scratch import Scratch, empty
 from kernels.topk import KeyChoice, top_stable
 from methods.base import SelectiveAttention, Variant
 
+PUBLISHED_REPRESENTATIVES = 4  # of a block
 CHOICES = (
     ("repr_score", ("prob", "logit")),
     ("repr_granularity", ("query_head", "kv_head")),
@@ -140,8 +141,12 @@ class InfLLM(SelectiveAttention):
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
         refuse_cap(shape, "InfLLM adds up logits of representative tokens and of heads", "another method")
-        if request.ratio is not None and request.ratio < 1:
+        if request.ratio is not None and request.ratio < 1 and request.comm is not None:
             n_representatives(params, request.comm)
+
+    @classmethod
+    def index_comm(cls, params: Params, budget: Budget, shape: ModelShape) -> Fraction:
+        return Fraction(min(PUBLISHED_REPRESENTATIVES, params.block_len), params.block_len)
 
     @classmethod
     def turns_queries(cls, params: Params) -> str:

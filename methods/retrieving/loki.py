@@ -47,6 +47,7 @@ from engine.shapes import ModelShape
 from methods.calibration.known import Calibrated, NeedsCalibration
 from methods.retrieving.labels import Labels, LabelSearch, stored
 
+PUBLISHED_SHARE = Fraction(1, 4)  # of a key's components, the paper's d_f
 CHOICES = {
     "rotary": ("post", "pre"),
     "granularity": ("query_head", "kv_head"),
@@ -120,8 +121,12 @@ class Loki(NeedsCalibration, LabelSearch):
         super().check(params, request, shape)
         if params.granularity == "kv_head":
             refuse_cap(shape, "method.granularity=kv_head adds up logits of a group", "method.granularity=query_head")
-        if request.ratio != 1:
+        if request.ratio != 1 and request.comm is not None:
             components_for(params, request.comm, shape)
+
+    @classmethod
+    def index_comm(cls, params: Params, budget: Budget, shape: ModelShape) -> Fraction:
+        return Fraction(params.top_r, shape.d_h) if isinstance(params.top_r, int) else PUBLISHED_SHARE
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:

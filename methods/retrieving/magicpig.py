@@ -58,6 +58,7 @@ from methods.base import SelectiveAttention
 ENTRY_BYTES, BOUND_BYTES, NORM_BYTES = 4, 8, 4  # of a token in a table, of a bucket, of a token's norm
 MOST_BITS = 15  # a code is a 16-bit whole number with a sign
 FEWEST_TABLES = 2  # a find is two collisions
+PUBLISHED_TABLES = 150  # with codes of 10 bits
 
 LEAST = 1e-4  # added to a chance, so that no find weighs more than 10,000
 
@@ -109,10 +110,11 @@ def cosines(q: Tensor, centred: Tensor, norms: Tensor) -> Tensor:
     return (inner / lengths.clamp(min=torch.finfo(torch.float32).tiny)).unflatten(1, (-1, q.shape[1])).flatten(0, 1)
 
 
-def affordable_tables(one: Tensor, k: int, n_bytes: int) -> tuple[int, float]:
+def affordable_tables(one: Tensor, k: int, n_bytes: int | None) -> tuple[int, float]:
     """The most tables that find at most `k` tokens and read at most `n_bytes` in the mean, and what they find.
 
-    `one` (h, n_q, m) is the chance of each key to meet each query in one table. At least two tables.
+    `one` (h, n_q, m) is the chance of each key to meet each query in one table. At least two tables; where bytes are
+    not limited, at most as many as are published.
     """
     (h, n_q, _), (means, counts) = one.shape, binned(one)
     entries = float(means @ counts) / n_q  # of a table's buckets, summed over query heads
@@ -120,7 +122,8 @@ def affordable_tables(one: Tensor, k: int, n_bytes: int) -> tuple[int, float]:
     def found(tables: int) -> float:
         return float(chance_of_two(means, tables) @ counts) / (h * n_q)
 
-    low, high = FEWEST_TABLES, max(FEWEST_TABLES, int(n_bytes / (h * BOUND_BYTES + ENTRY_BYTES * entries)))
+    paid = PUBLISHED_TABLES if n_bytes is None else int(n_bytes / (h * BOUND_BYTES + ENTRY_BYTES * entries))
+    low, high = FEWEST_TABLES, max(FEWEST_TABLES, paid)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if found(middle) <= k else (low, middle - 1)
@@ -172,7 +175,7 @@ class MagicPIG(SelectiveAttention):
         n_sink: int
         window: int  # the prompt's last tokens
         k: int  # tokens that a sample has in the mean
-        find_bytes: int  # that a step may read to find them, in the mean
+        find_bytes: int | None  # that a step may read to find them, in the mean; None: no limit
 
         def middle(self, s: int) -> int:
             """Tokens of a prompt that are hashed; with less than the whole budget there are at least two."""
@@ -203,13 +206,14 @@ class MagicPIG(SelectiveAttention):
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
         tokens, s = budget.tokens, budget.s_prompt
         n_sink, window = min(params.n_sink, tokens // 4), min(params.window, tokens // 4)
-        plan = MagicPIG.Plan(n_sink, window, tokens - n_sink - window, find_bytes(shape, budget))
-        if params.tables != "auto" or budget.attends_all:
+        paid = None if budget.finds_freely else find_bytes(shape, budget)
+        plan = MagicPIG.Plan(n_sink, window, tokens - n_sink - window, paid)
+        if params.tables != "auto" or budget.attends_all or paid is None:
             return plan
         # Where all keys were spread evenly over the buckets; real ones come in larger bits.
         entries = Fraction(plan.middle(s), 1 << params.bits)
         least = FEWEST_TABLES * shape.h * (BOUND_BYTES + ENTRY_BYTES * entries)
-        if least > plan.find_bytes:
+        if least > paid:
             enough = ceil(10_000 * least / key_bytes(shape, s)) / 10_000
             raise ConfigError(
                 f"comm={show(budget.comm)} does not pay for {FEWEST_TABLES} tables of {params.bits} bits for a prompt "

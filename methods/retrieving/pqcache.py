@@ -158,8 +158,21 @@ class PQCache(SelectiveAttention):
 
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
-        if request.ratio != 1:
+        if request.ratio != 1 and request.comm is not None:
             code_shape(params, request.comm, shape.d_h)
+
+    @classmethod
+    def index_comm(cls, params: Params, budget: Budget, shape: ModelShape) -> Fraction:
+        (m, b), (most_m, most_b) = (params.m, params.b), PAIRS[0]
+        bits = (m if isinstance(m, int) else most_m) * (b if isinstance(b, int) else most_b)
+        return Fraction(bits, 16 * shape.d_h)
+
+    @classmethod
+    def fit_with_index(cls, params: Params, budget: Budget, shape: ModelShape) -> tuple[Budget, Plan]:
+        """Two pairs are published, 4x8 and 2x6."""
+        fitted, plan = super().fit_with_index(params, budget, shape)
+        m, b = PAIRS[1]
+        return replace(fitted, index_share=min(Fraction(1), Fraction(plan.m * plan.b, m * b))), plan
 
     @classmethod
     def check_cache(cls, params: Params, cache: BlockCacheSpec) -> None:
@@ -177,7 +190,7 @@ class PQCache(SelectiveAttention):
         m, b = code_shape(params, budget.comm, shape.d_h)
         if params.budget_rule == "fair":
             parts = split(budget.tokens, params.n_sink, params.local_share)
-            n_paid = 8 * find_bytes(shape, budget) // (shape.h_kv * m * b)
+            n_paid = None if budget.finds_freely else 8 * find_bytes(shape, budget) // (shape.h_kv * m * b)
             return PQCache.Plan(parts.n_sink, parts.n_local, parts.k, m, b, n_paid)
         # As the authors compute them, in double precision; sinks are on top.
         n_sink, share = min(params.n_sink, budget.s_prompt), float(params.local_share)

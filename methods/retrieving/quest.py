@@ -151,7 +151,7 @@ class Quest(SelectiveAttention):
         super().check(params, request, shape)
         if params.agg == "group_mean":
             refuse_cap(shape, "method.agg=group_mean adds up bounds of a group", "method.agg=query_head")
-        if request.ratio == 1 or params.variant != "harness":
+        if request.ratio == 1 or request.comm is None or params.variant != "harness":
             return
         if params.comm_mode == "native" and request.comm * params.page_len < 2:
             raise ConfigError(
@@ -163,7 +163,11 @@ class Quest(SelectiveAttention):
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
-        return f"{cls.title} (matched)" if params.comm_mode == "matched" else cls.title
+        return f"{cls.title} (matched)" if params.comm_mode == "matched" and request.comm is not None else cls.title
+
+    @classmethod
+    def index_comm(cls, params: Params, budget: Budget, shape: ModelShape) -> Fraction:
+        return Fraction(2 * ceil(budget.s_prompt / params.page_len), budget.s_prompt)
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
@@ -350,14 +354,15 @@ def matched_page_len(budget: Budget) -> int:
             f"comm={show(budget.comm)} pays for no page of a prompt of {budget.s_prompt} tokens; "
             f"use comm=2/{budget.s_prompt} or more"
         )
-    return max(round(2 / budget.comm), ceil(budget.s_prompt / most))
+    by_comm = 1 if budget.finds_freely else round(2 / budget.comm)
+    return max(by_comm, ceil(budget.s_prompt / most))
 
 
 def refuse_unaffordable(plan: Quest.Plan, budget: Budget) -> None:
     """`ConfigError` where `comm` does not pay for the bounds, or the budget for no page."""
     s, page_len = budget.s_prompt, plan.page_len
     n_pages = ceil(s / page_len)
-    if 2 * n_pages > budget.comm * s:
+    if not budget.finds_freely and 2 * n_pages > budget.comm * s:
         raise ConfigError(
             f"comm={show(budget.comm)} does not pay for bounds of the {n_pages} pages of {page_len} tokens of a prompt "
             f"of {s}; use comm={ceil(1000 * Fraction(2 * n_pages, s)) / 1000} or more, or method.comm_mode=matched"

@@ -242,6 +242,11 @@ class RetroInfer(SelectiveAttention):
         return f"{cls.title} ({', '.join(said)})" if said else cls.title
 
     @classmethod
+    def index_comm(cls, params: Params, budget: Budget, shape: ModelShape) -> Fraction:
+        t = params.tokens_per_cluster
+        return comm_of(params, TOKENS_PER_CLUSTER if isinstance(t, str) else t)
+
+    @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
         s, (n_sink, window) = budget.s_prompt, ends(params, budget.tokens)
         if budget.attends_all:
@@ -254,7 +259,7 @@ class RetroInfer(SelectiveAttention):
             )
         c, n_segments = clusters(s, t, params.segment)
         paid = None
-        if params.tokens_per_cluster == "auto":
+        if params.tokens_per_cluster == "auto" and not budget.finds_freely:
             paid = paid_clusters(find_bytes(shape, budget), params.estimated_share, shape)
             if paid < FEWEST:
                 least = Fraction(shape.h_kv * cost(FEWEST, params.estimated_share, shape), key_bytes(shape, s))
@@ -409,11 +414,16 @@ def ends(params: RetroInfer.Params, tokens: int) -> tuple[int, int]:
     return min(params.n_sink, tokens // 4), min(params.window, tokens // 2)
 
 
-def tokens_per_cluster(params: RetroInfer.Params, comm: Fraction) -> int:
+def tokens_per_cluster(params: RetroInfer.Params, comm: Fraction | None) -> int:
     """Those that were asked for; else 16, or as many more as it takes until `comm` pays for the clusters."""
     if not isinstance(params.tokens_per_cluster, str):
         return params.tokens_per_cluster
-    return max(TOKENS_PER_CLUSTER, ceil((1 + Fraction(str(params.estimated_share))) / comm))
+    return TOKENS_PER_CLUSTER if comm is None else max(TOKENS_PER_CLUSTER, ceil(comm_of(params, 1) / comm))
+
+
+def comm_of(params: RetroInfer.Params, t: int) -> Fraction:
+    """The `comm` that pays for clusters of `t` tokens: their centroids, and the mean values of the estimated ones."""
+    return (1 + Fraction(str(params.estimated_share))) / t
 
 
 def clusters(s: int, t: int, segment: int) -> tuple[int, int]:

@@ -191,15 +191,23 @@ class RocketKV(SelectiveAttention):
                 f"a first stage that keeps {n_kept} tokens of a prompt of {s} has no room for "
                 f"method.window={params.window}; use ratio={least_ratio(params.window, s)} or more, or a shorter window"
             )
-        chunk, r = chunk_and_channels(n_kept / (budget.comm * s), d_h)
-        n_paid = floor(budget.comm * s * d_h)
+        # As published, the maxima that a step reads are as many numbers as the keys that it attends to.
+        comm = budget.comm * budget.ratio if budget.finds_freely else budget.comm
+        chunk, r = chunk_and_channels(n_kept / (comm * s), d_h)
+        n_paid = floor(comm * s * d_h)
         r = min(r, n_paid // ceil(Fraction(n_kept, chunk)))
         if r < 1:
             raise ConfigError(
                 f"comm={show(budget.comm)} pays for no channel of the chunks of {n_kept} tokens that a prompt of {s} "
                 f"keeps; use comm={least_comm(n_kept, s, d_h)} or more"
             )
-        return RocketKV.Plan(n_kept, params.window, chunk, r, budget.tokens, n_paid=n_paid)
+        paid = None if budget.finds_freely else n_paid
+        return RocketKV.Plan(n_kept, params.window, chunk, r, budget.tokens, n_paid=paid)
+
+    @classmethod
+    def index_comm(cls, params: Params, budget: Budget, shape: ModelShape) -> Fraction:
+        """Relative to the budget's share of the tokens."""
+        return Fraction(1)
 
     @classmethod
     def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:

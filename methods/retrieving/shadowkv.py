@@ -200,9 +200,20 @@ class ShadowKV(SelectiveAttention):
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
         if params.native:
-            return f"{cls.title} (native)" if request.comm * params.chunk < 1 else cls.title
-        chunk = chunk_of(params, request.comm)
+            is_over = request.comm is not None and request.comm * params.chunk < 1
+            return f"{cls.title} (native)" if is_over else cls.title
+        chunk = params.chunk if request.comm is None else chunk_of(params, request.comm)
         return cls.title if chunk == params.chunk else f"{cls.title} (chunks of {chunk})"
+
+    @classmethod
+    def index_comm(cls, params: Params, budget: Budget, shape: ModelShape) -> Fraction:
+        return Fraction(1, params.chunk)
+
+    @classmethod
+    def fit_with_index(cls, params: Params, budget: Budget, shape: ModelShape) -> tuple[Budget, Plan]:
+        """Its own order: a smaller rank before longer chunks."""
+        fitted, plan = cls.fit(params, budget, shape)
+        return replace(fitted, index_share=Fraction(params.chunk, plan.chunk)), plan
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:

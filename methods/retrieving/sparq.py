@@ -100,6 +100,9 @@ class Lacking:
     place: int  # of this row
 
 
+PUBLISHED_SHARE = Fraction(1, 4)  # of a key's components: 32 of 128, with which the paper moves an eighth of the cache
+
+
 class SparQ(SelectiveAttention):
     title = "SPARQ"
     drops = False
@@ -143,8 +146,12 @@ class SparQ(SelectiveAttention):
 
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
-        if request.ratio != 1:
+        if request.ratio != 1 and request.comm is not None:
             n_components(request.comm, shape.d_h)
+
+    @classmethod
+    def index_comm(cls, params: Params, budget: Budget, shape: ModelShape) -> Fraction:
+        return PUBLISHED_SHARE
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:

@@ -175,7 +175,7 @@ def comm_allowed(run: Run, others: Others) -> dict[str, float | None]:
     per_token = others.key_bytes[run.model]
     lengths = [row.prompt_tokens for row in run.rows if row.status == "ok"]
     comm = None
-    if per_token and lengths and not run.is_full:
+    if per_token and lengths and not run.is_full and run.result.comm is not None:
         comm = float(Fraction(run.result.comm_exact)) * per_token * fsum(lengths) / len(lengths)
     return {"comm_bytes": comm, "prompt_tokens": fsum(lengths) / len(lengths) if lengths else None}
 

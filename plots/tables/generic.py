@@ -27,7 +27,7 @@ from plots.run_sets import dataset_words, prompt_settings
 from plots.scored import Scored, best, compared
 from plots.stats import Corrected
 from plots.tables.values import VALUES, measures_of, of_one, value_named
-from results import METRICS, SampleRow
+from results import METRICS, OFF, SampleRow
 from results.intervals import ANYWHERE
 
 ANY = "*"  # a key's value of a run that has none of its own and stands beside all
@@ -42,7 +42,9 @@ class WrongKey(ValueError):
 
 
 def shown_share(text: str) -> str:
-    """A share as it is usually written: 0.2, 1/64."""
+    """A share as it is usually written: 0.2, 1/64; "off" as it is."""
+    if text == OFF:
+        return text
     share = Fraction(text)
     return f"{float(share):g}" if (share * 100).denominator == 1 else str(share)
 

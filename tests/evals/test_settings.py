@@ -65,7 +65,7 @@ def test_the_defaults_are_a_whole_run() -> None:
         (["budget=abc"], "budget=abc is not a whole number"),
         (["budget=1.5"], "budget=1.5 is not a whole number"),
         (["comm=-1"], "comm=-1 is out of range"),
-        (["comm=null"], "comm=null is not a number"),
+        (["comm=x"], "comm=x is not a number"),
         (["compensate=1"], "compensate=1 is not true or false"),
         (["limit=0"], "limit=0 is out of range"),
         (["limit=x"], "limit=x is not a whole number"),

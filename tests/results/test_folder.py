@@ -151,7 +151,7 @@ def test_a_result_of_another_schema_is_refused_unchanged(copied: Path) -> None:
     (copied / "result.json").write_text('{"schema_version": 99, "new": 1}')
     (copied / "samples.jsonl").write_bytes((copied / "samples.jsonl").read_bytes() + b"torn")
     before = contents(copied)
-    with pytest.raises(ConfigError, match=r"result\.json: schema_version is 99; only 1 and 2 can be read;"):
+    with pytest.raises(ConfigError, match=r"result\.json: schema_version is 99; only 1, 2 and 3 can be read;"):
         open_folder(copied)
     with pytest.raises(ValueError, match="read it with the code that wrote it"):
         read_runs(copied)

@@ -78,7 +78,7 @@ def test_a_result_that_counted_lines_is_read_as_one_that_counts_samples() -> Non
     written = RunResult.from_json(file.read_text())
     assert (written.schema_version, written.n_samples) == (1, 3)
     result, rows = read_run(file.parent)
-    assert len(rows) == 3 and (result.schema_version, result.n_samples) == (2, 1)
+    assert len(rows) == 3 and (result.schema_version, result.n_samples) == (3, 1)
     assert disagreement(written, rows) is None and disagreement(result, rows) is None
     assert disagreement(replace(written, n_samples=1), rows) and disagreement(replace(result, n_samples=3), rows)
 
