@@ -63,6 +63,20 @@ class PreparedSample:
         return Load(len(self.packed.context_ids), self.packed.n_behind(self.sample))
 
 
+@dataclass(frozen=True)
+class Behind(Sequence[Sample]):
+    """The samples behind the first `offset` ones."""
+
+    every: Sequence[Sample]
+    offset: int
+
+    def __len__(self) -> int:
+        return len(self.every) - self.offset
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.every[i + self.offset]
+
+
 class Preparation:
     """The samples of cells with one model, one task and the same data; cells that cannot answer one leave."""
 
@@ -73,8 +87,11 @@ class Preparation:
         self.n_vocabulary = vocabulary_of(self.first.settings)
         self.image_ids = image_ids_of(self.first.settings)
         self.ending = Ending(self.tokenizer)
-        self.samples = self.first.task.samples(self.tokenizer)  # some tasks make them one by one
-        limit = self.first.settings.limit
+        every = self.first.task.samples(self.tokenizer)  # some tasks make them one by one
+        limit, offset = self.first.settings.limit, self.first.settings.offset
+        if offset >= max(1, len(every)):
+            raise ConfigError(f"offset={offset} leaves none of the {len(every)} samples of {self.first.task.name}")
+        self.samples = Behind(every, offset) if offset else every
         self.n = len(self.samples) if limit is None else min(limit, len(self.samples))  # that are asked
         self.variants: dict[tuple[Path, int, Frame], Variant] = {}  # by cell, prompt length and frame
 

@@ -42,7 +42,7 @@ USUAL: dict[str, dict[str, Any]] = {
     "task": {"questions": 1, "mode": None, "feed": "compressed", "budget_base": "context"},
     "method": {"cluster_on": "auto"},
     "run": {
-        **{"weights": "trained", "device_map": None, "cuda_graphs": "auto", "budget_counts": "target"},
+        **{"weights": "trained", "device_map": None, "offset": 0, "cuda_graphs": "auto", "budget_counts": "target"},
         **{"compose": None, "compose_order": ORDERS[0], "memory": None, "prefill": None, "prefill_chunk": None},
         "prefill_evict": False,
         **{"allocator": None, "positions": None, "dropped": None, "merging": {"threshold": 0.0, "share": "1"}},
@@ -178,6 +178,7 @@ class Plain:
     cache: BlockCacheSpec  # of retrieving methods
     seed: int
     limit: int | None
+    offset: int
     data_dir: str | None
     accesses: bool  # write what was fetched
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
@@ -232,6 +233,7 @@ class Settings(Plain):
         }
         hardware = {
             "weights": self.weights,
+            "offset": self.offset,
             "device_map": self.device_map,
             "cuda_graphs": "auto" if self.graphs else "never",
             "budget_counts": budget.counts or "target",
@@ -319,6 +321,7 @@ class Keys(Plain):
     def __post_init__(self) -> None:
         at_least(0, "seed", self.seed)
         at_least(1, "limit", self.limit)
+        at_least(0, "offset", self.offset)
         one_of("compression_scope", self.compression_scope, SCOPES)
         if self.budget_counts is not None:
             one_of("budget_counts", self.budget_counts, COUNTS)

@@ -213,6 +213,8 @@ def read_one(folder: Path) -> Run:
         json.dumps(config, sort_keys=True, allow_nan=False)
         if not isinstance(config.get("limit"), int | None):
             raise ValueError("its limit is no whole number")
+        if not isinstance(config.get("offset"), int | None):
+            raise ValueError("its offset is no whole number")
         if config_hash(config) != result.config_hash:
             raise ValueError(f"{RESULT} is of another one, {result.config_hash}")
     except (ValueError, TypeError, RecursionError) as error:
@@ -235,6 +237,7 @@ class Conditions:
     device: str
     task_version: int
     prefill: str = ""  # with its parameters; "" where it is exact
+    offset: int = 0  # samples that were left out, the first ones
     score_version: int = 0  # of the task that scored the answers again; 0 where that is `task_version`
 
     def __str__(self) -> str:
@@ -246,7 +249,8 @@ class Conditions:
             *([f"prefill {self.prefill}"] if self.prefill else []),
             *([f"scored by version {self.score_version}"] if self.score_version else []),
             f"seed {self.seed}",
-            f"first {self.limit} samples" if self.limit else "all samples",
+            f"{'' if self.offset else 'first '}{self.limit} samples" if self.limit else "all samples",
+            *([f"behind the first {self.offset}"] if self.offset else []),
             f"{self.dtype} on {self.device}",
         ]
         return " · ".join(parts)
@@ -266,6 +270,7 @@ def conditions(run: Run, comm: str | None = None) -> Conditions:
         device=result.device,
         task_version=result.task_version,
         prefill="" if run.is_exact else prefill_words(run),
+        offset=run.setting("offset") or 0,
         score_version=0 if result.score_version in (None, result.task_version) else result.score_version,
     )
 

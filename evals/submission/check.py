@@ -212,8 +212,10 @@ class Check:
     def check_prompts(self, benchmark: frozen.Benchmark) -> dict[str, frozen.Line]:
         """Every answer that is asked for is there once, to the prompt that is frozen."""
         limit, draws = self.config.get("limit"), self.config.get("n_answers", 1)
-        lines = benchmark.lines if limit is None else benchmark.lines[: int(limit)]
-        if limit is not None and benchmark.has_turns:
+        offset = self.config.get("offset", 0)
+        is_part = limit is not None or offset
+        lines = benchmark.lines[offset : None if limit is None else offset + int(limit)]
+        if is_part and benchmark.has_turns:
             self.done.why.append("it is limited to some conversations")
             lines = benchmark.lines
         asked = {f"{line.id}#{i}" if draws > 1 else line.id: line for line in lines for i in range(draws)}
@@ -222,8 +224,9 @@ class Check:
             self.find("samples", f"{len(lacking)} of {len(asked)} samples were left out, such as {lacking[0]!r:.60}")
         if strange := sorted(rows.keys() - asked.keys()):
             self.find("samples", f"it has {strange[0]!r:.60}, which the benchmark has not")
-        if limit is not None:
-            self.done.why.append(f"it answers the first {limit} of {len(benchmark.lines)} samples")
+        if is_part:
+            which = f"{len(lines)} behind {offset}" if offset else f"the first {limit}"
+            self.done.why.append(f"it answers {which} of {len(benchmark.lines)} samples")
         lost = [row.id for row in self.rows if row.status != "ok"]
         if lost:
             self.find("samples", f"{len(lost)} samples have no answer, such as {lost[0]!r:.60}")

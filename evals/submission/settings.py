@@ -83,6 +83,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
         scope=run.get("compression_scope", ""),
         seed=run.get("seed", 0),
         limit=run.get("limit"),
+        offset=run["offset"],
         dtype=run.get("dtype", ""),
         device=run.get("device", ""),
         device_map=run["device_map"],

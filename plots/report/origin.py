@@ -21,7 +21,11 @@ from plots.read import ROOT, Run
 HASHED = ("config.yaml", "samples.jsonl", "ledger.parquet", "result.json")
 PLAIN = re.compile(r"[A-Za-z0-9_./:+-]+")
 # Of a configuration, beside its groups and its budget: what a command gives by the same name.
-ASKED = ("comm", "compensate", "cache", "compression_scope", "seed", "limit", "data_dir", "weights")
+ASKED = (
+    *("comm", "compensate", "cache", "compression_scope", "seed", "limit", "offset", "data_dir", "weights"),
+    *("budget_counts", "compose_order", "positions", "dropped", "merging", "device_map", "cuda_graphs"),
+    *("temperature", "top_p", "top_k", "n_answers"),
+)
 
 
 def provenance(run: Run, others: Sequence[Path] = ()) -> dict[str, Any]:
@@ -85,8 +89,16 @@ def words(config: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(model, Mapping):
         yield from choice("model", str(model.get("name")), {k: v for k, v in model.items() if k != "name"}, False)
     tokens, ratio = config.get("budget"), config.get("ratio")
-    yield f"ratio={ratio}" if tokens is None else f"budget={tokens}"
+    if tokens is not None or ratio is not None:
+        yield f"ratio={ratio}" if tokens is None else f"budget={tokens}"
+    if (memory := config.get("memory")) is not None:
+        yield f"memory={memory}"
+    for key in ("compose", "allocator"):
+        if isinstance(part := config.get(key), Mapping):
+            yield f"{key}={part.get('name')}"
     usual = defaults("", "config")
+    if memory is not None and config.get("comm", "off") is None:
+        usual = usual | {"comm": None}
     for key in ASKED:
         if key in config:
             yield from differing(key, config[key], usual.get(key))

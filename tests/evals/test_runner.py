@@ -203,6 +203,16 @@ def test_limit_takes_the_first_samples(cell: Any) -> None:
     assert [row.id for row in read_samples(folder)] == ["400-0-0", "400-50-0", "500-0-0"]
 
 
+def test_offset_leaves_out_the_first_samples_and_changes_no_answer(cell: Any) -> None:
+    ((whole, _),) = run(cell())
+    ((folder, result),) = run(cell("offset=2", "limit=1", out="later"))
+    names = [row.id for row in read_samples(whole)]
+    assert result.n_samples == 1 and [row.id for row in read_samples(folder)] == names[2:3]
+    assert lines(folder)[0]["prediction"] == lines(whole)[2]["prediction"]
+    with pytest.raises(ConfigError, match=rf"^offset={len(names)} leaves none of the {len(names)} samples of needle$"):
+        run(cell(f"offset={len(names)}", out="none"))
+
+
 def test_a_prompt_beyond_the_window_is_refused_before_any_is_read(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "prefill", lambda *_, **__: pytest.fail("a prompt was read"))
     with pytest.raises(ConfigError, match=r"task.lengths.*4000"):

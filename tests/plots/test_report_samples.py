@@ -112,6 +112,10 @@ COMMANDS = [
     ["method=oracle", "task=needle", "model=llama-3.1-8b-instruct", "model.system_prompt='Be brief, it is (late)'"],
     ["method=oracle", "task=ruler", "model=org/some-name", "compression_scope=context_only"],
     ["method=quest", "task=latency", "weights=random", "data_dir='a folder/with blanks'", "ratio=1/3"],
+    ["method=quest", "task=needle", "memory=1/8", "offset=4"],
+    ["method=quest", "task=needle", "memory=1/8", "ratio=1/4", "comm=1/64", "n_answers=2", "temperature=0.5"],
+    ["method=snapkv", "task=needle", "compose=kivi", "memory=1/8", "positions=contiguous", "allocator=pyramid"],
+    ["method=sparq", "task=needle", "ratio=0.2", "comm=null"],
 ]
 
 
