@@ -1,0 +1,226 @@
+"""docs/register.md: recomputed from the kept scores by other means, and what the frame refuses."""
+
+import csv
+import gzip
+import random
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+import yaml
+
+from plots import register
+from plots.kept import keep
+from results import interval
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+KEPT = DOCS / register.NAME / "scores.csv.gz"
+Place = tuple[str, str, str, str]  # set, scope, budget, method
+
+
+def frame_of(rows: list[tuple[Any, ...]]) -> pandas.DataFrame:
+    """Answers as (set, scope, budget, method, sample, cluster, score)."""
+    names = ["set", "scope", "budget", "method", "sample", "cluster", "score"]
+    return pandas.DataFrame([dict(zip(names, row, strict=True)) for row in rows])
+
+
+def asked(n: int, *comparisons: dict[str, Any]) -> register.Register:
+    one = register.Asked("Docs", "copying", "About.", "register_docs", "m", "longbench", 0, (0, n), "docs_qa")
+    where: dict[str, Any] = {"set": "docs", "scope": "full_prompt", "memory": "1/4"}
+    made = [register.Comparison(**{**where, **c}) for c in comparisons]
+    return register.Register("2026-11-27", 0.05, 0, {"docs": one}, made)
+
+
+def answers(method: str, scores: list[float], per_cluster: int = 1) -> list[tuple[Any, ...]]:
+    budget = "" if method == "full" else "1/4"
+    return [
+        ("docs", "full_prompt", budget, method, f"{i}-{j}", str(i), score)
+        for i, score in enumerate(scores)
+        for j in range(per_cluster)
+    ]
+
+
+DIFFERENCE = {"one": "pqcache", "other": "kvzip", "asks": "difference"}
+WITHIN = {"one": "pqcache", "other": "full", "asks": "margin"}
+
+
+# --- the rules -----------------------------------------------------------------------------------
+
+
+def test_nothing_is_tested_before_every_sample_is_answered() -> None:
+    rows = answers("pqcache", [1.0] * 29) + answers("kvzip", [0.0] * 30)
+    (found,) = register.outcomes(asked(30, DIFFERENCE), frame_of(rows))
+    assert (found.n, found.paired, found.is_shown) == (29, None, False)
+    (found,) = register.outcomes(asked(29, DIFFERENCE), frame_of(rows))
+    assert found.is_shown and found.n == 29
+
+
+def test_the_questions_on_one_context_are_one_sample() -> None:
+    """Eight answers on each of four contexts are four samples, of which no difference can be shown."""
+    rows = answers("pqcache", [1.0] * 4, per_cluster=8) + answers("kvzip", [0.0] * 4, per_cluster=8)
+    (found,) = register.outcomes(asked(4, DIFFERENCE), frame_of(rows))
+    assert found.n == 4 and found.p == pytest.approx(2 / 2**4) and not found.is_shown
+
+
+@pytest.mark.parametrize("without", ["no column", "an empty name"])
+def test_there_is_no_test_of_answers_without_a_cluster(without: str) -> None:
+    frame = frame_of(answers("pqcache", [1.0] * 30) + answers("kvzip", [0.0] * 30))
+    frame = frame.drop(columns="cluster") if without == "no column" else frame.assign(cluster="")
+    with pytest.raises(ValueError, match="without a cluster"):
+        register.outcomes(asked(30, DIFFERENCE), frame)
+
+
+def test_p_counts_the_comparisons_that_are_not_made_yet() -> None:
+    rows = answers("pqcache", [1.0] * 12) + answers("kvzip", [0.0] * 12)
+    waiting = [DIFFERENCE | {"other": "snapkv"}] * 9
+    alone, *_ = register.outcomes(asked(12, DIFFERENCE), frame_of(rows))
+    among, *_ = register.outcomes(asked(12, DIFFERENCE, *waiting), frame_of(rows))
+    assert among.p == alone.p == pytest.approx(2 / 2**12) and among.adjusted == pytest.approx(10 * alone.p)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_within_a_margin_is_shown_where_the_interval_ends_above_it(seed: int) -> None:
+    rng = random.Random(seed)
+    full = [rng.random() for _ in range(120)]
+    less = [min(1.0, max(0.0, x - rng.uniform(0.0, 0.16) * (seed / 3))) for x in full]
+    (found,) = register.outcomes(asked(120, WITHIN), frame_of(answers("full", full) + answers("pqcache", less)))
+    spread = interval([a - b for a, b in zip(less, full, strict=True)], (-1.0, 1.0))
+    assert spread is not None and found.is_shown is (spread.low > -0.05)
+
+
+def test_a_loss_as_large_as_the_margin_is_seldom_called_within_it() -> None:
+    """Of data whose true mean loss is the margin, 2.5 % at most may be called within."""
+    rng, n_called = random.Random(3), 0
+    for _ in range(200):
+        losses = [1.0 if rng.random() < 0.05 else 0.0 for _ in range(150)]
+        rows = answers("full", [1.0] * 150) + answers("pqcache", [1 - x for x in losses])
+        n_called += register.outcomes(asked(150, WITHIN), frame_of(rows))[0].is_shown
+    assert n_called <= 10
+
+
+def test_a_hidden_question_is_compared_with_the_same_method_where_it_is_shown() -> None:
+    one = register.Comparison("docs", "context_only", "kvzip", "shown", "margin", memory="1/4")
+    assert one.places == (("context_only", "1/4", "kvzip"), ("full_prompt", "1/4", "kvzip"))
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+CONFIG = {
+    "method": {"name": "quest", "params": {}},
+    "task": {"name": "longbench", "params": {"datasets": ["docs_qa"]}},
+    "model": {"name": "qwen2.5-coder-0.5b"},
+    "seed": 0, "memory": "0.25", "comm": None, "offset": 100, "limit": 20, "compression_scope": "context_only",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_taken"),
+    [
+        ({}, True),
+        ({"offset": 90}, False),  # samples that were known
+        ({"offset": 290}, False),  # samples behind the last
+        ({"comm": "1/64"}, False),  # a second budget
+        ({"seed": 1}, False),
+        ({"model": {"name": "smollm2-135m"}}, False),
+        ({"task": {"name": "longbench", "params": {"datasets": ["docs_qa"], "questions": 8}}}, False),
+    ],
+)
+def test_a_set_takes_the_answers_that_the_register_names(changed: dict[str, Any], is_taken: bool) -> None:
+    found = register.register(DOCS / "register.yaml")
+    assert found.sets["docs"].has(CONFIG | changed) is is_taken
+
+
+def test_a_later_answer_takes_the_place_of_the_same_one() -> None:
+    one = ("docs", "m", "s", "1/4", "quest", "Quest", "a", "a", "0.5", *["1"] * 8)
+    two = (*one[:8], "0.25", *one[9:])
+    assert register.merged([one], [two, (*two[:6], "b", "b", *two[8:])]) == [
+        two, (*two[:6], "b", "b", *two[8:])
+    ]  # fmt: skip
+
+
+def test_kept_answers_are_read_as_they_were_written(tmp_path: Path) -> None:
+    row = ("docs", "m", "s", "", "full", "NA", "a-1", "a", "0.5", "10", "3", "1e6", "0", "0", "0", "", "")
+    keep(tmp_path / "x.csv.gz", register.COLUMNS, [row])
+    (found,) = register.frame_of(tmp_path / "x.csv.gz").itertuples(index=False)
+    assert (found.budget, found.label, found.score, found.device_bytes) == ("", "NA", 0.5, 1e6)
+
+
+# --- the page, by other means --------------------------------------------------------------------
+
+
+def kept() -> dict[Place, dict[str, float]]:
+    """Mean score by cluster, of the committed file."""
+    found: dict[Place, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    with gzip.open(KEPT, "rt", newline="") as file:
+        for row in csv.DictReader(file):
+            found[row["set"], row["scope"], row["budget"], row["method"]][row["cluster"]].append(float(row["score"]))
+    return {at: {c: sum(x) / len(x) for c, x in by.items()} for at, by in found.items()}
+
+
+def flips(differences: list[float], n: int = 20_000) -> float:
+    """A sign-flip p-value by plain drawing."""
+    rng, seen = random.Random(11), abs(sum(differences))
+    some = [x for x in differences if x]
+    hits = sum(abs(sum(x if rng.random() < 0.5 else -x for x in some)) >= seen - 1e-9 for _ in range(n))
+    return (hits + 1) / (n + 1)
+
+
+def gaffke(values: list[float], bound: float, n: int = 20_000) -> list[float]:
+    """Means under drawn flat weights, one more sample at the bound."""
+    rng, found = random.Random(7), []
+    for _ in range(n):
+        weights = [rng.expovariate(1) for _ in range(len(values) + 1)]
+        found.append(sum(w * x for w, x in zip(weights, [*values, bound], strict=True)) / sum(weights))
+    return sorted(found)
+
+
+def rows_of_page() -> list[list[str]]:
+    lines = (DOCS / "register.md").read_text(encoding="utf-8").splitlines()
+    table = [line for line in lines if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[: len(comparisons())]]
+
+
+def comparisons() -> list[dict[str, Any]]:
+    return yaml.safe_load((DOCS / "register.yaml").read_text())["comparisons"]
+
+
+def test_the_page_is_that_of_the_kept_scores() -> None:
+    asked_for = register.register(DOCS / "register.yaml")
+    assert (DOCS / "register.md").read_text(encoding="utf-8") == register.page(asked_for, register.frame_of(KEPT))
+
+
+@pytest.mark.parametrize("place", range(len(comparisons())))
+def test_a_comparison_is_recomputed_from_the_scores_file(place: int) -> None:
+    """Difference, interval and p of a line of the page; of one that is not made, that samples are missing."""
+    one, said, scores = comparisons()[place], rows_of_page()[place], kept()
+    first, last = yaml.safe_load((DOCS / "register.yaml").read_text())["sets"][one["set"]]["samples"]
+    budget = f"{one['tokens']} tokens" if "tokens" in one else str(one["memory"])
+    ours = scores.get((one["set"], one["scope"], budget, one["one"]), {})
+    if one["other"] == "shown":
+        theirs = scores.get((one["set"], "full_prompt", budget, one["one"]), {})
+    else:
+        theirs = scores.get((one["set"], one["scope"], "" if one["other"] == "full" else budget, one["other"]), {})
+    both = sorted(ours.keys() & theirs.keys())
+    assert said[2] == f"{len(both)} of {last - first}"
+    if len(both) < last - first:
+        assert said[3:] == ["-", "-", "-", "not yet"]
+        return
+    differences = [ours[c] - theirs[c] for c in both]
+    numbers = [float(x) for x in re.findall(r"[+-]?\d+(?:\.\d+)?", said[3])]
+    assert numbers[0] == pytest.approx(100 * sum(differences) / len(both), abs=0.051)
+    low, high = gaffke(differences, -1.0), gaffke([-x for x in differences], -1.0)
+    ends = 100 * low[len(low) // 40], -100 * high[len(high) // 40]
+    assert (
+        numbers[1] <= ends[0] + 1.1 and numbers[2] >= ends[1] - 1.1
+    )  # the page's is widened where the test is not sure
+    if one["asks"] == "difference":
+        p = flips(differences)
+    else:
+        p = min(1.0, 2 * sum(x <= -0.05 for x in low) / len(low))
+    found = said[4].replace("&lt; ", "")
+    assert float(found) == pytest.approx(p, rel=0.35, abs=0.004)
+    assert float(said[5].replace("&lt; ", "")) >= float(found) and said[6] in ("yes", "no")
