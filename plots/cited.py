@@ -9,7 +9,6 @@ Not here: statistics (`plots/stats.py`), what tasks are (docs/tasks.md).
 """
 
 import math
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
@@ -21,7 +20,7 @@ from plots import conditions, kept
 from plots.evidence import FULL, fetches, listed, mean, title
 from plots.kept import KEPT, answers, configured, run, some
 from plots.stats import Corrected, corrected, paired
-from results import SampleRow, interval
+from results import SampleRow, few_samples, interval
 from results.sheet import ABSENT, Sheet, markdown
 
 NAME = "cited"
@@ -226,9 +225,9 @@ class Column:
         return found is None or found.low <= chance
 
     @property
-    def contexts(self) -> int:
-        """Dialogues, traces or lists that its samples are questions on: as many as samples, or fewer."""
-        return len({sample.partition("/")[0] for sample in self.full})
+    def few(self) -> str:
+        """Why so few contexts cannot show a loss, whatever it is; "" where they can."""
+        return few_samples(len(self.full), len(self.of) - 1)
 
     def against_full(self) -> dict[str, Corrected]:
         samples = [*self.full]
@@ -252,8 +251,16 @@ def columns_of(asked: Asked, lines: Sequence[Line]) -> list[Column]:
             of = {method: each for method, each in of.items() if len(each) >= ENOUGH * len(of[FULL])}
             both = [sample for sample in of[FULL] if all(sample in each for each in of.values())]
             if both:
-                found.append(Column(asked, name, {method: {s: of[method][s] for s in both} for method in of}, labels))
+                found.append(Column(asked, name, {method: by_context(of[method], both) for method in of}, labels))
     return found
+
+
+def by_context(values: Mapping[str, float], samples: Sequence[str]) -> dict[str, float]:
+    """The mean of the questions on each dialogue, trace or list: these are the samples, and no question is one."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        found.setdefault(sample.partition("/")[0], []).append(values[sample])
+    return {context: fsum(each) / len(each) for context, each in found.items()}
 
 
 def name_in(columns: Sequence[Column], method: str) -> str:
@@ -289,7 +296,7 @@ def section(asked: Asked, lines: Sequence[Line]) -> str:
     methods = sorted({method for column in columns for method in column.of}, key=lambda name: (name != FULL, name))
     methods = [FULL, *sorted(methods[1:], key=lambda name: order(name, columns))]
     against = [column.against_full() for column in columns]
-    heads = ["method", *(f"{asked.columns[column.name]}, {counted(column)}" for column in columns)]
+    heads = ["method", *(f"{asked.columns[column.name]}, n = {len(column.full)}" for column in columns)]
     pairs = [*zip(columns, against, strict=True)]
     rows = [[name_in(columns, name), *(cell(column, name, found) for column, found in pairs)] for name in methods]
     unit = "loss in nats" if asked.measure else "score"
@@ -300,26 +307,6 @@ def section(asked: Asked, lines: Sequence[Line]) -> str:
     if counts := verdicts(columns, against):
         parts.append(counts)
     return "\n\n".join(parts) + "\n"
-
-
-def counted(column: Column) -> str:
-    """Its samples, and of how many contexts they are where several questions are on one."""
-    n, contexts = len(column.full), column.contexts
-    return f"n = {n}" if contexts == n else f"n = {n} on {contexts} contexts"
-
-
-def clustered(lines: Sequence[Line]) -> str:
-    """Which columns count questions; "" where each is on a context of its own."""
-    columns = [column for asked in SETS for column in columns_of(asked, lines) if column.contexts < len(column.full)]
-    if not columns:
-        return ""
-    least = min(columns, key=lambda column: column.contexts / len(column.full))
-    tasks = dict.fromkeys(re.split("[:,]", column.asked.title)[0] for column in columns)
-    return (
-        f"**n counts questions and not contexts** ({', '.join(tasks)}): {least.asked.title.partition(':')[0]}'s "
-        f"{len(least.full)} are on {least.contexts} dialogues. Questions on one context are alike, so intervals there "
-        "are too narrow and losses shown too often."
-    )
 
 
 def order(method: str, columns: Sequence[Column]) -> float:
@@ -334,9 +321,12 @@ def verdicts(columns: Sequence[Column], against: Sequence[Mapping[str, Corrected
     for column, each in zip(columns, against, strict=True):
         if column.is_at_chance:
             continue
+        name = column.asked.columns[column.name]
+        if column.few:
+            found.append(f"- {name}: too few to compare ({column.few}).")
+            continue
         worse = -1 if not column.asked.measure else 1
         losing = [name_in([column], name) for name, one in each.items() if one.sign == worse]
-        name = column.asked.columns[column.name]
         found.append(f"- {name}: {listed(losing) if losing else 'no method'} shown to lose.")
     return "\n".join(found)
 
@@ -344,7 +334,7 @@ def verdicts(columns: Sequence[Column], against: Sequence[Mapping[str, Corrected
 def page(lines: Sequence[Line]) -> str:
     fetching = [line for line in lines if fetches(line.method)]
     comm = conditions.second_budget({line.comm for line in fetching}, {line.model for line in fetching})
-    head = HEAD.format(conditions=conditions.head([clustered(lines), comm, AT_A_SIXTEENTH if lines else ""]))
+    head = HEAD.format(conditions=conditions.head([comm, AT_A_SIXTEENTH if lines else ""]))
     return "\n".join([head, *(section(asked, lines) for asked in SETS)])
 
 

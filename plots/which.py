@@ -76,7 +76,8 @@ TODAY = """\
 ## On the tasks that are cited now, by tokens
 
 A quarter of the prompt's tokens, the question in the prompt. A column of [cited.md](cited.md) counts where full
-attention can be told from guessing; some have few samples, which show large losses only.
+attention can be told from guessing and there are contexts enough to show a loss; the questions on one context count
+as one.
 
 {table}
 
@@ -204,7 +205,8 @@ def words(one: Standing | None) -> str:
 
 def today(lines: Sequence[cited.Line]) -> str:
     """Methods by how many columns show a loss to full attention."""
-    columns = [column for asked in cited.SETS for column in cited.columns_of(asked, lines) if not column.is_at_chance]
+    every = [column for asked in cited.SETS for column in cited.columns_of(asked, lines)]
+    columns = [column for column in every if not column.is_at_chance and not column.few]
     lost: dict[str, list[str]] = {}
     compared: dict[str, int] = {}
     for column in columns:
@@ -239,8 +241,7 @@ def spread(ns: Sequence[int]) -> str:
 
 def page(sets: Sequence[Scores], lines: Sequence[cited.Line]) -> str:
     cited_now = TODAY.format(table=today(lines)) if lines else ""
-    clustered = f"Of [cited.md](cited.md): {found}" if (found := cited.clustered(lines)) else ""
-    first_lines = conditions.head([conditions.of_comm(shared(sets)), conditions.collapse(sets), clustered])
+    first_lines = conditions.head([conditions.of_comm(shared(sets)), conditions.collapse(sets)])
     return HEAD.format(conditions=first_lines, take=take(sets), every=every(sets), today=cited_now, asked=sources(sets))
 
 
