@@ -182,7 +182,8 @@ def lines_of(key: str, asked: Asked, config: Mapping[str, Any], folder: Path) ->
     budget = "" if method == FULL else f"{tokens} tokens" if tokens else str(Fraction(memory or 1))
     for row in rows:
         if row.status == "ok" and row.score is not None and asked.dataset in ("", row.fields.get("dataset", "")):
-            names = key, asked.model, scope, budget, method, label, row.id, row.sample_id
+            # Questions that have a prompt of their own each are samples of one trace or dialogue all the same.
+            names = key, asked.model, scope, budget, method, label, row.id, row.sample_id.partition("/")[0]
             numbers = float(row.score), row.prompt_tokens, row.generated_tokens
             yield (*names, *(f"{x:.6g}" for x in numbers), *measures(row))
 
