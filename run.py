@@ -53,7 +53,7 @@ flags
   --list tasks       say what each task asks, its lengths, answers and licence, and which of its data are here
   --list methods     say what each method does, by families, and its presets; --list models: sizes and windows
   --check            say what this machine has, and whether the main job works on it
-  --check model=X    say what a model has and which methods run on it, before its weights are downloaded
+  --check model=X    say what a model has and which methods run on it, and with tokens=32k memory=4GB what fits
   --dry-run          say how many samples and tokens, and how long they take at least, without the model's weights;
                      hardware=h100 beside it: on that machine (conf/hardware)
   --cfg job          print the composed configuration instead of running it

@@ -8,9 +8,10 @@ Not here: what one method makes of `comm` (dimensions, representatives, codes). 
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import floor
+from math import ceil, floor
+from typing import Any
 
 from engine.caches.token_code import TokenCode
 from engine.errors import ConfigError
@@ -18,6 +19,8 @@ from engine.shapes import ModelShape
 
 ELEMENT_BYTES = 2  # accounting only: 16-bit elements
 COUNTS = ("target", "mean", "peak")  # what a budget of prompt and answer is: left by a cut, held on average, at most
+UNITS = {"GB": 10**9, "MB": 10**6, "KB": 10**3, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}  # bytes
+SIZE = re.compile(r"([-+]?\d+(?:\.\d+)?) ?([KMG]i?B)", re.IGNORECASE)
 
 
 def parse_fraction(text: str | int | float | Fraction, key: str) -> Fraction:
@@ -30,6 +33,53 @@ def parse_fraction(text: str | int | float | Fraction, key: str) -> Fraction:
         raise ConfigError(f"{key}={text} is not a number; write it as 0.2 or 1/64") from None
 
 
+@dataclass(frozen=True, order=True)
+class Bytes:
+    """A number of bytes as people give it: `4GB`, `512MiB`."""
+
+    n: int
+
+    def pieces(self) -> tuple[str, str]:
+        """Number and unit, exact and as short as they can be: of 1,500,000,000 bytes 1.5 and GB."""
+        every = ((decimals(Fraction(self.n, size)), unit) for unit, size in UNITS.items())
+        return min(every, key=lambda pieces: (len(pieces[0] + pieces[1]), pieces[0].startswith("0.")))
+
+    def __str__(self) -> str:
+        return "".join(self.pieces())
+
+    @property
+    def words(self) -> str:
+        """In a sentence."""
+        return " ".join(self.pieces())
+
+
+def decimals(value: Fraction) -> str:
+    """The exact number, where its decimals end."""
+    places = 0
+    while (value * 10**places).denominator > 1:
+        places += 1
+    digits = f"{int(value * 10**places):0{places + 1}}"
+    return f"{digits[:-places]}.{digits[-places:]}" if places else digits
+
+
+def parse_bytes(text: Any, key: str) -> Bytes:
+    """`4GB`, `1.5gb` or `512MiB`; what is less than a byte is left out."""
+    found = SIZE.fullmatch(str(text).strip())
+    if found is None:
+        raise ConfigError(f"{key}={text} is neither a share of the full cache's bytes, like 1/8, nor bytes, like 4GB")
+    number, unit = found.groups()
+    sizes = {name.upper(): size for name, size in UNITS.items()}
+    n = floor(parse_fraction(number, key) * sizes[unit.upper()])
+    if n < 1:
+        raise ConfigError(f"{key}={text} is out of range; it is at least one byte, like 4GB or 512MiB")
+    return Bytes(n)
+
+
+def parse_memory(text: str | int | float | Fraction, key: str) -> "Fraction | Bytes":
+    """A share of the full cache's bytes, or bytes."""
+    return parse_bytes(text, key) if str(text).strip().upper().endswith("B") else parse_fraction(text, key)
+
+
 @dataclass(frozen=True)
 class BudgetRequest:
     """What the user asked for, before any prompt is known."""
@@ -38,23 +88,26 @@ class BudgetRequest:
     tokens: int | None  # the same as an absolute number; exactly one of the two is given
     comm: Fraction | None  # bytes moved per step to find tokens, relative to those of the prompt's keys; None: no limit
     compensate: bool = True  # dropping methods get what `comm` would have moved, as tokens
-    memory: Fraction | None = None  # share of the full cache's bytes that may lie on the device behind the prompt
+    # Share of the full cache's bytes that may lie on the device behind the prompt, or the bytes, of which each prompt
+    # makes a share.
+    memory: Fraction | Bytes | None = None
     memory_alone: bool = field(init=False, default=False)  # `ratio` was not given, and is that of `memory`
     counts: str | None = None  # of COUNTS: what `tokens` count for methods that compress while they generate
     key_share: Fraction = Fraction(1, 2)  # of a token's bytes those of its key
+    given: Bytes | None = None  # what a prompt made the share `memory` of
 
     def __post_init__(self) -> None:
-        if self.memory is not None and not 0 < self.memory <= 1:
+        if isinstance(self.memory, Fraction) and not 0 < self.memory <= 1:
             raise ConfigError(
                 f"memory={show(self.memory)} is out of range; it is a share of the full cache's bytes above 0 and at "
-                "most 1, like 1/8"
+                "most 1, like 1/8, or bytes, like 4GB"
             )
         if self.memory is not None and self.ratio is None and self.tokens is None:
-            object.__setattr__(self, "ratio", self.memory)
+            object.__setattr__(self, "ratio", None if isinstance(self.memory, Bytes) else self.memory)
             object.__setattr__(self, "memory_alone", True)
         if self.ratio is not None and self.tokens is not None:
             raise ConfigError(f"ratio={show(self.ratio)} and budget={self.tokens} are both given; give one of the two")
-        if self.ratio is None and self.tokens is None:
+        if self.ratio is None and self.tokens is None and not self.memory_alone:
             raise ConfigError("neither ratio, budget nor memory is given; give one of them, for example ratio=0.2")
         if self.ratio is not None and not 0 < self.ratio <= 1:
             raise ConfigError(
@@ -76,8 +129,16 @@ class BudgetRequest:
         of = "" if self.counts in (None, "target") else f" ({self.counts})"
         attended = f"budget={self.tokens}{of}" if self.ratio is None else f"ratio={show(self.ratio)}"
         words = [] if self.memory_alone else [attended]
-        words += [] if self.memory is None else [f"memory={show(self.memory)}"]
+        words += [] if self.memory is None else [f"memory={show(self.given or self.memory)}"]
         return " ".join(words)
+
+    def on(self, shape: ModelShape, s_prompt: int) -> "BudgetRequest":
+        """This request of prompts of one length: bytes are the share of their full cache that they are there."""
+        if not isinstance(self.memory, Bytes):
+            return self
+        whole = cache_bytes(shape, s_prompt)
+        share = Fraction(self.memory.n, whole) if whole > self.memory.n else Fraction(1)
+        return replace(self, memory=share, given=self.memory)
 
 
 EVERYTHING = BudgetRequest(ratio=Fraction(1), tokens=None, comm=Fraction(0))  # of a method that has no budget
@@ -113,6 +174,7 @@ class Budget:
     frame: Frame = NO_FRAME  # of the prompt
     memory: Fraction | None = None  # share of the full cache's bytes on the device, where that is limited
     memory_alone: bool = False  # nothing else was given
+    given: Bytes | None = None  # what `memory` is the share of, where it was asked for in bytes
     counts: str | None = None  # of COUNTS, where tokens of an answer of any length count too
     host_code: TokenCode | None = None  # how tokens of the host are packed; None: not at all
     finds_freely: bool = False  # `comm` is off: the index is the published one, or the largest whose bytes fit
@@ -152,15 +214,17 @@ def resolve(request: BudgetRequest, s_prompt: int, drops: bool) -> Budget:
     """Tokens for this prompt; `drops` says that the method moves nothing to find tokens and may be compensated."""
     # Tokens before they are rounded down; one of the two is given.
     share = Fraction(request.tokens or 0) if request.ratio is None else request.ratio * s_prompt
+    assert not isinstance(request.memory, Bytes), "of bytes `BudgetRequest.on` makes the prompt's share"
     if drops and request.memory is not None:
         share = min(share, request.memory * s_prompt)
     comm = request.comm or Fraction(0)
     extra = comm * s_prompt * request.key_share if drops and request.compensates else Fraction(0)
     nominal = min(floor(share), s_prompt)
     if nominal < 1:
-        raise ConfigError(
-            f"{request.label()} leaves no token of a prompt of {s_prompt}; the smallest ratio for it is 1/{s_prompt}"
-        )
+        smallest = f"ratio for it is 1/{s_prompt}"
+        if request.given and request.memory:
+            smallest = f"memory for it is {at_least(request.given, request.memory, Fraction(1, s_prompt))}"
+        raise ConfigError(f"{request.label()} leaves no token of a prompt of {s_prompt}; the smallest {smallest}")
     return Budget(
         s_prompt,
         nominal,
@@ -169,6 +233,7 @@ def resolve(request: BudgetRequest, s_prompt: int, drops: bool) -> Budget:
         min(share / s_prompt, Fraction(1)),
         memory=request.memory,
         memory_alone=request.memory_alone,
+        given=request.given,
         finds_freely=request.comm is None,
     )
 
@@ -195,19 +260,38 @@ def token_bytes(shape: ModelShape) -> int:
     return shape.h_kv * shape.width * ELEMENT_BYTES
 
 
+def cache_bytes(shape: ModelShape, s: int) -> int:
+    """Bytes of K and V of `s` tokens in all layers that methods compress."""
+    return len(shape.attention_layers) * s * token_bytes(shape)
+
+
+def at_least(given: Bytes, share: Fraction, smallest: Fraction) -> Bytes:
+    """So much of a prompt's cache as `smallest` of it is, where `given` is `share` of it; in few digits, rounded up."""
+    n = given.n * smallest / share
+    digit = 10 ** max(0, len(str(floor(n))) - 4)
+    return Bytes(ceil(n / digit) * digit)
+
+
 def find_bytes(shape: ModelShape, budget: Budget) -> int:
     """Bytes that `budget.comm` pays for per layer and step, in order to find tokens."""
     return floor(budget.comm * key_bytes(shape, budget.s_prompt))
 
 
-def show(value: Fraction) -> str:
+def show(value: Fraction | Bytes) -> str:
     """A share as people give it: 1/8 and 1/64, else as `exact` has it. Runs are not named by it."""
+    if isinstance(value, Bytes):
+        return str(value)
     is_power = value.numerator == 1 and value.denominator >= 8 and value.denominator.bit_count() == 1
     return f"1/{value.denominator}" if is_power else exact(value)
 
 
-def exact(value: Fraction) -> str:
-    """The one spelling of a share, of which a run's name is made: decimals where they are short and exact, else p/q."""
+def exact(value: Fraction | Bytes) -> str:
+    """The one spelling of a share, of which a run's name is made: decimals where they are short and exact, else p/q.
+
+    Bytes have one too, the shortest.
+    """
+    if isinstance(value, Bytes):
+        return str(value)
     denominator = value.denominator
     for prime in (2, 5):
         while denominator % prime == 0:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import yaml
 
 from engine import checks
-from engine.budget import EVERYTHING
+from engine.budget import EVERYTHING, Bytes
 from engine.caches.blocks import BlockCacheSpec
 from engine.checkpoints.header import header_shape, shape_of_config
 from engine.errors import ConfigError
@@ -187,7 +187,8 @@ def check(asked: Asked, shape: ModelShape) -> None:
     task.check(shape)
     checks.sizes("task", asked.task_params, max(MOST_COUNT, shape.window), "for which nobody waits")
     shortest = task.shortest_prompt()
-    if shortest is not None:
+    # Of bytes a prompt that is shorter still has a larger share.
+    if shortest is not None and not isinstance(settings.budget.memory, Bytes):
         with naming(settings):
             rules.planned(asked.params, settings.budget, shape, shortest, settings.cache, partner=asked.coding)
 

@@ -13,7 +13,6 @@ Not here: tasks that score what they saw while they decoded (perplexity, fidelit
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
 from math import fsum
 from pathlib import Path
 from typing import Any
@@ -142,9 +141,10 @@ def answers_of(rows: Sequence[SampleRow]) -> list[SampleRow]:
 def title(result: RunResult) -> str:
     """Of the task's pictures, as the run gave it to them."""
     budget = f"budget={result.budget}" if result.ratio_exact is None else f"ratio={result.ratio_exact}"
-    if result.memory_exact is not None:
-        said = f"memory={show(Fraction(result.memory_exact))}"
-        budget = said if result.memory_exact == result.ratio_exact else f"{budget} {said}"
+    if result.memory is not None:
+        said = f"memory={show(result.memory)}"
+        is_alone = result.budget is None and result.ratio_exact in (None, result.memory_exact)
+        budget = said if is_alone else f"{budget} {said}"
     return f"{result.method_label}, {budget}, {result.model}"
 
 

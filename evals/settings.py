@@ -20,7 +20,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.budget import COUNTS, BudgetRequest, exact
+from engine.budget import COUNTS, BudgetRequest, Bytes, exact
 from engine.caches.blocks import BlockCacheSpec
 from engine.checks import one_of, whole_number, word
 from engine.errors import ConfigError, unknown_name
@@ -301,7 +301,7 @@ class Keys(Plain):
     ratio: Fraction | None
     budget: int | None
     budget_counts: Any
-    memory: Fraction | None
+    memory: Bytes | Fraction | None
     comm: Fraction | None
     compensate: bool
     compose: str | None

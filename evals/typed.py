@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
-from engine.budget import parse_fraction
+from engine.budget import Bytes, parse_bytes, parse_fraction
 from engine.checks import one_of, word
 from engine.errors import ConfigError, unknown_name
 from methods.rules import Rules, Scorer
@@ -63,6 +63,8 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         return value
     if hint is Scorer:
         return scorer(value, key)
+    if hint is Bytes:
+        return parse_bytes(value, key)
     if isinstance(hint, type) and is_dataclass(hint):
         return build(hint, value, key)
     origin, args = get_origin(hint), get_args(hint)

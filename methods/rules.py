@@ -205,6 +205,7 @@ class Rules:
     ) -> tuple[Budget, Any, BlockCacheSpec | None]:  # fmt: skip
         """Budget, integers and block cache for prompts of `s_prompt` tokens; `ConfigError` where nothing fits."""
         cls.check_kinds(params, shape, partner)
+        request = request.on(shape, s_prompt)
         if request.compensates:
             request = replace(request, key_share=shape.key_share)
         if partner is not None and cls.drops:
@@ -400,9 +401,10 @@ class Rules:
     def footprint(cls, params: Any, plan: Any, budget: Budget, shape: ModelShape) -> Footprint:
         """What lies on the device right behind the prompt; `ConfigError` where nothing can be moved away from there."""
         if not cls.drops:
+            asked = show(budget.given or budget.memory or Fraction(1))
             raise ConfigError(
-                f"memory={show(budget.memory or Fraction(1))} needs a tier to move to, and {cls.title} says of none "
-                "what is left on the device; use ratio, or memory=1"
+                f"memory={asked} needs a tier to move to, and {cls.title} says of none what is left on the device; use "
+                "ratio, or memory=1"
             )
         wide = shape.g if cls.is_query_wide(params) else 1
         return Footprint(budget.tokens * wide * token_bytes(shape), n_whole=cls.n_whole(params, shape))

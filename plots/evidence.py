@@ -57,6 +57,8 @@ class Asked:
 
     def has(self, config: Mapping[str, Any]) -> bool:
         name, params, method = config["task"]["name"], config["task"]["params"], config["method"]["name"]
+        if str(config.get("memory")).endswith("B"):
+            return False  # of bytes, which are another share of each prompt
         is_split = self.others_of or self.key in SPLIT
         is_mine = not is_split or (method == FULL or method in FIRST) is not bool(self.others_of)
         return is_mine and name == self.task and self.where.items() <= params.items()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import matplotlib
 
+from engine.budget import Bytes
 from plots import style
 from plots.command import Page
 from plots.figures.frontier import Height, frontier, height_of, sets_with_bytes
@@ -44,12 +45,15 @@ class Table:
 
     run_set: RunSet
     height: Height
-    runs: dict[str, dict[Fraction, Run]]
+    runs: dict[str, dict[Fraction | Bytes, Run]]
     full: Run | None
 
     @property
-    def shares(self) -> list[Fraction]:
-        return sorted({share for of in self.runs.values() for share in of}, reverse=True)
+    def shares(self) -> list[Fraction | Bytes]:
+        """From the largest; bytes stand behind them."""
+        every = {share for of in self.runs.values() for share in of}
+        shares = sorted((one for one in every if isinstance(one, Fraction)), reverse=True)
+        return [*shares, *sorted((one for one in every if isinstance(one, Bytes)), reverse=True)]
 
     def scores(self) -> str:
         """Methods down, shares across."""
@@ -64,7 +68,7 @@ class Table:
 
     def costs(self) -> str:
         """What each method holds and moves at the share that most of them meet, the smaller one of two."""
-        share = max(self.shares, key=lambda share: (sum(share in of for of in self.runs.values()), -share))
+        share = max(reversed(self.shares), key=lambda share: sum(share in of for of in self.runs.values()))
         head = ["method", "attended", "resident share", "device, MB", "moved a step, KB", "host, MB", "whole layers"]
         rows = [[label, *cost_of(of[share])] for label, of in self.runs.items() if share in of]
         return f"At memory {share}:\n\n" + markdown(Sheet([*head, "bytes"], rows))
@@ -91,12 +95,13 @@ def tables(runs: Sequence[Run]) -> list[Table]:
     """A table for each set of runs with byte budgets; ValueError where a method has two runs at one share."""
     made = []
     for run_set in sets_with_bytes(runs):
-        found: dict[str, dict[Fraction, Run]] = {}
+        found: dict[str, dict[Fraction | Bytes, Run]] = {}
         places = {name: i for i, name in enumerate(LOOKS)}
         for run in sorted(run_set.runs, key=lambda run: (places.get(run.method, len(places)), run.result.method_label)):
-            if run.is_full or run.result.memory_exact is None:
+            share = run.result.memory
+            if run.is_full or share is None:
                 continue
-            at, share = found.setdefault(run.result.method_label, {}), Fraction(run.result.memory_exact)
+            at = found.setdefault(run.result.method_label, {})
             if share in at:
                 raise ValueError(
                     f"{run_set.name} has several runs of {run.result.method_label} at memory {share}; give a folder "

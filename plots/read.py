@@ -18,6 +18,8 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
+from engine.budget import parse_bytes
+from engine.errors import ConfigError
 from engine.foreign import one_line, refuse_depth
 from engine.terminal import say
 from results import EXACT, OFF, RunResult, SampleRow, config_hash, read_config, read_ledger, read_run
@@ -193,10 +195,11 @@ def read_one(folder: Path) -> Run:
     result, rows = read_run(folder)
     if result.waits_for_scores:
         raise ValueError(f"{folder} has answers without scores; score them with `python -m evals.rescore --write`")
+    memory = result.memory_exact or "0"
     for share in (
         "0" if result.comm_exact == OFF else result.comm_exact,
         result.ratio_exact or "0",
-        result.memory_exact or "0",
+        "0" if is_bytes(memory) else memory,
     ):
         if not SHARE.fullmatch(share):
             raise ValueError(f"{folder / RESULT} is not the result of a run: {share!r} is no share")
@@ -220,6 +223,14 @@ def read_one(folder: Path) -> Run:
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not the configuration of a run: {error}") from None
     return Run(folder, result, tuple(rows), config)
+
+
+def is_bytes(text: str) -> bool:
+    """Whether a run has its memory in bytes, in their one spelling."""
+    try:
+        return str(parse_bytes(text, "memory")) == text
+    except ConfigError:
+        return False
 
 
 @dataclass(frozen=True, order=True)

@@ -259,10 +259,10 @@ def other_setting(run_set: RunSet) -> Callable[[Run], str]:
 
 
 def budget_of(run: Run) -> float | None:
-    """The share or the number of tokens that was asked for; where nothing was, the share that was attended to."""
+    """The share, or the number of tokens or bytes, that was asked for; where nothing was, the share attended to."""
     if run.result.adapts:
         return run.result.effective_ratio
-    return run.result.ratio if run.result.budget is None else float(run.result.budget)
+    return run.result.size
 
 
 def reports(run: Run) -> Iterator[dict[str, Any]]:

@@ -58,6 +58,7 @@ def budget_of(run: Run) -> str:
     if run.is_full:
         return ""
     asked = f"budget {result.budget}" if result.ratio_exact is None else f"ratio {result.ratio_exact}"
+    asked = asked if result.memory_exact is None else result.asked
     return f"{asked}, comm {run.comm}"
 
 

@@ -18,7 +18,7 @@ from math import inf, isfinite
 from types import UnionType
 from typing import Any, Self, cast, get_args, get_origin
 
-from engine.budget import show
+from engine.budget import Bytes, parse_memory, show
 from engine.foreign import parse_json
 from results.files import unsealed
 from results.intervals import Bounds
@@ -277,8 +277,8 @@ class RunFacts:
     dtype: str
     device: str
     seed: int
-    ratio_exact: str | None  # "0.2" or "1/3"; null where `budget` is given
-    budget: int | None  # tokens; null where `ratio` is given
+    ratio_exact: str | None  # "0.2" or "1/3"; null where `budget` is given, or bytes alone
+    budget: int | None  # tokens; null where `ratio` is given, or bytes alone
     comm_exact: str  # "1/64", or "off"
     protocol: str  # the compression scope: "full_prompt" or "context_only"
     config_hash: str
@@ -293,7 +293,8 @@ class RunFacts:
     keeping: str | None = None  # what became of kept keys and values: "contiguous", "merged values"
     budget_counts: str | None = None  # "target", "mean" or "peak" where the budget is of prompt and answer together
     sampling: dict[str, Any] = field(default_factory=dict[str, Any])  # what is not greedy: temperature, n_answers, …
-    memory_exact: str | None = None  # share of the full cache's bytes on the device; null where it was not limited
+    # Share of the full cache's bytes on the device, or the bytes: "1/8", "4GB"; null where they were not limited.
+    memory_exact: str | None = None
     adapts: bool = False  # how much stayed followed from each prompt: there was no budget
     simulated: bool = False  # codes are counted in bytes, but not kept: the run holds numbers
     key_share: str | None = None  # of a token's bytes, those that its key has, such as "1" of a latent; null: half
@@ -429,13 +430,27 @@ class RunResult(RunFacts):
             least, most = self.effective_ratios or (None, None)
             between = "" if least is None else f" {least:.3f} to {most:.3f}"
             return f"adaptive{between}"
-        said = "" if self.memory_exact is None else f"memory {show(Fraction(self.memory_exact))}"
+        memory, said = self.memory, ""
+        if memory is not None:
+            said = f"memory {memory.words if isinstance(memory, Bytes) else show(memory)}"
         if self.budget is not None:
             counts = "" if self.budget_counts in (None, "target") else f"({self.budget_counts}) "
             return f"{self.budget} tokens {counts}{said}".rstrip()
-        if said and self.ratio_exact == self.memory_exact:
+        if said and self.ratio_exact in (None, self.memory_exact):
             return said
         return f"ratio {show(Fraction(self.ratio_exact or '1'))} {said}".rstrip()
+
+    @property
+    def memory(self) -> Fraction | Bytes | None:
+        """What the device could hold: a share of the full cache's bytes, or bytes."""
+        return None if self.memory_exact is None else parse_memory(self.memory_exact, "memory_exact")
+
+    @property
+    def size(self) -> float | None:
+        """What orders the budgets of a method: tokens, their share, or bytes where these are all that was given."""
+        if isinstance(self.memory, Bytes) and self.ratio is self.budget is None:
+            return float(self.memory.n)
+        return self.ratio if self.budget is None else float(self.budget)
 
     @property
     def bytes_find_per_step(self) -> float | None:

@@ -11,6 +11,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from evals.overrides import check_overrides
+from evals.screen import room
+from evals.screen.check import refuse_others
 from evals.screen.dry import asked
 from evals.settings import settings
 from evals.studies import hardware
@@ -40,7 +42,12 @@ def test_every_command_of_the_docs_composes(command: str, tmp_path: Path, monkey
     for name in re.findall(r"path/to/(\w+)\.py", command):
         example_file(tmp_path / "path" / "to", name)
     monkeypatch.chdir(tmp_path)
-    words = check_overrides(asked(command.replace("…", "DATA").split()[2:])[0])
+    given = command.replace("…", "DATA").split()[2:]
+    if "--check" in given:
+        given.remove("--check")
+        refuse_others(given)
+        given = ["method=full", *room.asked(given)[1]]  # as the screen looks the model up
+    words = check_overrides(asked(given)[0])
     first = [re.sub(r"=([^,\[]*),.*", r"=\1", word) for word in words if word != "-m"]  # a sweep's first cell
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("config", first, return_hydra_config=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from engine.budget import Budget, show, token_bytes
+from engine.budget import Budget, at_least, show, token_bytes
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 
@@ -86,10 +86,11 @@ def too_small(budget: Budget, title: str, smallest: Fraction, instead: str = "")
     """The error where no plan fits: it names the smallest share that does."""
     assert budget.memory is not None
     named = Fraction(ceil(smallest * DIGITS), DIGITS)
-    use = f"use memory={float(named)} or more" if named < 1 else "use memory=1, which is full attention"
+    least = float(named) if budget.given is None else at_least(budget.given, budget.memory, smallest)
+    use = f"use memory={least} or more" if named < 1 else "use memory=1, which is full attention"
     return TooSmall(
-        f"memory={show(budget.memory)} of a prompt of {budget.s_prompt} tokens is less than {title} needs; "
-        f"{use}{instead}",
+        f"memory={show(budget.given or budget.memory)} of a prompt of {budget.s_prompt} tokens is less than {title} "
+        f"needs; {use}{instead}",
         named,
     )
 

@@ -72,8 +72,11 @@ def main() -> int:
 def refuse_others(words: Iterable[str]) -> None:
     """Raise `ConfigError` for words that say nothing of a model, before anything is imported that would look at one."""
     for word in words:
-        if not word.startswith(("model=", "model.", "dtype=")):
-            raise ConfigError(f"{word} says nothing of a model; give --check with model=NAME alone, or without any key")
+        if not word.startswith(("model=", "model.", "dtype=", "tokens=", "memory=")):
+            raise ConfigError(
+                f"{word} says nothing of a model; give --check with model=NAME, tokens=32k and memory=4GB alone, or "
+                "without any key"
+            )
 
 
 def grid(rows: Iterable[tuple[str, str]], title: str = "") -> Table:

@@ -2,13 +2,15 @@
 
 All of it is told by the model's configuration: its file on the hub or in a folder, or what conf/architecture has where
 the hub does not answer. The model's own class runs once without numbers (`engine/checkpoints/kinds.py`), and each
-method is asked as a run asks it, with a prompt of 4,096 tokens or what the window holds.
+method is asked as a run asks it, with a prompt of 4,096 tokens or what the window holds, or with the prompt and the
+memory that are given beside the model: `tokens=32k memory=4GB`.
 
-Not here: whether answers agree, which the loaded model is asked (`engine/passes/agreement.py`).
+Not here: what fits into that memory (`evals/screen/room.py`), whether answers agree, which the loaded model is asked
+(`engine/passes/agreement.py`).
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,12 @@ from engine.passes.rotations import rotary_dims
 from engine.shapes import Checkpoint, ModelShape
 from engine.width import PASS_VALUES, SHARE
 from evals.asked import architecture, rules_and_params
-from evals.screen import check
+from evals.screen import check, room
 from evals.screen.fits import longest
 from evals.settings import ModelSpec, from_words, methods_for
 
 OWN = "its own configuration"
-PROMPT = 4096  # tokens that each method is planned for
-BUDGETS = {"ratio": "ratio=0.2", "memory": "memory=0.25", "answer": f"budget={2 * PROMPT}"}  # in a command's words
+BUDGETS = {"ratio": "ratio=0.2", "memory": "memory=0.25", "answer": f"budget={2 * room.PROMPT}"}  # in a command's words
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,21 @@ class Known:
 def main(words: Sequence[str]) -> int:
     """Print the screen; `ConfigError` for a model that KVBench refuses."""
     console = terminal.console(highlight=False)
+    asked, words = room.asked(words)
     known = look(words)
-    console.print(check.grid(facts(known)))
-    verdicts = {name: refusal(name, budget, known, words) for name, budget in known_methods().items()}
+    beside = [*room.facts(asked, known.shape)]
+    console.print(check.grid([*facts(known), *beside]))
+    s_prompt = asked.length(known.shape)
+    budgets = BUDGETS if asked.memory is None else BUDGETS | asked.budgets(known.shape)
+    verdicts = {name: refusal(name, budget, known, words, s_prompt) for name, budget in known_methods(budgets).items()}
+    of = "" if asked == room.Asked() else f" at {s_prompt:,} tokens"
+    of += "" if asked.memory is None else f" with {budgets['memory']}"
     runs = [name for name, why in verdicts.items() if why is None]
-    console.print(check.grid([("run on it", f"{len(runs)} method{'s' * (len(runs) != 1)}: {', '.join(runs)}")]))
+    by_tokens = [name for name in runs if asked.memory is not None and name in methods_for("answer")]
+    rest = [name for name in runs if name not in by_tokens]
+    console.print(check.grid([("run on it", f"{len(rest)} method{'s' * (len(rest) != 1)}{of}: {', '.join(rest)}")]))
+    if by_tokens:
+        console.print(check.grid([("and", f"at {budgets['answer']} of prompt and answer: {', '.join(by_tokens)}")]))
     refused = [(name, why) for name, why in verdicts.items() if why is not None]
     if refused and known.shape.choosing_layers:
         console.print(check.grid([("all others", refused[0][1])], "refused"))
@@ -163,12 +174,12 @@ def particulars(known: Known) -> Iterator[str]:
 # --- which methods run on it ---------------------------------------------------------------------
 
 
-def known_methods() -> dict[str, str]:
+def known_methods(budgets: Mapping[str, str] = BUDGETS) -> dict[str, str]:
     """Every method of ours, and the budget that it takes in the words of a command."""
-    return {name: words for takes, words in reversed(BUDGETS.items()) for name in methods_for(takes)}
+    return {name: words for takes, words in reversed([*budgets.items()]) for name in methods_for(takes)}
 
 
-def refusal(name: str, budget: str, known: Known, words: Sequence[str]) -> str | None:
+def refusal(name: str, budget: str, known: Known, words: Sequence[str], s_prompt: int | None = None) -> str | None:
     """Why a method cannot run on this model; None where nothing speaks against it before weights are read."""
     settings = from_words([f"method={name}", budget, *words])
     shape = known.shape
@@ -176,7 +187,7 @@ def refusal(name: str, budget: str, known: Known, words: Sequence[str]) -> str |
         rules, params = rules_and_params(settings.method)
         rules.check_kinds(params, shape)
         rules.check(params, settings.budget, shape)
-        rules.planned(params, settings.budget, shape, min(PROMPT, shape.window // 2))
+        rules.planned(params, settings.budget, shape, s_prompt or room.Asked().length(shape))
         rules.check_model(params, known.checkpoint)
     except ConfigError as error:
         return str(error)

@@ -167,11 +167,7 @@ class Check:
         yield "task_version", result.task_version, config.get("task_version")
         for key in ("seed", "dtype", "device", "budget"):
             yield key, getattr(result, key), config.get(key)
-        yield (
-            "ratio_exact",
-            result.ratio_exact,
-            config.get("ratio") or (None if config.get("budget") else config["memory"]),
-        )
+        yield "ratio_exact", result.ratio_exact, ratio_of(config)
         yield "comm_exact", result.comm_exact, config.get("comm", OFF) or OFF
         yield "memory_exact", result.memory_exact, config.get("memory")
         named = config["prefill"]["name"] if "prefill" in config else EXACT
@@ -411,6 +407,13 @@ def skipped(cell: Cell) -> Sequence[int]:
     row: Any = object.__new__(cell.kind)
     row.params, row.trace = cell.params, SimpleNamespace(shape=cell.shape)
     return row.skipped_layers()
+
+
+def ratio_of(config: Mapping[str, Any]) -> str | None:
+    """What a result says of the share: none beside a number of tokens, or of bytes."""
+    if config.get("ratio") or config.get("budget"):
+        return config.get("ratio")
+    return None if str(config["memory"]).endswith("B") else config["memory"]
 
 
 def exact_of(cell: Cell) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from engine.budget import BudgetRequest, parse_fraction
+from engine.budget import BudgetRequest, parse_fraction, parse_memory
 from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from engine.keeping import Merging
@@ -57,9 +57,8 @@ def choice(group: str, part: Any) -> Choice:
 def settings_of(config: Mapping[str, Any]) -> Settings:
     """The settings of a run; `ConfigError` where its configuration is one that no run writes."""
     run = USUAL["run"] | dict(config)
-    share = {
-        key: None if run.get(key) is None else parse_fraction(run[key], key) for key in ("ratio", "comm", "memory")
-    }
+    share = {key: None if run.get(key) is None else parse_fraction(run[key], key) for key in ("ratio", "comm")}
+    memory = None if run["memory"] is None else parse_memory(run["memory"], "memory")
     sampling = {"temperature": 0, "top_p": 1, "top_k": None, "n_answers": 1}
     allocator = run["allocator"]
     counts = run["budget_counts"]
@@ -72,7 +71,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
         evicts=run["prefill_evict"],
         budget=BudgetRequest(
             share["ratio"], run.get("budget"), share["comm"], bool(run.get("compensate")),
-            memory=share["memory"], counts=None if counts == "target" else counts,
+            memory=memory, counts=None if counts == "target" else counts,
         ),
         sampling=Sampling(**{key: run.get(key, usual) for key, usual in sampling.items()}),
         compose=None if run["compose"] is None else choice("method", run["compose"]),

@@ -108,7 +108,7 @@ class DecodingRules(Rules):
         super().check(params, request, shape)
         if request.memory is not None:
             raise ConfigError(
-                f"memory={show(request.memory)} is a share of a prompt's cache, and {cls.title} compresses prompt and "
+                f"memory={show(request.memory)} limits a prompt's cache, and {cls.title} compresses prompt and "
                 "answer together; give budget=N tokens"
             )
         if request.tokens is None:

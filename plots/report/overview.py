@@ -117,7 +117,7 @@ def describe(run: Run, others: "Others", root: Path, baselines: Baselines, share
         "task": task_of(run),
         "model": run.model,
         "budget": "full" if run.is_full else asked(run),
-        "size": None if run.is_full else result.budget or result.ratio,
+        "size": None if run.is_full else result.size,
         "comm": comm,
         "comm_size": None if run.is_full else result.comm,
         "group": group_of(run),

@@ -22,6 +22,7 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
+from engine.budget import SIZE, parse_bytes
 from plots.read import Run, prefill_words, scores
 from plots.run_sets import dataset_words, prompt_settings
 from plots.scored import Scored, best, compared
@@ -252,7 +253,10 @@ def values_of(parts: Sequence[Part], key: str) -> list[str]:
 
 def in_order(word: str) -> tuple[int, float, str]:
     """Numbers by size, wherever they stand in a word; then words."""
-    for piece in word.removeprefix("ratio ").removeprefix("memory ").split():
+    bare = word.removeprefix("ratio ").removeprefix("memory ")
+    if SIZE.fullmatch(bare):
+        return 0, float(parse_bytes(bare, "memory").n), word
+    for piece in bare.split():
         try:
             return 0, float(Fraction(piece)), word
         except ValueError:

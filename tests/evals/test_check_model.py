@@ -6,6 +6,8 @@ import pytest
 import yaml
 
 import run
+from engine.budget import Bytes, parse_bytes
+from evals.screen import room
 from evals.screen.model import BUDGETS, facts, known_methods, look, refusal
 from tests.architectures import config_of, is_too_new
 from tests.engine.passes.test_chosen import saved
@@ -95,3 +97,73 @@ def test_a_model_that_chooses_by_itself_is_for_full_attention_alone(
     said = " ".join(capsys.readouterr().out.split())
     assert "4 indexed_attention: the model chooses by itself what it attends to" in said
     assert "1 method: full" in said and "all others" in said
+
+
+# --- a prompt and its memory ---------------------------------------------------------------------
+
+
+def screen(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert run.main(["--check", *words]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_bytes_say_how_many_requests_fit_and_what_one_may_take(capsys: pytest.CaptureFixture[str]) -> None:
+    said = screen(capsys, "model=llama-3.1-8b-instruct", "tokens=32k", "memory=4GB")
+    assert "its full cache is 4.29 GB at 32,768 tokens: 4 GB is 93.1 % of it" in said
+    assert "no request at full attention, 3 at 1/4, 7 at 1/8, 14 at 1/16 of the bytes" in said
+    assert "memory=2GB (46.6 % of its cache) for 2 requests at once, memory=1GB (23.3 %) for 4" in said
+    assert "methods at 32,768 tokens with memory=4GB: full, " in said
+    # Of prompt and answer together: 4 GB over 131,072 bytes a token.
+    assert "at budget=30517 of prompt and answer: full_stopped, h2o_decode" in said
+    assert said.index("4.29 GB") < said.index("run on it")
+
+
+def test_a_share_says_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    said = screen(capsys, "model=llama-3.1-8b-instruct", "tokens=32768", "memory=1/4")
+    assert "its full cache is 4.29 GB at 32,768 tokens: memory=0.25 is 1.07 GB of it; 4 such requests" in said
+    assert "think memory=0.25 of a prompt of 32768 tokens is less than ThinK needs" in said
+
+
+def test_more_memory_than_the_whole_cache_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    said = screen(capsys, "model=llama-3.1-8b-instruct", "memory=4GB")
+    assert "its full cache is 536.9 MB at 4,096 tokens: 4 GB is more than all of it" in said
+    assert "7 requests at full attention, 29 at 1/4" in said
+    assert "memory=500MB (93.1 % of its cache) for 8 requests at once" in said
+
+
+def test_what_no_method_changes_counts_where_requests_are_counted() -> None:
+    shape = look(["model=gpt-oss-20b"]).shape
+    found = dict(room.facts(room.Asked(32768, Bytes(10**9)), shape))
+    whole, left = 32768 * 24_576, shape.left_bytes(32768)
+    assert found["and"].startswith("3.1 MB of every request")
+    assert f", {int(10**9 / (whole / 4 + left))} at 1/4," in found["in 1 GB"]
+    each = parse_bytes(found["for more"].removeprefix("memory=").partition(" ")[0], "memory").n
+    assert 2 * (each + left) <= 10**9 < 2 * (each * 1.001 + left)
+
+
+@pytest.mark.parametrize(("text", "n"), [("32k", 32768), ("128K", 131072), ("32768", 32768), ("1.5k", 1536)])
+def test_lengths_are_written_as_people_write_them(text: str, n: int) -> None:
+    assert room.parse_length(text) == n
+
+
+def test_without_a_prompt_and_memory_nothing_is_said_of_them() -> None:
+    assert not [*room.facts(room.Asked(), look(["model=llama-3.1-8b-instruct"]).shape)]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["model=llama-3.1-8b-instruct", "tokens=256k"], "tokens=262144 is more than the window"),
+        (["model=llama-3.1-8b-instruct", "tokens=x"], "tokens=x is no number of tokens"),
+        (["model=llama-3.1-8b-instruct", "tokens=0"], "tokens=0 is no number of tokens"),
+        (["model=llama-3.1-8b-instruct", "memory=4XB"], "memory=4XB is neither"),
+        (["model=llama-3.1-8b-instruct", "memory=3/2"], "memory=1.5 is out of range"),
+        (["tokens=32k"], "tokens=32k is of a model's prompt"),
+    ],
+)
+def test_a_prompt_or_a_memory_that_makes_no_sense_is_one_sentence(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(["--check", *words]) == 2
+    said = capsys.readouterr()
+    assert says in said.err and not said.out and len(said.err.strip().splitlines()) == 1

@@ -100,7 +100,7 @@ def test_pass_at_k_is_without_bias() -> None:
         (["method=rkv", "ratio=0.2"], "ratio=0.2 is a share of a prompt"),
         (["method=rkv"], "give budget=N tokens"),
         (["method=rkv", "budget=64", "comm=1/64"], "comm=1/64 means nothing for R-KV"),
-        (["method=rkv", "budget=64", "memory=1/8"], "memory=1/8 is a share of a prompt's cache"),
+        (["method=rkv", "budget=64", "memory=1/8"], "memory=1/8 limits a prompt's cache"),
         (["method=rkv", "budget=8"], "budget=8 is too small"),
         (["method=triattention", "budget=200"], "does not hold a protected prompt of"),
         (["method=snapkv", "budget=64", "budget_counts=mean"], "use method=snapkv_decode"),

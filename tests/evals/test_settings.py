@@ -11,6 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import tasks
+from engine.budget import Bytes
 from engine.errors import ConfigError
 from evals.overrides import CONF
 from evals.settings import Choice, Settings, load_class, settings
@@ -62,6 +63,13 @@ def test_the_defaults_are_a_whole_run() -> None:
         (["ratio=null"], "neither ratio, budget nor memory is given"),
         (["ratio=0.1", "budget=3"], "both given"),
         (["budget=0"], "budget=0 is out of range"),
+        (["memory=4XB"], "memory=4XB is neither a share of the full cache's bytes, like 1/8, nor bytes, like 4GB"),
+        (["memory=GB"], "memory=GB is neither"),
+        (["memory=1/2GB"], "memory=1/2GB is neither"),
+        (["memory=true"], "memory=True is neither"),
+        (["memory=0GB"], "memory=0GB is out of range"),
+        (["memory=-1GB"], "memory=-1GB is out of range"),
+        (["memory=4"], "memory=4 is out of range; it is a share of the full cache's bytes above 0 and at most 1"),
         (["budget=abc"], "budget=abc is not a whole number"),
         (["budget=1.5"], "budget=1.5 is not a whole number"),
         (["comm=-1"], "comm=-1 is out of range"),
@@ -101,6 +109,27 @@ def test_a_value_out_of_range_is_one_sentence_with_its_key(words: list[str], say
 @pytest.mark.parametrize(("text", "exact"), [("0.29", "29/100"), ("1/64", "1/64"), ("1", "1")])
 def test_shares_are_exact(text: str, exact: str) -> None:
     assert composed(f"ratio={text}").budget.ratio == Fraction(exact)
+
+
+@pytest.mark.parametrize(
+    ("text", "n", "exact"),
+    [
+        ("4GB", 4 * 10**9, "4GB"),
+        ("4gb", 4 * 10**9, "4GB"),
+        ("4000MB", 4 * 10**9, "4GB"),
+        ("1.5GB", 1_500_000_000, "1.5GB"),
+        ("0.5GB", 500_000_000, "500MB"),
+        ("2gib", 2 << 30, "2GiB"),
+        ("1024KiB", 1 << 20, "1MiB"),
+        ("12.345kb", 12_345, "12.345KB"),
+        ("1.0001KB", 1_000, "1KB"),
+    ],
+)
+def test_bytes_have_one_spelling(text: str, n: int, exact: str) -> None:
+    run = composed(f"memory={text}")
+    assert (run.budget.memory, run.budget.ratio, run.budget.memory_alone) == (Bytes(n), None, True)
+    assert (run.resolved()["memory"], run.resolved()["ratio"], run.resolved()["comm"]) == (exact, None, None)
+    assert run.budget.label() == f"memory={exact}"
 
 
 def test_the_default_ratio_steps_back_for_a_budget() -> None:

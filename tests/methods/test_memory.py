@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.books.footprint import Footprint
-from engine.budget import Budget, BudgetRequest, token_bytes
+from engine.budget import Budget, BudgetRequest, Bytes, cache_bytes, parse_bytes, token_bytes
 from engine.caches.blocks import BlockCacheSpec
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
@@ -200,3 +200,70 @@ def test_shares_beyond_the_cache_are_refused() -> None:
     for memory in ("0", "9/8"):
         with pytest.raises(ConfigError, match=f"memory={float(Fraction(memory)):g} is out of range"):
             asked(memory)
+
+
+# --- in bytes ------------------------------------------------------------------------------------
+
+
+def in_bytes(n: int, ratio: str | None = None) -> BudgetRequest:
+    return replace(asked("1", ratio, None), ratio=None if ratio is None else Fraction(ratio), memory=Bytes(n))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_bytes_are_the_share_of_the_prompts_cache_that_they_amount_to(name: str) -> None:
+    subject, shape = ours(name), model().shape
+    whole, said = cache_bytes(shape, S), ""
+    for sixteenths in (8, 12, 14, 15):
+        share, n = Fraction(sixteenths, 16), whole * sixteenths // 16
+        try:
+            one = variant(subject, asked(str(share), comm=None))
+        except ConfigError as error:
+            with pytest.raises(ConfigError) as caught:
+                variant(subject, in_bytes(n))
+            said = re.sub(r"memory=[\d.]+([KMG]i?B)?", "", str(caught.value))
+            assert said == re.sub(r"memory=[\d./]+", "", str(error)).replace("memory=1", "")
+            continue
+        other = variant(subject, in_bytes(n))
+        assert (other.plan, other.cache) == (one.plan, one.cache)
+        assert replace(other.budget, given=None) == one.budget
+        assert answers([other])[0].ids == answers([one])[0].ids
+        return
+    assert "full attention" in said  # no share of so short a prompt has room for its codes
+
+
+def test_prompts_of_two_lengths_get_two_shares_of_the_same_bytes() -> None:
+    snapkv, shape = ours("snapkv"), LLAMA
+    n = cache_bytes(shape, 1000)
+    budgets = [snapkv.kind.planned(snapkv.params, in_bytes(n), shape, s)[0] for s in (2000, 8000)]
+    assert [budget.memory for budget in budgets] == [Fraction(1, 2), Fraction(1, 8)]
+    assert [budget.tokens for budget in budgets] == [1000, 1000]
+    assert all(budget.device_bytes(shape) * len(shape.attention_layers) == n for budget in budgets)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pqcache", "kivi", "think"])
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_cache_that_fits_is_full_attention(name: str, more: int) -> None:
+    subject = ours(name)
+    one = variant(subject, in_bytes(cache_bytes(model().shape, S) + more))
+    assert one.is_full and one.budget.memory == 1
+    assert answers([one])[0].ids == answers([variant(ours("full"), BudgetRequest(Fraction(1), None, None))])[0].ids
+
+
+def test_a_ratio_beside_bytes_still_bounds_the_tokens() -> None:
+    snapkv, n = ours("snapkv"), cache_bytes(LLAMA, 1000)
+    budget = snapkv.kind.planned(snapkv.params, in_bytes(n, "1/10"), LLAMA, 4000)[0]
+    assert (budget.tokens, budget.memory, budget.memory_alone) == (400, Fraction(1, 4), False)
+    assert snapkv.kind.planned(snapkv.params, in_bytes(n, "1/2"), LLAMA, 4000)[0].tokens == 1000
+
+
+@pytest.mark.parametrize(("name", "n"), [("pqcache", 200_000), ("snapkv", 100_000), ("kivi", 100_000)])
+def test_too_few_bytes_are_refused_with_enough_of_them(name: str, n: int) -> None:
+    subject = made_of([f"method={name}"])
+    with pytest.raises(ConfigError, match=rf"^memory={n // 1000}KB (of|leaves no)") as caught:
+        subject.kind.planned(subject.params, in_bytes(n), LLAMA, 4000)
+    least = re.search(r"(?:use memory=|memory for it is )([\d.]+[KMG]i?B)", str(caught.value))
+    assert least, caught.value
+    n = parse_bytes(least[1], "memory").n
+    subject.kind.planned(subject.params, in_bytes(n), LLAMA, 4000)
+    with pytest.raises(ConfigError):
+        subject.kind.planned(subject.params, in_bytes(n * 9 // 10), LLAMA, 4000)

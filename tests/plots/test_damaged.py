@@ -113,6 +113,8 @@ FORGED: dict[str, Callable[[Path], Any]] = {
     "answers without an end": lambda f: seal_anew(f, ("generated_tokens", 10**400)),
     "a memory of nothing": lambda f: seal_anew(f, memory_exact="1/0"),
     "a memory in words": lambda f: seal_anew(f, memory_exact="<b>"),
+    "a memory of no bytes": lambda f: seal_anew(f, memory_exact="0GB"),
+    "bytes as nobody spells them": lambda f: seal_anew(f, memory_exact="4000MB"),
     "a result without its seal": lambda f: (f / "result.json").write_text(
         unsealed((f / "result.json").read_text()).replace("Snapkv", "Best")
     ),
