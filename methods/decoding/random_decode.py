@@ -79,10 +79,10 @@ class RandomDecode(CuttingMethod):
         return n_sink + params.window + 1, f"{first}the last method.window={params.window} tokens stay, and one by lot"
 
     @classmethod
-    def beside_prompt(cls, params: Params) -> tuple[int, str, str] | None:
+    def beside_prompt(cls, params: Params) -> tuple[int, str, dict[str, Any]] | None:
         if params.protect != "prompt" or params.long_prompt == "cut":
             return None
-        return params.window + 1, f"method.window={params.window} and one", "method.protect=none"
+        return params.window + 1, f"method.window={params.window} and one", {"protect": "none"}
 
     @classmethod
     def notes(cls, params: Params) -> list[str]:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from engine.budget import Budget, BudgetRequest, show
-from engine.checks import one_of, whole_number
+from engine.checks import one_of, whole_number, word
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from methods.rules import Rules
@@ -97,9 +97,9 @@ class DecodingRules(Rules):
         return 1, "a cut leaves at least one token"
 
     @classmethod
-    def beside_prompt(cls, params: Any) -> tuple[int, str, str] | None:
-        """Tokens that a target needs beside a prompt which never leaves: how many, their words in an error, and the
-        setting that lets the prompt compete; None: it competes."""
+    def beside_prompt(cls, params: Any) -> tuple[int, str, dict[str, Any]] | None:
+        """Tokens that a target needs beside a prompt which never leaves: how many, and their words in an error; and the
+        parameter that lets the prompt compete. None: it competes."""
         return None
 
     @classmethod
@@ -145,11 +145,12 @@ class DecodingRules(Rules):
         target = cls.target(params, request)
         assert tokens is not None
         most = cls.schedule(params, target).most(s_prompt)
-        n_more, what, instead = cls.beside_prompt(params) or (target - s_prompt, "", "")
+        n_more, what, instead = cls.beside_prompt(params) or (target - s_prompt, "", {})
         if target < s_prompt + n_more:
+            ((key, value),) = instead.items()
             raise ConfigError(
                 f"budget={tokens} does not hold a protected prompt of {s_prompt} tokens and {what} more; use "
-                f"budget={s_prompt + n_more + tokens - target} or more, or {instead}"
+                f"budget={s_prompt + n_more + tokens - target} or more, or method.{key}={word(value)}"
             )
         if counts != "target" and most > target + params.interval:
             raise ConfigError(

@@ -167,9 +167,9 @@ class TriAttention(NeedsCalibration, CuttingMethod):
         super().check_model(params, model)
 
     @classmethod
-    def beside_prompt(cls, params: Params) -> tuple[int, str, str] | None:
+    def beside_prompt(cls, params: Params) -> tuple[int, str, dict[str, Any]] | None:
         n = params.interval
-        return (n, f"method.interval={n}", "method.protect_prompt=false") if params.protect_prompt else None
+        return (n, f"method.interval={n}", {"protect_prompt": False}) if params.protect_prompt else None
 
     @classmethod
     def schedule(cls, params: Params, target: int) -> Schedule:
