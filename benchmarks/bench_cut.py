@@ -22,7 +22,7 @@ from evals.settings import from_words, load_class
 from evals.typed import build_params
 from tests.vectors import built
 
-METHODS = "rkv,snapkv_decode,streamingllm_decode,h2o_decode,tova_decode,triattention"
+METHODS = "rkv,snapkv_decode,streamingllm_decode,h2o_decode,tova_decode,random_decode_unprotected,triattention"
 
 
 def llama_layers(n_layers: int, device: torch.device) -> Model:

@@ -93,9 +93,7 @@ class Variant:
     allocator: Allocator = UNIFORM  # of a scorer: how layers and heads share the budget
     partner: "Partner | None" = None  # what makes codes of tokens
     keeping: Keeping = AS_THEY_ARE  # what becomes of keys and values that stay
-    is_checked: bool = (
-        False  # the engine looks at what it selects and counts what it attends to (engine/books/audit.py)
-    )
+    is_checked: bool = False  # the engine looks at what it selects, counts what it attends to (engine/books/audit.py)
 
     @property
     def is_full(self) -> bool:
@@ -143,6 +141,7 @@ class SelectiveAttention(Rules, ABC):
     delay: int | None = None  # how many newer tokens still see one that `goes`, where each is judged by itself
     wants_input: bool = False  # True: behind a step it finds `x_now`
     x_now: Tensor  # (1, 1, D), what the layer's attention was called with
+    draw: int = 0  # which of a prompt's answers it belongs to; known once its layers are built
     pads: ClassVar[bool] = False  # True: `select` may return -1 for "no token"
 
     def __init__(self, variant: Variant, trace: Trace, n_new: int, store: "type[Store]") -> None:

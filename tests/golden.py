@@ -19,7 +19,7 @@ from tests import golden_metrics
 from tests.engine import test_budget, test_entries, test_keeping, test_latents, test_softmax
 from tests.engine.caches import test_blocks
 from tests.engine.sparse import test_rules
-from tests.methods.decoding import test_schedule
+from tests.methods.decoding import test_random_decode, test_schedule
 from tests.methods.dropping import (
     test_h2o,
     test_pyramidinfer,
@@ -69,6 +69,7 @@ RUNNERS: dict[str, Runner] = {
     "pyramidinfer/decode_block_*.npz": test_pyramidinfer.run_block_vectors,
     "decode_time/*.npz": test_schedule.run_vectors,
     "decode_time/prulong_footprint.json": test_entries.run_vectors,
+    "random_decode/survival.json": test_random_decode.run_survival,
     "pqcache/h2o_*.npz": test_h2o.run_weight_vectors,
     "pqcache/cache_*.npz": test_blocks.run_vectors,
     "pqcache/budget_*.npz": test_budget.run_vectors,

@@ -47,6 +47,7 @@ def read(
     def begin(wave: Sequence[Cell], trace: Trace) -> None:
         for cell in wave:
             rows.append(one.variants[cell.path].row(trace, n_new))
+            rows[-1].draw = cell.draw or 0
             if cell.settings.accesses:
                 rows[-1].store.accesses = []
 

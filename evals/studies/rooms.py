@@ -20,6 +20,7 @@ from engine.terminal import say
 from engine.width import SHARE, prompt_bytes, variant_bytes, waves
 from evals.studies.hardware import method_of, read_model
 from methods.base import Variant
+from methods.decoding.schedule import DecodingRules
 from results.sheet import Sheet, pipes, show
 
 METHODS = "full snapkv h2o streamingllm quest sparq clusterkv infllm infinigen pqcache".split()
@@ -30,8 +31,8 @@ ELEMENT_BYTES = 2  # of K and V
 def variant_of(name: str, shape: ModelShape, s: int, ratio: Fraction) -> Variant:
     kind, params = method_of(name)
     request = BudgetRequest(ratio, None, Fraction(1, 64)) if kind.has_budget else EVERYTHING
-    if getattr(params, "protect_prompt", False):  # it would keep the whole prompt, whatever the ratio
-        params = replace(params, protect_prompt=False)
+    if issubclass(kind, DecodingRules) and (protects := kind.beside_prompt(params)):
+        params = replace(params, **protects[2])  # it would keep the whole prompt, whatever the ratio
     if kind.of_answers:  # prompt and answer share as many tokens as others keep of a prompt
         request = BudgetRequest(None, floor(ratio * s), Fraction(0))
     return kind.variant_for(params, request, shape, s)

@@ -9,10 +9,10 @@ Not here: which tokens stay (`methods/decoding`).
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.budget import Budget, BudgetRequest, show
-from engine.checks import one_of, whole_number
+from engine.checks import one_of, whole_number, word
 from engine.errors import ConfigError
 from engine.shapes import ModelShape
 from methods.rules import Rules
@@ -66,13 +66,15 @@ class Schedule:
 class WhenToCut:
     """Parameters of every method that cuts by a `Schedule`."""
 
+    SCHEDULES: ClassVar[tuple[str, ...]] = ("position", "steps")
+
     interval: int
     schedule: str
     at_prefill: bool
 
     def __post_init__(self) -> None:
         whole_number("method.interval", self.interval, 1)
-        one_of("method.schedule", self.schedule, ("position", "steps"))
+        one_of("method.schedule", self.schedule, self.SCHEDULES)
 
 
 def target_of(tokens: int, counts: str | None, interval: int) -> int:
@@ -95,8 +97,10 @@ class DecodingRules(Rules):
         return 1, "a cut leaves at least one token"
 
     @classmethod
-    def protects_prompt(cls, params: Any) -> bool:
-        return False
+    def beside_prompt(cls, params: Any) -> tuple[int, str, dict[str, Any]] | None:
+        """Tokens that a target needs beside a prompt which never leaves: how many, and their words in an error; and the
+        parameter that lets the prompt compete. None: it competes."""
+        return None
 
     @classmethod
     def schedule(cls, params: Any, target: int) -> Schedule:
@@ -141,11 +145,12 @@ class DecodingRules(Rules):
         target = cls.target(params, request)
         assert tokens is not None
         most = cls.schedule(params, target).most(s_prompt)
-        if cls.protects_prompt(params) and target < s_prompt + params.interval:
-            needed = s_prompt + params.interval + tokens - target
+        n_more, what, instead = cls.beside_prompt(params) or (target - s_prompt, "", {})
+        if target < s_prompt + n_more:
+            ((key, value),) = instead.items()
             raise ConfigError(
-                f"budget={tokens} does not hold a protected prompt of {s_prompt} tokens and "
-                f"method.interval={params.interval} more; use budget={needed} or more, or method.protect_prompt=false"
+                f"budget={tokens} does not hold a protected prompt of {s_prompt} tokens and {what} more; use "
+                f"budget={s_prompt + n_more + tokens - target} or more, or method.{key}={word(value)}"
             )
         if counts != "target" and most > target + params.interval:
             raise ConfigError(

@@ -167,8 +167,9 @@ class TriAttention(NeedsCalibration, CuttingMethod):
         super().check_model(params, model)
 
     @classmethod
-    def protects_prompt(cls, params: Params) -> bool:
-        return params.protect_prompt
+    def beside_prompt(cls, params: Params) -> tuple[int, str, dict[str, Any]] | None:
+        n = params.interval
+        return (n, f"method.interval={n}", {"protect_prompt": False}) if params.protect_prompt else None
 
     @classmethod
     def schedule(cls, params: Params, target: int) -> Schedule:

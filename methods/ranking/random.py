@@ -15,7 +15,7 @@ Fails     as it should: at a tenth of a prompt nine heads in ten have lost its f
 Figures   drop by place or chance: #84909C, plus, :
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,10 +64,19 @@ def marks(ids: Sequence[int], s: int) -> Tensor:
     return found
 
 
+def keys_of(seed: int, layer: int, heads: Iterable[int]) -> Tensor:
+    """What tells the numbers of a head from those of another, (heads,) int64."""
+    return mixed(torch.tensor([wrapped(seed * STEP + layer * FIRST + head * SECOND + BASE) for head in heads]))
+
+
+def even(x: Tensor) -> Tensor:
+    """Any int64 as a number from 0 to 1, float32."""
+    return shifted(mixed(x), 40).float() * 2.0**-24
+
+
 def drawn(of_tokens: Tensor, seed: int, layer: int, head: int) -> Tensor:
     """A number from 0 to 1 for each token, (s,) float32, by its mark."""
-    key = mixed(torch.tensor(wrapped(seed * STEP + layer * FIRST + head * SECOND + BASE))).item()
-    return shifted(mixed(of_tokens ^ int(key)), 40).float() * 2.0**-24
+    return even(of_tokens ^ keys_of(seed, layer, [head]))
 
 
 class Random(ScoringMethod):

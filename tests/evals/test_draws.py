@@ -1,12 +1,16 @@
 """Several answers to a prompt: whose they are, that they depend on nothing else, and what a run says of them."""
 
+from collections import defaultdict
 from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from engine.errors import ConfigError
 from evals.runner import run_cells
+from methods.decoding.random_decode import RandomDecode
 from results import RunFolder, read_samples
 from results.summary import chance_of_one
 from tests.tiny_run import cell, save_tiny, sweep
@@ -33,6 +37,7 @@ def test_draws_are_the_same_alone_and_beside_others(model: str, tmp_path: Path) 
         ["method=rkv", *SMALL],
         ["method=h2o_decode", *SMALL],
         ["method=streamingllm_decode", *SMALL, "budget_counts=peak"],
+        ["method=random_decode_unprotected", *SMALL],
     ]
     together = sweep(words(model), variants, tmp_path / "together")
     for i, (result, rows) in enumerate(together):
@@ -40,7 +45,7 @@ def test_draws_are_the_same_alone_and_beside_others(model: str, tmp_path: Path) 
         assert [row.id for row in rows] == [row.id for row in alone_rows]
         assert [row.prediction for row in rows] == [row.prediction for row in alone_rows]
         assert result.score == alone.score and result.pass_at_k == alone.pass_at_k
-    (full, full_rows), (rkv, rkv_rows), _, (peak, _) = together
+    (full, full_rows), (rkv, rkv_rows), _, (peak, _), _ = together
     assert [row.fields["draw"] for row in full_rows] == [0, 1, 2] * 2
     assert len({row.sample_id for row in full_rows}) == 2 and len({row.prediction for row in full_rows}) == 6
     assert full.footprint == full.footprint_vs_full == 1
@@ -51,6 +56,23 @@ def test_draws_are_the_same_alone_and_beside_others(model: str, tmp_path: Path) 
     assert rkv.footprint is not None and rkv.footprint_vs_full is not None and 0 < rkv.footprint_vs_full
     # The first token comes from the prefill, and so from the same logits and the same number.
     assert [row.prediction[:1] for row in rkv_rows] == [row.prediction[:1] for row in full_rows]
+
+
+def test_draws_of_a_prompt_lose_tokens_of_their_own(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reorder, kept = RandomDecode.reorder, defaultdict[tuple[int, int], dict[int, Tensor]](dict)
+
+    def seen(self: RandomDecode, layer: int, slots: Tensor) -> None:
+        reorder(self, layer, slots)
+        kept[layer, self.n_cuts[layer]].setdefault(self.draw, slots)
+
+    monkeypatch.setattr(RandomDecode, "reorder", seen)
+    sweep(words(model), [["method=random_decode_unprotected", *SMALL]], tmp_path)
+    assert {n for _, n in kept} == {1, 2, 3, 4}, "the prompt, and three cuts of the answer"
+    for by_draw in kept.values():
+        assert by_draw.keys() == {0, 1, 2}
+        assert not any(torch.equal(one, other) for one, other in combinations(by_draw.values(), 2))
 
 
 def test_a_run_that_was_killed_between_draws_goes_on_with_the_same(

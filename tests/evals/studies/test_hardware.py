@@ -171,6 +171,7 @@ REFUSED = {
 }
 BUDGETS = {
     "double_sparsity_paper": ["--budget", "512", "--comm", "1/16"],
+    "random_decode": ["--budget", "2200"],
     "triattention": ["--budget", "2200"],
     "triattention_class": ["--budget", "2200"],
 }

@@ -15,6 +15,7 @@ from engine.placement import Stay
 from engine.softmax import Softmax
 from methods.decoding.cutting import CuttingMethod, best_first
 from methods.decoding.h2o_decode import H2ODecode
+from methods.decoding.random_decode import RandomDecode
 from methods.decoding.rkv import RKV, window_importance
 from methods.decoding.schedule import Schedule, target_of
 from methods.decoding.snapkv_decode import SnapKVDecode
@@ -30,6 +31,7 @@ SMALL: dict[type[CuttingMethod], Any] = {
     StreamingLLMDecode: StreamingLLMDecode.Params(6, *POSITION, 4),
     H2ODecode: H2ODecode.Params(6, *POSITION),
     TOVADecode: TOVADecode.Params(6, *POSITION),
+    RandomDecode: RandomDecode.Params(6, *POSITION, 4, "none", "refuse", "fresh", "head", 0),
 }
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "decode_time").glob("*.npz"))
 

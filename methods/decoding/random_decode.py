@@ -1,0 +1,125 @@
+"""Random Attention (Wang et al., 2026): the prompt, the last tokens and, of the others, some by lot, anew at every cut.
+
+It reads no key, no value and no query, and is the floor of every table of methods that cut while they answer. A number
+follows from the seed, the prompt, the answer's number among its draws, layer, KV head, cut and position alone, so that
+it is the same on every device and in any company.
+
+Paper     arXiv:2609.03430, 2026; Wang, Heng; Random Attention: Rethinking KV Cache Eviction for Efficient Reasoning
+Symbols   B = `target`, N = `interval`, w = `window`, P = `n_protected`; the authors' mode random_pp and, with
+          `per: layer`, their control random_unified.
+Per step  moved: nothing; resident: h_kv * (target + interval) tokens at most; no metadata, and a cut reads nothing.
+Differs   - `draws: fresh` is the authors': survivors are drawn for again, and a token stays for a cuts with rho**a,
+            rho = (B - w - P) / (B + N - w - P). With `once` a token has one number for life, and all that were ever
+            generated stay with the same chance, which suits tables of methods without a bias to the recent.
+          - their numbers come from an unseeded generator, or in vLLM from one seeded by the tokens seen.
+          - their cuts are those of `schedule: slack` and never come before the first step (`random_decode_paper`).
+          - a budget that does not hold a protected prompt is refused. They keep its first B - w - 1 tokens without a
+            word; `long_prompt: cut` does so, and such answers say `n_protected` in their `method_report`.
+Fails     as it should, on what was said many cuts ago, though of 8 heads one or another has it still. It is the floor
+          of methods that protect as much: of R-KV and SnapKV it is `random_decode_unprotected`.
+Figures   drop while decoding: #7B82A1, bar, -.
+"""
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.checks import each_one_of, whole_numbers
+from kernels.jit import upload
+from kernels.topk import top_stable
+from methods.decoding.cutting import CuttingMethod, in_place, with_last
+from methods.decoding.schedule import WhenToCut
+from methods.ranking.random import FIRST, SECOND, STEP, even, keys_of, marks, mixed, wrapped
+
+N_SINK = 4  # of `protect: sinks`
+
+
+def kept(u: Tensor, n_protected: int, target: int, w: int) -> Tensor:
+    """Slots that stay, ascending, (…, target): the first ones, the last `w`, and between them the highest of `u`."""
+    n = u.shape[-1]
+    numbers = u[..., : n - w].clone()
+    numbers[..., :n_protected] = torch.inf
+    return with_last(in_place(top_stable(numbers, target - w)), n, w)
+
+
+class RandomDecode(CuttingMethod):
+    title = "Random while decoding"
+
+    @dataclass(frozen=True)
+    class Params(WhenToCut):
+        window: int
+        protect: str
+        long_prompt: str
+        draws: str
+        per: str
+        seed: int
+
+        SCHEDULES = (*WhenToCut.SCHEDULES, "slack")
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            whole_numbers("method", self, window=0, seed=0)
+            each_one_of("method", self, protect=("prompt", "sinks", "none"), long_prompt=("refuse", "cut"))
+            each_one_of("method", self, draws=("fresh", "once"), per=("head", "layer"))
+
+    params: Params
+    n_cuts: Counter[int]  # of each layer, so far
+
+    def setup(self) -> None:
+        self.n_cuts = Counter()
+
+    @classmethod
+    def least(cls, params: Params) -> tuple[int, str]:
+        n_sink = N_SINK * (params.protect == "sinks")
+        first = f"the first {n_sink} and " * bool(n_sink)
+        return n_sink + params.window + 1, f"{first}the last method.window={params.window} tokens stay, and one by lot"
+
+    @classmethod
+    def beside_prompt(cls, params: Params) -> tuple[int, str, dict[str, Any]] | None:
+        if params.protect != "prompt" or params.long_prompt == "cut":
+            return None
+        return params.window + 1, f"method.window={params.window} and one", {"protect": "none"}
+
+    @classmethod
+    def notes(cls, params: Params) -> list[str]:
+        notes = [] if params.protect == "none" else [f"{params.protect} protected"]
+        notes += ["one draw"] * (params.draws == "once") + ["one set per layer"] * (params.per == "layer")
+        return notes + super().notes(params)
+
+    @property
+    def n_protected(self) -> int:
+        """Tokens at the front that never leave."""
+        first = {"prompt": self.trace.s_prompt, "sinks": N_SINK, "none": 0}[self.params.protect]
+        return min(first, self.plan.target - self.params.window - 1)
+
+    def cut_by(self) -> Hashable:
+        return super().cut_by(), self.draw
+
+    def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
+        # Slots are in the order of positions: the prompt's are, and a cut leaves them so.
+        return kept(self.numbers(layer, positions), self.n_protected, self.plan.target, self.params.window)
+
+    def numbers(self, layer: int, positions: Tensor) -> Tensor:
+        """A number from 0 to 1 for each of these tokens, (1, h_kv, n) float32."""
+        trace, params, h_kv = self.trace, self.params, positions.shape[1]
+        prompt = trace.once(("marks of tokens",), lambda: marks(trace.ids, trace.s_prompt))[-1]
+        cut = self.n_cuts[layer] + 1 if params.draws == "fresh" else 0
+        of_cut = mixed(prompt + wrapped(self.draw * FIRST + cut * SECOND))
+        keys = keys_of(params.seed, layer, range(h_kv) if params.per == "head" else [-1] * h_kv)
+        of_heads = upload((keys ^ of_cut).tolist(), positions.device)
+        return even((positions + 1) * wrapped(STEP) ^ of_heads.view(1, -1, 1))
+
+    def reorder(self, layer: int, slots: Tensor) -> None:
+        self.n_cuts[layer] += 1
+
+    def protected(self, layer: int) -> list[int]:
+        first = range(min(self.n_protected, self.n_seen()))
+        return sorted({*first, *self.latest(self.params.window)})
+
+    def report(self) -> dict[str, Any]:
+        is_cut = self.params.protect == "prompt" and self.n_protected < self.trace.s_prompt and bool(self.n_cuts)
+        return {"n_protected": self.n_protected} if is_cut else {}
