@@ -199,7 +199,7 @@ class Scores:
     @property
     def memories(self) -> list[str]:
         """From the largest on."""
-        return sorted({memory for _, memory, _ in self.of}, key=float, reverse=True)
+        return sorted({memory for _, memory, _ in self.of}, key=Fraction, reverse=True)
 
     @property
     def columns(self) -> list[tuple[str, str]]:

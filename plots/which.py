@@ -133,13 +133,13 @@ def standings(sets: Sequence[Scores], scope: str, memory: str, has_host: bool) -
 
 def budgets(sets: Sequence[Scores], scope: str) -> list[str]:
     return sorted(
-        {memory for one in shared(sets) for each, memory in one.columns if each == scope}, key=float, reverse=True
+        {memory for one in shared(sets) for each, memory in one.columns if each == scope}, key=Fraction, reverse=True
     )
 
 
 def take(sets: Sequence[Scores]) -> str:
     """Situations down, budgets across: who is in front on most tasks."""
-    shares = sorted({memory for scope in SCOPES for memory in budgets(sets, scope)}, key=float, reverse=True)
+    shares = sorted({memory for scope in SCOPES for memory in budgets(sets, scope)}, key=Fraction, reverse=True)
     rows = []
     for scope, when in SCOPES.items():
         for has_host, where in PLACES.items():

@@ -160,7 +160,9 @@ def test_the_ledger_is_the_formula_to_the_byte(h: int, h_kv: int) -> None:
                 row = row_on(trace, asked, replace(PARAMS, n_queries=4 * max(1, s // 4)))
             except ConfigError:
                 continue
-            share = asked.ratio if asked.memory is None else asked.memory * 4 * d / (4 * d + 2)
+            share = asked.ratio
+            if isinstance(asked.memory, Fraction):
+                share = asked.memory * 4 * d / (4 * d + 2)
             assert share is not None
             t = floor(share * s)
             answers(row, q, new)
