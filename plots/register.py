@@ -24,10 +24,11 @@ import yaml
 from numpy.typing import NDArray
 
 from plots.evidence import FULL, HIDDEN, SHOWN, WORDS, title
-from plots.kept import KEPT, configured, keep, label_of, run, samples_of, some
+from plots.kept import KEPT, configured, keep, label_of, load, run, samples_of, some
 from plots.stats import Paired, holm, p_words, paired
 from results import SampleRow, interval
 from results.intervals import LEVEL, chance_below
+from results.names import known
 from results.sheet import ABSENT, Sheet, markdown
 
 Frame = Any  # of pandas, whose own types leave open what a cell is
@@ -122,11 +123,16 @@ class Comparison:
         return one, (self.scope, "" if self.other == FULL else self.budget, self.other)
 
     def words(self, margin: float) -> str:
-        other = "its own score with the question shown" if self.other == ITSELF else title(self.other)
+        other = "its own score with the question shown" if self.other == ITSELF else called(self.other)
         where = self.budget if self.tokens else f"{WORDS[self.scope]}, {self.budget}"
         if self.asks == "margin":
-            return f"{title(self.one)} within {100 * margin:g} points of {other}, {where}"
-        return f"{title(self.one)} against {other}, {where}"
+            return f"{called(self.one)} within {100 * margin:g} points of {other}, {where}"
+        return f"{called(self.one)} against {other}, {where}"
+
+
+def called(method: str) -> str:
+    """What its file calls a method; of a preset, the method's."""
+    return title(known(method) or method)
 
 
 @dataclass(frozen=True)
@@ -313,7 +319,7 @@ def order(method: str, columns: Sequence[tuple[str, str]], key: str, scores: Fra
 
 def name_of(mine: Frame, method: str) -> str:
     """What readers call the method; that an index is smaller has a column of its own."""
-    return str(mine["label"].iloc[0]).split(" or ")[0].replace(" (smaller index)", "") or title(method)
+    return str(mine["label"].iloc[0]).split(" or ")[0].replace(" (smaller index)", "") or called(method)
 
 
 def cell(key: str, place: tuple[str, str, str], column: tuple[str, str], scores: Frame) -> str:
@@ -359,7 +365,7 @@ def write(out: Path, runs: Path | None) -> list[Path]:
     asked, path = register(out / f"{NAME}.yaml"), out / NAME / KEPT
     path.parent.mkdir(parents=True, exist_ok=True)
     if runs is not None:
-        kept = [*frame_of(path).fillna("").astype(str).itertuples(index=False, name=None)] if path.exists() else []
+        kept = [tuple(row[name] for name in COLUMNS) for row in load(path)] if path.exists() else []
         keep(path, COLUMNS, merged(kept, read(runs, asked)))
     (out / f"{NAME}.md").write_text(page(asked, frame_of(path)), encoding="utf-8")
     return [out / f"{NAME}.md", path]

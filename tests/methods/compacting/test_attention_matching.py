@@ -1,4 +1,5 @@
 from dataclasses import replace
+from fractions import Fraction
 from math import exp, floor, log
 from pathlib import Path
 from typing import Any
