@@ -300,7 +300,7 @@ def section(key: str, of: Asked, frame: Frame) -> str:
         mine = here[here["method"] == method]
         rows.append([name_of(mine, method), *cells, kilobytes(mine), index_words(mine)])
     note = (
-        "Score, in brackets its 95 % interval, and behind the bar what is kept of full attention's lead over random "
+        "Score, in brackets its 95 % interval, and behind it what is kept of full attention's lead over random "
         "tokens. KB that a step reads to find tokens, all layers, from whatever tier; index: the least share of the "
         "published one that fitted, over the columns."
     )
@@ -336,7 +336,7 @@ def cell(key: str, place: tuple[str, str, str], column: tuple[str, str], scores:
     lead = float(full.mean() - floor.mean()) if len(full) and len(floor) else 0.0
     if lead <= 0 or place[2] in (FULL, FLOOR):
         return words
-    return f"{words} \\| {100 * (mean - float(floor.mean())) / lead:.0f} %"
+    return f"{words}; {100 * (mean - float(floor.mean())) / lead:.0f} %"
 
 
 def kilobytes(mine: Frame) -> str:
