@@ -2,13 +2,13 @@
 
 Between paragraphs of Python's help topics stand sixteen statements of one form about sixteen people who don't exist;
 the question names one of them. It shares the name with the statement but no other word of meaning, and the answer has
-another form than what the statement tells: digits for words, words for digits, a capital for a country. Two of the
-sixteen are asked and answered before the question, so that a model sees the form. A copy from the text scores nothing;
-whoever knows the form and takes any of the other fourteen people's facts is right once in fourteen times.
+another form than what the statement tells: digits for words, or words for digits. Two of the sixteen are asked and
+answered before the question, so that a model sees the form. A copy from the text scores nothing; whoever knows the form
+and takes the fact of any of the other fourteen people is right once in fourteen times.
 
-The other datasets are answered in the text's own words, which is what some methods keep tokens for. The six forms are
-those of some fifteen that Qwen2.5-Coder-0.5B could answer with the whole cache: trades for what people do, countries for
-cities, decades for years and the like it answers by a copy.
+Most embedded datasets are answered in the text's own words, which is what some methods keep tokens for. The five forms
+are those of some fifteen that Qwen2.5-Coder-0.5B could answer with the whole cache: a trade for what somebody does, a
+country for a city, a capital for a country or a decade for a year it answers by a copy.
 
 Not here: the score (`fact` in `scores.py`), and how rows are numbered (`embedded.py`).
 """
@@ -62,14 +62,6 @@ YEARS = {  # "nineteen forty-two": 1942
     f"{list(CENTURIES)[i % 3]} {word}": f"{list(CENTURIES.values())[i % 3]}{number}"
     for i, (word, number) in enumerate(NUMBERS.items())
 }
-CAPITALS = {
-    "France": "Paris", "Portugal": "Lisbon", "Spain": "Madrid", "Italy": "Rome", "Germany": "Berlin",
-    "Austria": "Vienna", "Greece": "Athens", "Norway": "Oslo", "Sweden": "Stockholm", "Denmark": "Copenhagen",
-    "Finland": "Helsinki", "Poland": "Warsaw", "Hungary": "Budapest", "Russia": "Moscow", "Japan": "Tokyo",
-    "China": "Beijing", "South Korea": "Seoul", "Thailand": "Bangkok", "Vietnam": "Hanoi", "Egypt": "Cairo",
-    "Kenya": "Nairobi", "Cuba": "Havana", "Peru": "Lima", "Argentina": "Buenos Aires", "Ireland": "Dublin",
-    "Belgium": "Brussels", "Iraq": "Baghdad", "Iran": "Tehran", "Indonesia": "Jakarta", "Scotland": "Edinburgh",
-}  # fmt: skip
 FORMS = (
     Form(
         "{name} owns {told} goats.",
@@ -95,11 +87,6 @@ FORMS = (
         "{name} won {told} games.",
         "How many victories does {name} have? Spelled out in words:",
         {number: (word, word.replace("-", "")) for word, number in NUMBERS.items()},
-    ),
-    Form(
-        "{name} comes from {told}.",
-        "What is the capital of the homeland of {name}?",
-        {country: (capital,) for country, capital in CAPITALS.items()},
     ),
 )
 
