@@ -62,7 +62,7 @@ LISTS = {
     # PQCache's Table 2: the English ones without code
     "paper14": tuple(name for name, one in DATASETS.items() if one.language == "en"),
     "e13": E13,
-    "embedded": tuple(EMBEDDED),
+    "embedded": embedded.SET,
 }
 NAMES = (*DATASETS, *E13, *EMBEDDED)
 

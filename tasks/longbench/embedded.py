@@ -5,12 +5,16 @@ the prompt. With `task.rows` above eight, further rows of 1,650 tokens each are 
 docs_summary has no more. The same Python gives the same rows; another one has other text, so a result names the Python
 and the hash of the first eight rows of each.
 
-The set is made for a model of 135M parameters, which copies well and reasons badly: answers stand in the text word for
-word, and the prompt ends with the words that stand before them there. A method that drops those tokens cannot answer.
-Three of the seven are hard for the model, as they are in LongBench: a summary, counting paragraphs, and finding one by
-its last sentence.
+The seven are made for a model of 135M parameters, which copies well and reasons badly: answers stand in the text word
+for word, and the prompt ends with the words that stand before them there. A method that drops those tokens cannot
+answer. Three of the seven are hard for the model, as they are in LongBench: a summary, counting paragraphs, and finding
+one by its last sentence.
 
-Not here: how prompts are put together (`prompts.py` beside this file), and their scores (`scores.py`).
+An eighth, docs_facts, is asked by its name alone, and the hash names it where it is asked. Its rows all have 1,650
+tokens, and its answers do not stand in the text.
+
+Not here: what docs_facts states and asks (`facts.py` beside this file), how prompts are put together
+(`prompts.py`), and their scores (`scores.py`).
 """
 
 import ast
@@ -28,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from methods.calibration.prose import HEADING, as_prose
+from tasks.longbench.facts import FORMS, questions, scattered, statement_room
 
 N_ROWS = 8  # of a dataset, a length for each
 LENGTHS = (1_650, 3_000, 4_700, 2_000, 3_600, 5_500, 2_400, 4_100)  # tokens of SmolLM2 per context, about
@@ -48,6 +53,8 @@ class Embedded:
     letters: float = 4.75  # characters per token of this dataset's contexts, as measured
     cue: str = ""  # stays behind the context when the question moves before it; "": the question cannot move
     has_more: bool = True  # rows than `N_ROWS`
+    lengths: Sequence[int] = LENGTHS  # tokens of the first rows' contexts
+    is_in_set: bool = True  # else it is asked by its name alone
 
 
 # --- the text ----------------------------------------------------------------------------------
@@ -247,6 +254,15 @@ def make_retrieval(number: int, length: int) -> Row:
     }
 
 
+def make_facts(number: int, length: int) -> Row:
+    """Paragraphs with made statements between them; one of these, asked in other words."""
+    rng = drawn("facts", number)
+    form = FORMS[number % len(FORMS)]
+    text = part_of_prose(rng, length - statement_room(form))
+    context = scattered(rng, form, text)
+    return {"context": context, **rng.choice(questions(context))}
+
+
 def make_count(number: int, length: int) -> Row:
     """Paragraphs, some of them more than once; how many different ones."""
     rng = drawn("count", number)
@@ -336,31 +352,39 @@ DATASETS = {
         "A Python module that breaks off, and its next line.\n\n{context}{input}",
         "code_sim", "code", 48, 4.1,
     ),
+    "docs_facts": Embedded(
+        make_facts,
+        "Read the text. Then answer questions about people in it.\n\n{context}\n\n{input}\nAnswer:",
+        "fact", "single-doc QA", 12, cue="\nAnswer:", is_in_set=False, lengths=(min(LENGTHS),) * N_ROWS,
+    ),
 }  # fmt: skip
+SET = tuple(name for name, dataset in DATASETS.items() if dataset.is_in_set)
 
 
-@lru_cache(maxsize=1)
-def rows() -> dict[str, tuple[Row, ...]]:
-    """The first rows of each dataset, with LongBench's fields."""
-    return {name: tuple(whole_row(name, number) for number in range(N_ROWS)) for name in DATASETS}
+@lru_cache
+def first_rows(name: str) -> tuple[Row, ...]:
+    """The rows of a dataset that every result names, with LongBench's fields."""
+    return tuple(whole_row(name, number) for number in range(N_ROWS))
 
 
 def rows_of(name: str, n: int | None) -> tuple[Row, ...]:
     """As many rows of a dataset, where it has so many; None: the first ones."""
     last = n or N_ROWS if DATASETS[name].has_more else N_ROWS
-    return rows()[name] + tuple(whole_row(name, number) for number in range(N_ROWS, last))
+    return first_rows(name) + tuple(whole_row(name, number) for number in range(N_ROWS, last))
 
 
 def whole_row(name: str, number: int) -> Row:
     """One row of a dataset; those behind the first ones are the shortest."""
     dataset = DATASETS[name]
-    length = round((LENGTHS[number] if number < N_ROWS else min(LENGTHS)) * dataset.letters)
+    tokens = dataset.lengths[number] if number < N_ROWS else min(dataset.lengths)
+    length = round(tokens * dataset.letters)
     row = {"language": "en", "all_classes": None, **dataset.make(number, length)}
     words = " ".join([row["input"], row["context"], *row["answers"]]).split()
     return {**row, "dataset": name, "_id": f"{number:02d}", "length": len(words)}
 
 
-def content_hash() -> str:
-    """Of the first rows and the templates: 16 hex digits that name this Python's set."""
-    everything = [rows(), {name: dataset.template for name, dataset in DATASETS.items()}]
+def content_hash(names: Sequence[str] = ()) -> str:
+    """16 hex digits that name this Python's set, by its first rows and templates, and those of `names` beside it."""
+    hashed = {*SET, *names}
+    everything = [{name: first_rows(name) for name in hashed}, {name: DATASETS[name].template for name in hashed}]
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:16]

@@ -56,7 +56,8 @@ def question_block(dataset: str, template: str) -> tuple[str, str] | None:
         return None
     tail = template.partition("{context}")[2]
     if dataset in EMBEDDED:
-        return tail, embedded.DATASETS[dataset].cue
+        cue = embedded.DATASETS[dataset].cue
+        return tail.removesuffix(cue), cue
     if "{input}" in tail and "passage_retrieval" not in dataset:
         head, _, cue = tail.partition("{input}")
         return head + "{input}", cue

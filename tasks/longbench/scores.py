@@ -17,7 +17,7 @@ import string
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -42,6 +42,7 @@ NO_CJK_PUNCTUATION = dict.fromkeys((code for first, last in CJK_PUNCTUATION for 
 LENGTHS = ("0-4k", "4-8k", "8k+")  # LongBench-E's buckets of words
 BACKENDS = ("difflib", "levenshtein")
 COMMENTS = ("`", "#", "//")
+DENIALS = frozenset({"not", "never", "neither", "no"})
 DEEP = 1_000_000  # calls; `rouge` makes one per word of a pair of sentences
 
 
@@ -84,6 +85,17 @@ def segmenter() -> Any:
 def words_zh(text: str) -> list[str]:
     """The words of a Chinese text, punctuation included."""
     return list(segmenter().cut(text))
+
+
+def spoken(text: str) -> list[str]:
+    """Words and numbers in lower case, without articles; punctuation parts them."""
+    return [word for word in re.findall(r"[^\W_]+", text.lower()) if not ARTICLES.fullmatch(word)]
+
+
+def named(answers: Iterable[str], text: str) -> set[str]:
+    """Those of the answers whose words a text has in a row, in whatever case and with whatever between them."""
+    words = f" {' '.join(spoken(text))} "
+    return {answer for answer in answers if f" {' '.join(spoken(answer))} " in words}
 
 
 # --- scores ------------------------------------------------------------------------------------
@@ -189,6 +201,19 @@ def code_sim(prediction: str, reference: str, backend: str = "difflib") -> float
     return round(100 * ratio) / 100
 
 
+def fact(prediction: str, reference: str, all_classes: Sequence[str]) -> float:
+    """1 where the prediction has the words of the reference in a row, and names no other fact or number beside it.
+
+    `all_classes` are the other facts. Case, punctuation and articles don't count; a denial does.
+    """
+    words = spoken(prediction)
+    is_wrong = bool(named(all_classes, prediction)) or not DENIALS.isdisjoint(words)
+    if any(char.isdigit() for char in reference):
+        others = set(re.findall(r"\d+", " ".join(words))) - set(re.findall(r"\d+", reference))
+        is_wrong = is_wrong or bool(others)
+    return float(bool(named([reference], prediction)) and not is_wrong)
+
+
 @dataclass(frozen=True)
 class Score:
     """A metric by its name in tables."""
@@ -208,6 +233,7 @@ SCORES = {
     "retrieval": Score(retrieval),
     "retrieval_zh": Score(retrieval_zh),
     "count": Score(count),
+    "fact": Score(fact, needs_classes=True),
     "code_sim": Score(code_sim, needs_backend=True),
 }
 

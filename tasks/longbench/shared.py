@@ -12,6 +12,7 @@ from typing import Any
 
 from tasks.longbench.datasets import EMBEDDED
 from tasks.longbench.embedded import drawn, sentences
+from tasks.longbench.facts import questions
 
 Row = Mapping[str, Any]
 PASSAGE = re.compile(r"^The module (\w+): (.+)$", re.MULTILINE)
@@ -33,40 +34,43 @@ def by_context(name: str, rows: Sequence[Row], n: int) -> list[list[Row]]:
 def more_of(name: str, row: Row) -> list[Row]:
     """Other questions on the context of an embedded row, in an order of their own."""
     found = QUESTIONS[name](row["context"])
-    others = [(asked, answer) for asked, answer in found if asked != row["input"]]
+    others = [one for one in found if one["input"] != row["input"]]
     drawn(f"{name} questions", len(row["context"])).shuffle(others)
-    return [
-        {**row, "_id": f"{row['_id']}-{i}", "input": asked, "answers": [answer]}
-        for i, (asked, answer) in enumerate(others, start=1)
-    ]
+    return [{**row, **one, "_id": f"{row['_id']}-{i}"} for i, one in enumerate(others, start=1)]
 
 
-def endings(context: str) -> list[tuple[str, str]]:
+def asking(question: str, answer: str) -> Row:
+    """The fields of a row that are a question's own."""
+    return {"input": question, "answers": [answer]}
+
+
+def endings(context: str) -> list[Row]:
     """The first eight words of sentences that begin like no other, and the rest."""
     found = []
     for sentence in (one for paragraph in context.split("\n\n") for one in sentences(paragraph)):
         words = sentence.split()
         opening = " ".join(words[:8])
         if 14 <= len(words) <= 26 and context.count(opening) == 1:
-            found.append((opening, " ".join(words[8:])))
+            found.append(asking(opening, " ".join(words[8:])))
     return found
 
 
-def purposes(context: str) -> list[tuple[str, str]]:
+def purposes(context: str) -> list[Row]:
     """Modules, and what each is for."""
-    return PASSAGE.findall(context)
+    return [asking(*one) for one in PASSAGE.findall(context)]
 
 
-def numbers(context: str) -> list[tuple[str, str]]:
+def numbers(context: str) -> list[Row]:
     """The last sentence of each paragraph, and its number."""
     ends = ((sentences(text)[-1], number) for text, number in NUMBERED.findall(context))
-    return [(end, f"Paragraph {number}") for end, number in ends if 40 <= len(end) <= 160]
+    return [asking(end, f"Paragraph {number}") for end, number in ends if 40 <= len(end) <= 160]
 
 
-QUESTIONS: dict[str, Callable[[str], list[tuple[str, str]]]] = {
+QUESTIONS: dict[str, Callable[[str], Sequence[Row]]] = {
     "docs_qa": endings,
     "docs_multi_qa": purposes,
     "docs_retrieval": numbers,
+    "docs_facts": questions,
 }
 WITH_QUESTIONS = (*SHARED, *QUESTIONS)
 

@@ -270,7 +270,7 @@ class LongBench(Task):
         if any(SCORES[facts_of(name).metric].needs_backend for name in self.names):
             self.notes.append(f"code_sim: {self.params.code_sim}")
         if self.data_source == "embedded":
-            content = embedded.content_hash()
+            content = embedded.content_hash(self.names)
             self.notes.append(f"embedded set {content}, Python {python_version()}")
         else:
             self.data_digest = digest([*self.paths.values(), *self.word_files])

@@ -287,7 +287,7 @@ def test_later_turns_are_compared_with_those_of_full_attention(model: str, tmp_p
 
 
 def test_questions_of_the_embedded_set_share_a_context() -> None:
-    row = embedded.rows()["docs_qa"][0]
+    row = embedded.first_rows("docs_qa")[0]
     (group, *_) = by_context("docs_qa", [row], 4)
     assert [one["context"] for one in group] == [row["context"]] * 4
     assert len({one["input"] for one in group}) == 4

@@ -9,13 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
+from evals.typed import build_params
 from tasks.longbench import embedded, prompts
 from tasks.longbench import task as longbench
-from tasks.longbench.embedded import DATASETS, N_ROWS, Row, rows
+from tasks.longbench.datasets import EMBEDDED, LISTS
+from tasks.longbench.embedded import DATASETS, N_ROWS, SET, Row
 from tasks.longbench.scores import SCORES, row_score
 
 REPO = Path(__file__).resolve().parents[2]
+
+
+def rows() -> dict[str, tuple[Row, ...]]:
+    """The first rows of each dataset."""
+    return {name: embedded.first_rows(name) for name in DATASETS}
+
+
 ALL = [(name, row) for name, found in rows().items() for row in found]
 
 
@@ -29,7 +39,7 @@ def test_there_are_rows_of_every_dataset_with_longbenchs_fields() -> None:
 
 
 def test_any_number_of_further_rows_is_short_and_each_asks_on_a_context_of_its_own() -> None:
-    for name in ("docs_qa", "docs_retrieval"):
+    for name in ("docs_qa", "docs_retrieval", "docs_facts"):
         found = embedded.rows_of(name, 40)
         assert found[:N_ROWS] == rows()[name] == embedded.rows_of(name, None)
         assert len({row["_id"] for row in found}) == len({row["context"] for row in found}) == 40
@@ -54,9 +64,26 @@ def test_the_hash_names_rows_and_templates(monkeypatch) -> None:
     assert embedded.content_hash() != before
 
 
+def test_a_dataset_outside_the_set_is_asked_by_name_alone_and_named_by_the_hash_then(monkeypatch) -> None:
+    assert LISTS["embedded"] == SET == tuple(name for name in EMBEDDED if name != "docs_facts")
+    assert longbench_params().names == SET
+    assert longbench_params(datasets=["docs_facts"]).names == ("docs_facts",)
+    of_set, with_facts = embedded.content_hash(SET), embedded.content_hash(["docs_facts"])
+    assert embedded.content_hash(["docs_qa"]) == embedded.content_hash() == of_set != with_facts
+    monkeypatch.setitem(DATASETS, "docs_facts", replace(DATASETS["docs_facts"], template="{context}{input}"))
+    assert embedded.content_hash(SET) == of_set
+    assert embedded.content_hash(["docs_facts"]) != with_facts
+
+
+def longbench_params(**changes) -> longbench.Params:
+    values = yaml.safe_load((REPO / "conf" / "task" / "longbench.yaml").read_text())
+    del values["_target_"]
+    return build_params(longbench.LongBench, values | {"source": "embedded"} | changes, "task")
+
+
 def test_answers_stand_in_the_text_behind_the_words_that_end_the_prompt() -> None:
     for name, row in ALL:
-        (answer,) = row["answers"]
+        answer = row["answers"][0]
         if name in ("docs_qa", "docs_multi_qa", "code_next_line"):
             joint = {"docs_qa": " ", "docs_multi_qa": ": ", "code_next_line": ""}[name]
             assert row["input"] + joint + answer in row["context"], name
@@ -103,7 +130,7 @@ def test_the_question_can_stand_first_where_there_is_one() -> None:
     assert context.endswith(row["context"])
     assert question == "\n\nAnswer:"
     able = [name for name in DATASETS if longbench.takes_question_first(name)]
-    assert able == ["docs_qa", "docs_multi_qa"]
+    assert able == ["docs_qa", "docs_multi_qa", "docs_facts"]
 
 
 def embedded_tokenizer():
