@@ -27,7 +27,7 @@ PAPERS = {
     "xkv": "table3 table4 figure2 figure3 figure4 figure5 figure10 figure11 figure12",
     "results": "longbench needle fidelity",  # docs/hour.md
     **dict.fromkeys(("snapkv", "adakv", "quest", "kvzip", "rkv"), "table"),
-    "register": "docs needle ruler shared gsm8k dialogues calls generating",  # docs/register.md
+    "register": "docs needle ruler shared gsm8k dialogues calls generating facts",  # docs/register.md
     "evidence": "docs needle two ruler shared gsm8k generating others others_docs",  # docs/results.md
     "cited": "agents airline babilong graphwalks helmet mrcr oolong",  # docs/cited.md
 }
