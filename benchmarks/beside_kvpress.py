@@ -4,8 +4,8 @@
     KVPRESS_PYTHON benchmarks/beside_kvpress.py answers FILE MODEL   adds what kvpress answers to FILE
     python -m benchmarks.beside_kvpress scores FILE RUNS         both scores, and how many answers are alike
 
-KVPRESS_PYTHON is an interpreter that has kvpress and the transformers that it wants, and needs nothing of ours. MODEL is
-the folder of the embedded model as safetensors (`python run.py --check` names the cache folder). RUNS holds the runs of
+KVPRESS_PYTHON is an interpreter that has kvpress and the transformers that it wants, and nothing of ours. MODEL is the
+folder of the embedded model as safetensors (`python run.py --check` names the cache folder). RUNS holds the runs of
 
     python run.py -m method=full,snapkv_kvpress,kvzip,keydiff_kvpress,expected_attention_kvpress ratio=0.25 comm=0 \\
         compression_scope=context_only task=needle task.source=embedded task.style=own task.lengths=[1000] \\
