@@ -53,7 +53,10 @@ def second_budget(comms: Collection[str], models: Collection[str], sets: Sequenc
         names = ", ".join(map(title, BY_CHANNELS))
         words.append(f"Of a head's {n} channels it pays for {channels} ({names}).")
     words.append(f"{title('quest')}'s pages have {of_pages(least, sets)}; the published ones have 16.")
-    words.append("These scores are under both budgets, and another `comm` may rank such methods otherwise.")
+    words.append(
+        "These scores are under both budgets, and another `comm` ranks such methods otherwise: "
+        "[register.md](register.md) asks them under bytes alone, with their published index."
+    )
     return " ".join(words)
 
 
