@@ -94,7 +94,7 @@ class Asked:
             and self.where.items() <= params.items()
             and first <= offset
             and (limit is None or offset + limit <= last)
-            and config.get("comm") in (None, "0")
+            and (config["method"]["name"] == FULL or config.get("comm") in (None, "0"))
         )
 
 

@@ -15,6 +15,7 @@ import yaml
 from plots import register
 from plots.kept import keep
 from results import interval
+from tests.plots.test_experiments import cells, composed
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 KEPT = DOCS / register.NAME / "scores.csv.gz"
@@ -224,3 +225,16 @@ def test_a_comparison_is_recomputed_from_the_scores_file(place: int) -> None:
     found = said[4].replace("&lt; ", "")
     assert float(found) == pytest.approx(p, rel=0.35, abs=0.004)
     assert float(said[5].replace("&lt; ", "")) >= float(found) and said[6] in ("yes", "no")
+
+
+@pytest.mark.parametrize("key", register.register(DOCS / "register.yaml").sets)
+def test_the_experiment_of_a_set_asks_its_samples(key: str) -> None:
+    """Every run of a set's experiment is taken, and every method that it is compared by is asked."""
+    asked_for = register.register(DOCS / "register.yaml")
+    of = asked_for.sets[key]
+    configs = [composed(cell).resolved() for cell in cells(f"experiment={of.experiment}")]
+    taken = [config for config in configs if of.has(config)]
+    assert len(taken) == len(configs)
+    methods = {config["method"]["name"] for config in taken}
+    wanted = {name for one in asked_for.comparisons if one.set == key for name in (one.one, one.other)}
+    assert wanted - {"shown"} <= methods
