@@ -17,7 +17,7 @@ Differs   - `draws: fresh` is the authors': survivors are drawn for again, and a
             word; `long_prompt: cut` does so, and such answers say `n_protected` in their `method_report`.
 Fails     as it should, on what was said many cuts ago, though of 8 heads one or another has it still. It is the floor
           of methods that protect as much: of R-KV and SnapKV it is `random_decode_unprotected`.
-Figures   drop while decoding: #7B82A1, bar, -.
+Figures   drop by place or chance: #7B82A1, bar, -.
 """
 
 from collections import Counter

@@ -12,8 +12,8 @@ import pandas
 import pytest
 import yaml
 
-from plots import register
 from plots.kept import keep
+from plots.pages import register
 from results import interval
 from tests.plots.test_experiments import cells, composed
 

@@ -1,7 +1,7 @@
 """docs/register.md: comparisons that were fixed before their samples were asked, and what the samples say.
 
-    python -m plots.register             the page again, from docs/register/scores.csv.gz
-    python -m plots.register RUNS        the same, with the answers of these runs added to what is kept
+    python -m plots.pages.register             the page again, from docs/register/scores.csv.gz
+    python -m plots.pages.register RUNS        the same, with the answers of these runs added to what is kept
 
 docs/register.yaml is the register: sets of samples, and which two methods are compared on them. A comparison is made
 once, when every sample of its set has an answer of both; until then the page says how many have one. Samples are
@@ -58,7 +58,8 @@ and [measured](intervals.md). A comparison is made once, when all of its samples
 
 {table}
 
-Every answer's score and costs are in [scores.csv.gz]({name}/{kept}), of which `python -m plots.register` makes this
+Every answer's score and costs are in [scores.csv.gz]({name}/{kept}), of which `python -m plots.pages.register` makes
+this
 page.
 """
 
@@ -372,7 +373,7 @@ def write(out: Path, runs: Path | None) -> list[Path]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run("plots.register", "Write docs/register.md.", write, arguments)
+    return run("plots.pages.register", "Write docs/register.md.", write, arguments)
 
 
 if __name__ == "__main__":
