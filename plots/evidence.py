@@ -53,6 +53,7 @@ class Asked:
     is_ordered: bool = False  # by what is varied, such as depth: the first samples are not like the others
     scope: str = ""  # of all its runs, whatever their key says: a context is compressed before it is asked anything
     has_tokens: bool = False  # its budget is a number of tokens, of prompt and answer together, and no share of bytes
+    skill: str = ""  # what it asks of a model, of which several tasks may ask the same
     others_of: str = ""  # a set that was asked of `FIRST` alone: this one has the other methods, at one of its budgets
 
     def has(self, config: Mapping[str, Any]) -> bool:
@@ -80,51 +81,51 @@ SETS = (
         "docs", "Questions on documents", "evidence_docs",
         "The prompt is a text of Python's manual and the first eight words of a sentence in it; the answer is how that "
         "sentence goes on. The score is the F1 of words.",
-        100, "longbench",
+        100, "longbench", skill="copying",
     ),
     Asked(
         "needle", "A needle of seven digits", "evidence_needle",
         "A phone number is hidden at one of 60 depths. An answer is right or wrong.",
-        60, "needle", {"style": "own", "needles": 1}, is_ordered=True,
+        60, "needle", {"style": "own", "needles": 1}, is_ordered=True, skill="finding",
     ),
     Asked(
         "needle-name", "A needle that is a name", "evidence_needle",
         "A director's name is hidden at one of 60 depths. An answer is right or wrong.",
-        60, "needle", {"style": "own_name", "needles": 1}, is_ordered=True,
+        60, "needle", {"style": "own_name", "needles": 1}, is_ordered=True, skill="finding",
     ),
     Asked(
         "needle-two", "Two needles at once", "evidence_two",
         "Two phone numbers are hidden, one at one of 60 depths and one halfway from there to the end; both are asked "
         "for. The score is the share that is named.",
-        60, "needle", {"style": "own", "needles": 2}, is_ordered=True,
+        60, "needle", {"style": "own", "needles": 2}, is_ordered=True, skill="finding",
     ),
     Asked(
         "variables", "Chains of variables", "evidence_ruler",
         "RULER's variable tracking, generated with 2,048 tokens. The score is the share of the chain that is named.",
-        40, "ruler", dataset="vt",
+        40, "ruler", dataset="vt", skill="following",
     ),
     Asked(
         "keys", "One needle of many", "evidence_ruler",
         "RULER's multi-key needle, generated with 2,048 tokens. An answer is right or wrong.",
-        40, "ruler", dataset="niah_multikey_1",
+        40, "ruler", dataset="niah_multikey_1", skill="finding",
     ),
     Asked(
         "words", "The most frequent words", "evidence_ruler task.datasets=[fwe]",
         "RULER's frequent words, generated with 2,048 tokens: which three of many made-up words come most often. The "
         "score is the share of them that is named.",
-        40, "ruler", dataset="fwe",
+        40, "ruler", dataset="fwe", skill="counting",
     ),
     Asked(
         "shared", "Eight questions on one context", "evidence_shared",
         "A context is compressed once, before any question is known. A sample is a context, and its score the mean F1 "
         "of its questions.",
-        30, "shared_context", scope=HIDDEN,
+        30, "shared_context", scope=HIDDEN, skill="copying",
     ),
     Asked(
         "sums", "Sums behind eight solved ones", "evidence_gsm8k",
         "GSM8K's test questions behind eight worked exemplars, which are what is compressed. An answer is right or "
         "wrong.",
-        100, "gsm8k", {"thinking": False, "exemplars": 8},
+        100, "gsm8k", {"thinking": False, "exemplars": 8}, skill="summing",
     ),
     Asked(
         "generating", "Sums, the cache cut while generating", "evidence_generating",

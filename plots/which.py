@@ -3,8 +3,8 @@
     python -m plots.which                 the page, from docs/results/scores.csv.gz and docs/cited/scores.csv.gz
     python -m plots.which --out FOLDER    the same from scores below another folder, of cited tasks where it has some
 
-A method is in front on a task where no method of the same situation is shown to be better. Who is in front on most
-tasks is taken; the mean distance to full attention stands beside it, since the first of a bad lot is in front too.
+A method is in front on a skill where on none of its tasks a method of the same situation is shown to be better. Each
+skill counts once. The distance to full attention stands beside it, since the first of a bad lot is in front too.
 
 Not here: findings (`plots/findings.py`), the cited tasks' tables (`plots/cited.py`), statistics (`plots/stats.py`).
 """
@@ -20,12 +20,14 @@ from pathlib import Path
 
 from engine.terminal import say
 from plots import cited, conditions, findings
-from plots.evidence import FULL, HIDDEN, SHOWN, WORDS, Scores, fetches, gathered, listed, load, mean, row_name
+from plots.evidence import FULL, HIDDEN, SHOWN, WORDS, Scores, fetches, gathered, listed, load, row_name
+from plots.stats import Paired, paired_over_datasets
 from results.names import own_methods
 from results.sheet import ABSENT, Sheet, markdown
 
 NAME = "which-method.md"
-MOST = 4  # names in a cell
+MOST = 3  # names in a cell
+SKILLS = ("copying", "finding", "following", "counting", "summing")
 SCOPES = {SHOWN: "the question is in the prompt", HIDDEN: "questions come later"}
 PLACES = {False: "the device alone", True: "host memory too"}
 NEEDS = {  # what a method's file says of what it takes
@@ -40,12 +42,12 @@ HEAD = """\
 
 {take}
 
-In a cell: the methods in front on most tasks, and in parentheses how far they score from full attention, of 100, as a
-mean over the tasks. A method is in front on a task where no other method of the row is shown to be better (paired
-test, corrected over all pairs); methods in front on as many tasks stand in the order of that mean. A small distance
-means that the budget is enough. A large one means that at this budget nothing is good, and more bytes are worth more
-than another method. What one task says is a hint. A task counts where a method that loses half of what full attention
-answers would be shown to lose.
+In a cell: who is in front, and in parentheses how far that is from full attention's score, of 100, with its 95 %
+interval. A skill counts once, however many tasks ask for it; its distance is the mean over these. A method is in front
+where on none of a skill's tasks another method of the row is shown to be better (paired test, corrected over all
+pairs). "Cannot be told": these are in front together. A small distance means that the budget is enough. A large one
+means that at this budget nothing is good, and more bytes are worth more than another method. A task counts where a
+method that loses half of what full attention answers would be shown to lose.
 
 The tasks: {asked}. Samples and tests are in [results.md](results.md). For another model or another kind of text run
 your own: `python run.py -m experiment=evidence_docs model=NAME out=runs/mine`. Then
@@ -55,8 +57,8 @@ your own: `python run.py -m experiment=evidence_docs model=NAME out=runs/mine`. 
 
 {every}
 
-"2 of 3, -12": among all methods in front on two of three tasks, and 12 points below full attention as a mean over the
-three. The second column says what a method takes beside its share of the bytes.
+By skill, the distance to full attention's score; **bold** where the method is in front among all. The second column
+says what a method takes beside its share of the bytes.
 
 {today}## What scores do not say
 
@@ -85,17 +87,22 @@ as one.
 
 
 @dataclass(frozen=True)
-class Standing:
-    """A method at a budget, over the tasks where it was asked."""
+class OfSkill:
+    """A method on the tasks of one skill, at a budget."""
 
-    in_front: int
-    tasks: int
-    distance: float  # to full attention's score, of 100
+    is_in_front: bool  # on each task no other method is shown to be better
+    paired: Paired  # its scores less full attention's, each task as much as another
 
     @property
-    def rank(self) -> tuple[float, float]:
-        """The best first."""
-        return -self.in_front / self.tasks, -self.distance
+    def distance(self) -> float:
+        """To full attention's score, of 100."""
+        return 100 * self.paired.mean
+
+    @property
+    def words(self) -> str:
+        spread = self.paired.difference
+        ends = "" if spread is None else f"; {signed(100 * spread.low)} to {signed(100 * spread.high)}"
+        return f"({signed(self.distance)}{ends})"
 
 
 @cache
@@ -114,21 +121,36 @@ def shared(sets: Sequence[Scores]) -> list[Scores]:
     return [one for one in sets if not one.asked.has_tokens and not one.asked.others_of]
 
 
-def standings(sets: Sequence[Scores], scope: str, memory: str, has_host: bool) -> dict[str, Standing]:
-    """Of the methods that such a machine can run, the best first; what full attention hardly does does not count."""
-    found: dict[str, list[tuple[bool, float]]] = {}
-    asked = [one for one in shared(sets) if (scope, memory, FULL) in one.of and not one.is_tight(scope, memory)]
-    for one in asked:
-        mine = {p: each for p, each in one.of.items() if p[2] == FULL or has_host or not fetches(p[2])}
-        best, worse = replace(one, of=mine).groups(scope, memory)
-        for name in (*best, *worse):
-            distance = 100 * (mean(one.of[scope, memory, name]) - mean(one.full(scope, memory)))
-            found.setdefault(name, []).append((name in best, distance))
-    standing = {
-        name: Standing(sum(first for first, _ in each), len(each), fsum(far for _, far in each) / len(each))
-        for name, each in found.items()
-    }
-    return dict(sorted(standing.items(), key=lambda item: (item[1].rank, item[0])))
+def standings(sets: Sequence[Scores], scope: str, memory: str, has_host: bool) -> dict[str, dict[str, OfSkill]]:
+    """By skill, of the methods that such a machine can run and that were asked all its tasks, the best first.
+
+    A task that full attention hardly does does not count.
+    """
+    by_skill: dict[str, list[Scores]] = {}
+    for one in shared(sets):
+        if (scope, memory, FULL) in one.of and not one.is_tight(scope, memory):
+            by_skill.setdefault(one.asked.skill, []).append(one)
+    found: dict[str, dict[str, OfSkill]] = {}
+    for skill, tasks in by_skill.items():
+        best = [in_front(one, scope, memory, has_host) for one in tasks]
+        names = [name for name in best[0] if all(name in of for of in best)]
+        full = [[*one.full(scope, memory).values()] for one in tasks]
+        standing = {
+            name: OfSkill(
+                all(of[name] for of in best),
+                paired_over_datasets([[*one.of[scope, memory, name].values()] for one in tasks], full),
+            )
+            for name in names
+        }
+        found[skill] = dict(sorted(standing.items(), key=lambda item: (-item[1].distance, item[0])))
+    return {skill: found[skill] for skill in SKILLS if found.get(skill)}
+
+
+def in_front(scores: Scores, scope: str, memory: str, has_host: bool) -> dict[str, bool]:
+    """Of each method that may run: whether none of them is shown to be better on this task."""
+    mine = {p: each for p, each in scores.of.items() if p[2] == FULL or has_host or not fetches(p[2])}
+    best, worse = replace(scores, of=mine).groups(scope, memory)
+    return dict.fromkeys(best, True) | dict.fromkeys(worse, False)
 
 
 def budgets(sets: Sequence[Scores], scope: str) -> list[str]:
@@ -138,19 +160,18 @@ def budgets(sets: Sequence[Scores], scope: str) -> list[str]:
 
 
 def take(sets: Sequence[Scores]) -> str:
-    """Situations down, budgets across: who is in front on most tasks."""
+    """Situations and skills down, budgets across: who is in front."""
     shares = sorted({memory for scope in SCOPES for memory in budgets(sets, scope)}, key=Fraction, reverse=True)
     rows = []
     for scope, when in SCOPES.items():
         for has_host, where in PLACES.items():
-            rows.append(
-                [
-                    when,
-                    where,
-                    *(first(standings(sets, scope, m, has_host), labels(sets, scope, m)) for m in shares),
-                ]
-            )
-    heads = ["what you have", "the cache may lie on", *(str(Fraction(m)) for m in shares)]
+            found = [standings(sets, scope, m, has_host) for m in shares]
+            called = [labels(sets, scope, m) for m in shares]
+            for skill in SKILLS:
+                if any(skill in each for each in found):
+                    cells = [first(each.get(skill, {}), names) for each, names in zip(found, called, strict=True)]
+                    rows.append([when, where, skill, *cells])
+    heads = ["what you have", "the cache may lie on", "skill", *(str(Fraction(m)) for m in shares)]
     return markdown(Sheet(heads, rows, n_keys=len(heads)))
 
 
@@ -164,43 +185,48 @@ def labels(sets: Sequence[Scores], scope: str, memory: str) -> dict[str, str]:
     return {name: " or ".join(each) for name, each in found.items()}
 
 
-def first(standing: Mapping[str, Standing], labels: Mapping[str, str]) -> str:
-    """The names in front on as many tasks as the best of them."""
+def first(standing: Mapping[str, OfSkill], labels: Mapping[str, str]) -> str:
+    """Who is in front; several that cannot be told apart are said to be."""
     if len(standing) < 2:
         return ABSENT
-    most = max(one.in_front / one.tasks for one in standing.values())
-    names = [
-        f"{labels[name]} ({signed(one.distance)})" for name, one in standing.items() if one.in_front / one.tasks == most
-    ]
-    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-    n = max(one.tasks for one in standing.values())
-    return f"{listed(names[:MOST])}{more}; {n} task{'s' * (n > 1)}"
+    names = [f"{labels[name]} {one.words}" for name, one in standing.items() if one.is_in_front]
+    if not names:
+        return "none on all of its tasks"
+    if len(names) > MOST:
+        return f"cannot be told: {names[0]} and {len(names) - 1} more"
+    return f"cannot be told: {listed(names)}" if len(names) > 1 else names[0]
 
 
 def every(sets: Sequence[Scores]) -> str:
     columns = [(scope, memory) for scope in SCOPES for memory in budgets(sets, scope)]
     found = [standings(sets, *column, has_host=True) for column in columns]
-    names = sorted({name for each in found for name in each}, key=lambda name: overall(name, found))
+    names = sorted({name for each in found for of in each.values() for name in of}, key=lambda n: overall(n, found))
     heads = ["method", "it takes", *(f"{WORDS[scope]}, {Fraction(memory)}" for scope, memory in columns)]
     called = [(scope, f"{WORDS[scope]}, {Fraction(memory)}", labels(sets, scope, memory)) for scope, memory in columns]
     rows = []
     for name in names:
         said = [(of[name], scope, column) for scope, column, of in called if name in of]
-        rows.append([row_name(said), needs(name), *(words(each.get(name)) for each in found)])
+        rows.append([row_name(said), needs(name), *(words(name, each) for each in found)])
     return markdown(Sheet(heads, rows, n_keys=2))
 
 
-def overall(name: str, found: Sequence[Mapping[str, Standing]]) -> tuple[float, float]:
-    each = [one[name] for one in found if name in one]
-    return -sum(one.in_front for one in each) / sum(one.tasks for one in each), -fsum(one.distance for one in each)
+def overall(name: str, found: Sequence[Mapping[str, Mapping[str, OfSkill]]]) -> tuple[float, float, str]:
+    each = [of[name] for one in found for of in one.values() if name in of]
+    return -sum(one.is_in_front for one in each) / len(each), -fsum(one.distance for one in each), name
 
 
 def signed(points: float) -> str:
     return f"{points:+.0f}" if round(points) else "0"
 
 
-def words(one: Standing | None) -> str:
-    return ABSENT if one is None else f"{one.in_front} of {one.tasks}, {signed(one.distance)}"
+def words(name: str, standing: Mapping[str, Mapping[str, OfSkill]]) -> str:
+    """A method's distances, by skill; bold where it is in front."""
+    said = [
+        f"{skill} {f'**{signed(of[name].distance)}**' if of[name].is_in_front else signed(of[name].distance)}"
+        for skill, of in standing.items()
+        if name in of
+    ]
+    return ", ".join(said) or ABSENT
 
 
 def today(lines: Sequence[cited.Line]) -> str:
