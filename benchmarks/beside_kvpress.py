@@ -106,7 +106,7 @@ def greedy(model: Any, cache: Any, question: Sequence[int], start: int, n_new: i
     return found
 
 
-def scores(file: Path, runs: Path) -> None:
+def scores(file: Path, runs: str) -> None:
     """Print both scores of each press, and how many answers have the same words."""
     from plots.kept import configured, samples_of
     from results.sheet import Sheet, markdown
@@ -116,7 +116,7 @@ def scores(file: Path, runs: Path) -> None:
     for name, press in PRESSES.items():
         ours = {
             line.id: line
-            for folder, config in configured(runs)
+            for folder, config in configured(Path(runs))
             if config["method"]["name"] == name
             for line in samples_of(folder)
         }
@@ -124,7 +124,7 @@ def scores(file: Path, runs: Path) -> None:
         theirs = [any(ref in rows[id]["answers"][name]["text"] for ref in rows[id]["references"]) for id in both]
         alike = sum(ours[id].prediction.strip() == rows[id]["answers"][name]["text"].strip() for id in both)
         mine = sum(float(ours[id].score or 0.0) for id in both)
-        found.append([press or "full attention", f"`{name}`", f"{sum(theirs)}", f"{mine:g}", f"{alike} of {len(both)}"])
+        found.append([press or "full attention", name, f"{sum(theirs)}", f"{mine:g}", f"{alike} of {len(both)}"])
     heads = ["press", "here", "kvpress finds", "KVBench finds", "answers alike"]
     print(markdown(Sheet(heads, found, n_keys=2)))
 
