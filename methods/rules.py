@@ -212,11 +212,12 @@ class Rules:
             return *cls.composed(params, request, shape, s_prompt, frame, partner), cache
         code = None if partner is None else partner.token_code()
         budget = replace(cls.budget_with(params, request, s_prompt), frame=frame, host_code=code)
-        if budget.finds_freely:
+        has_free_index = budget.finds_freely and not cls.drops
+        if has_free_index:
             budget = replace(budget, comm=cls.index_comm(params, budget, shape))
         if budget.memory is None or (budget.memory == 1 and budget.attends_all):
             return budget, cls.plan_for(params, budget, shape), cache
-        fit = cls.fit_with_index if budget.finds_freely and not cls.drops else cls.fit
+        fit = cls.fit_with_index if has_free_index else cls.fit
         budget, plan = fit(params, budget, shape)
         if cache is not None and cache.tokens:
             spare = cls.footprint(params, plan, budget, shape).spare(budget, shape)
