@@ -261,6 +261,10 @@ is, all that is known is that p is lower, and it is written "p < 1e-06"; so is a
 correction multiplies p by up to as many as there were comparisons. What follows from such a bound is a bound, too: of
 19 comparisons "p < 1.9e-05". Tables for programs say so in a column beside the number.
 
+[register.md](register.md) also asks whether a loss is smaller than a margin: it is shown where the lower end lies above
+the margin with the p-value that the correction leaves, so the rows "differences" below are the coverage of that rule
+too. Gaffke's coverage is measured there and conjectured in general; nobody has proven it for every distribution.
+
 Runs made before this rule have Wilson's, Student's or the bootstrap's interval in result.json; tables, figures and the
 report compute theirs from the samples.
 
