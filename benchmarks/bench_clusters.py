@@ -7,9 +7,9 @@ import argparse
 
 import torch
 
-from benchmarks.bench_pages import timed
-from benchmarks.paired import measure, record
-from kernels.clusters import (
+from kvbench.benchmarks.bench_pages import timed
+from kvbench.benchmarks.paired import measure, record
+from kvbench.kernels.clusters import (
     cluster_order,
     cluster_order_torch,
     cluster_tokens,

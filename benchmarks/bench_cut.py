@@ -1,7 +1,7 @@
 """How much of the decode time a cut of the cache takes, for methods that compress while they answer.
 
-    python -m benchmarks.bench_cut
-    python -m benchmarks.bench_cut --device cuda --steps 640 --methods rkv,triattention
+    python -m kvbench.benchmarks.bench_cut
+    python -m kvbench.benchmarks.bench_cut --device cuda --steps 640 --methods rkv,triattention
 
 A model with layers of Llama-3.1-8B's shape and drawn weights decodes behind a prompt that fills the budget. Time of the
 cuts is a span of its own within the steps; the model's head is left small, so that layers are what is measured.
@@ -12,15 +12,15 @@ import argparse
 import torch
 import transformers
 
-from engine.books.spans import recording
-from engine.budget import BudgetRequest, Fraction
-from engine.checkpoints.load import shape_of
-from engine.decode import decode
-from engine.model import Model, register_attention
-from engine.prefill import prefill
-from evals.settings import from_words, load_class
-from evals.typed import build_params
-from tests.vectors import built
+from kvbench.engine.books.spans import recording
+from kvbench.engine.budget import BudgetRequest, Fraction
+from kvbench.engine.checkpoints.load import shape_of
+from kvbench.engine.decode import decode
+from kvbench.engine.model import Model, register_attention
+from kvbench.engine.prefill import prefill
+from kvbench.evals.settings import from_words, load_class
+from kvbench.evals.typed import build_params
+from kvbench.tests.vectors import built
 
 METHODS = "rkv,snapkv_decode,streamingllm_decode,h2o_decode,tova_decode,random_decode_unprotected,triattention"
 

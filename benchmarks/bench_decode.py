@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.paired import measure, record
-from engine.budget import BudgetRequest
-from engine.checkpoints.load import load
-from engine.decode import decode
-from engine.model import Model
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from methods.base import SelectiveAttention
-from methods.calibration.prose import embedded_prose
-from methods.dropping.streamingllm import StreamingLLM
-from methods.full import Full
-from methods.retrieving.oracle import Oracle
+from kvbench.benchmarks.paired import measure, record
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.checkpoints.load import load
+from kvbench.engine.decode import decode
+from kvbench.engine.model import Model
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.calibration.prose import embedded_prose
+from kvbench.methods.dropping.streamingllm import StreamingLLM
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving.oracle import Oracle
 
 N_STEPS = 16
 FULL = (Full, Full.Params(), "1")

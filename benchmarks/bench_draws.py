@@ -1,7 +1,7 @@
 """Several methods with several draws each in one batch, against full attention's draws alone.
 
-    python -m benchmarks.bench_draws
-    python -m benchmarks.bench_draws --new 256 --rounds 5
+    python -m kvbench.benchmarks.bench_draws
+    python -m kvbench.benchmarks.bench_draws --new 256 --rounds 5
 
 Both decode the same prompt with the embedded model, in turn, for as many steps; prefill and building apart. The ratio
 is the median over rounds of CPU seconds of the steps.
@@ -11,16 +11,16 @@ import argparse
 from statistics import median
 from time import perf_counter, process_time
 
-from engine.budget import BudgetRequest, Fraction
-from engine.decode import decode
-from engine.model import Model
-from engine.prefill import prefill
-from engine.sampling.spec import Sampling, draw_seed
-from evals.models import load_model, resolve_hardware
-from evals.settings import from_words, load_class
-from evals.typed import build_params
-from methods.base import Variant
-from tests.vectors import built
+from kvbench.engine.budget import BudgetRequest, Fraction
+from kvbench.engine.decode import decode
+from kvbench.engine.model import Model
+from kvbench.engine.prefill import prefill
+from kvbench.engine.sampling.spec import Sampling, draw_seed
+from kvbench.evals.models import load_model, resolve_hardware
+from kvbench.evals.settings import from_words, load_class
+from kvbench.evals.typed import build_params
+from kvbench.methods.base import Variant
+from kvbench.tests.vectors import built
 
 METHODS = "full,rkv,rkv_code,triattention,snapkv_decode,streamingllm_decode,h2o_decode,tova_decode"
 

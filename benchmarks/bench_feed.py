@@ -10,19 +10,19 @@ import argparse
 from fractions import Fraction
 from time import process_time
 
-from benchmarks.paired import measure, record
-from engine.budget import EVERYTHING, BudgetRequest
-from engine.checkpoints.load import load
-from engine.decode import decode
-from engine.model import Model
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from engine.turns.state import fork_of
-from engine.turns.talk import Talk
-from evals.settings import from_words, load_class
-from evals.typed import build_params
-from methods.base import SelectiveAttention, Variant
-from methods.calibration.prose import embedded_prose
+from kvbench.benchmarks.paired import measure, record
+from kvbench.engine.budget import EVERYTHING, BudgetRequest
+from kvbench.engine.checkpoints.load import load
+from kvbench.engine.decode import decode
+from kvbench.engine.model import Model
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.engine.turns.state import fork_of
+from kvbench.engine.turns.talk import Talk
+from kvbench.evals.settings import from_words, load_class
+from kvbench.evals.typed import build_params
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.methods.calibration.prose import embedded_prose
 
 TEN = ("full", "snapkv", "pyramidkv", "h2o", "streamingllm", "pqcache", "quest", "sparq", "infllm", "magicpig")
 FEED, N_QUESTIONS, N_ANSWER = 32, 8, 16

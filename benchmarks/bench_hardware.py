@@ -3,8 +3,8 @@
 Calibration first, half a minute, at prompts shorter than any that is predicted: how fast weights and K and V are
 read, what a number costs that a search makes (of a search that is none of the methods'), what a layer costs beside
 them, and what searching and fetching cost per call, per method. Then the steps of five methods at three lengths are
-measured and compared with `evals.studies.hardware.predict`. The bar is 25 %. What is measured is divided by the pace of
-the moment: a step of the calibration just before, relative to what it took then.
+measured and compared with `kvbench.evals.studies.hardware.predict`. The bar is 25 %. What is measured is divided by the
+pace of the moment: a step of the calibration just before, relative to what it took then.
 
 `--cpu` measures CPU seconds on one thread instead of wall time on all: for a machine that others use.
 
@@ -23,19 +23,19 @@ from time import perf_counter, process_time
 
 import torch
 
-from benchmarks.paired import RESULTS
-from engine.budget import EVERYTHING, BudgetRequest
-from engine.checkpoints.load import load
-from engine.decode import attend_group, decode
-from engine.model import Model
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from engine.softmax import Softmax
-from evals.studies.counts import Numbers, count
-from evals.studies.hardware import Hardware, layers_of, method_of, predict
-from kernels.topk import top_stable
-from methods.base import SelectiveAttention
-from methods.calibration.prose import embedded_prose
+from kvbench.benchmarks.paired import RESULTS
+from kvbench.engine.budget import EVERYTHING, BudgetRequest
+from kvbench.engine.checkpoints.load import load
+from kvbench.engine.decode import attend_group, decode
+from kvbench.engine.model import Model
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.engine.softmax import Softmax
+from kvbench.evals.studies.counts import Numbers, count
+from kvbench.evals.studies.hardware import Hardware, layers_of, method_of, predict
+from kvbench.kernels.topk import top_stable
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.calibration.prose import embedded_prose
 
 METHODS = ("full", "snapkv", "quest", "clusterkv", "sparq")
 SHORT = 768  # tokens of the calibration's prompts

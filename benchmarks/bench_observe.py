@@ -15,19 +15,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.paired import measure, record
-from engine.budget import BudgetRequest
-from engine.checkpoints.load import load
-from engine.model import Model
-from engine.observe import ColumnSums, Observation
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from engine.softmax import Softmax
-from methods.base import SelectiveAttention
-from methods.calibration.prose import embedded_prose
-from methods.dropping.pyramidkv import PyramidKV
-from methods.dropping.snapkv import SnapKV
-from methods.dropping.xkv import XKV
+from kvbench.benchmarks.paired import measure, record
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.checkpoints.load import load
+from kvbench.engine.model import Model
+from kvbench.engine.observe import ColumnSums, Observation
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.calibration.prose import embedded_prose
+from kvbench.methods.dropping.pyramidkv import PyramidKV
+from kvbench.methods.dropping.snapkv import SnapKV
+from kvbench.methods.dropping.xkv import XKV
 
 REQUEST = BudgetRequest(Fraction(1, 5), None, Fraction(0))
 METHODS: dict[str, tuple[type[SelectiveAttention], Any]] = {

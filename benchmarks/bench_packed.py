@@ -1,7 +1,7 @@
 """Attention over packed K and V against bfloat16 attention over the same tokens: one layer of Llama-3.1-8B's shape.
 
-`python -m benchmarks.bench_packed [TOKENS]`: both in turn in one process, the median of the rounds' ratios. The least
-that a ratio can be is that of the bytes: 0.31 with 4 bits and scales of 16 for every 32, 0.19 with 2.
+`python -m kvbench.benchmarks.bench_packed [TOKENS]`: both in turn in one process, the median of the rounds' ratios. The
+least that a ratio can be is that of the bytes: 0.31 with 4 bits and scales of 16 for every 32, 0.19 with 2.
 
 Not here: whether the answers agree (`tests/kernels/test_packed.py`).
 """
@@ -12,11 +12,11 @@ from time import perf_counter
 
 import torch
 
-from engine.attend import Part, attend
-from engine.softmax import Softmax
-from kernels.packed.attend import Packed, Side, attend_packed
-from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, quantise_channels, quantise_tokens
-from kernels.select_attend import Tokens, attend_parts_native
+from kvbench.engine.attend import Part, attend
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.packed.attend import Packed, Side, attend_packed
+from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TOKEN, quantise_channels, quantise_tokens
+from kvbench.kernels.select_attend import Tokens, attend_parts_native
 
 H, H_KV, D, GROUP, RESIDUAL, ROUNDS = 32, 8, 128, 32, 128, 30
 

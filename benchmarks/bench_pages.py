@@ -9,8 +9,8 @@ from time import perf_counter
 
 import torch
 
-from benchmarks.paired import measure, record
-from kernels.pages import (
+from kvbench.benchmarks.paired import measure, record
+from kvbench.kernels.pages import (
     page_bounds,
     page_bounds_ref,
     page_scores,

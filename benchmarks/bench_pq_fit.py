@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.paired import measure, record
-from kernels.pq_fit import pq_fit, pq_fit_torch
+from kvbench.benchmarks.paired import measure, record
+from kvbench.kernels.pq_fit import pq_fit, pq_fit_torch
 
 P, N, D, C, ROUNDS = 16, 8192, 64, 64, 10
 TOLERANCE = 0.005  # of the objective

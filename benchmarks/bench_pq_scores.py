@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.paired import measure, record
-from kernels.pq_codes import PackedCodes, pq_codes
-from kernels.pq_scores import pq_tables, pq_top, pq_top_ref
+from kvbench.benchmarks.paired import measure, record
+from kvbench.kernels.pq_codes import PackedCodes, pq_codes
+from kvbench.kernels.pq_scores import pq_tables, pq_top, pq_top_ref
 
 H, H_KV, D_H, S, K = 32, 8, 128, 32768, 1638
 SCALE = D_H**-0.5

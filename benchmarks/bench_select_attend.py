@@ -13,9 +13,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from benchmarks.paired import measure, record
-from kernels.gather import gather_tokens
-from kernels.select_attend import Tokens, attend_parts_native, attend_parts_ref
+from kvbench.benchmarks.paired import measure, record
+from kvbench.kernels.gather import gather_tokens
+from kvbench.kernels.select_attend import Tokens, attend_parts_native, attend_parts_ref
 
 N_SETS = 16  # sets of tokens, in turns
 CALLS = 20  # that are timed together

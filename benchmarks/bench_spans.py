@@ -10,14 +10,14 @@ import argparse
 from contextlib import ExitStack
 from fractions import Fraction
 
-from benchmarks.bench_step import row
-from benchmarks.paired import Paired, record
-from engine.books.spans import recording
-from engine.budget import BudgetRequest
-from engine.checkpoints.load import load
-from engine.decode import decode
-from engine.prefill import prefill
-from methods.calibration.prose import embedded_prose
+from kvbench.benchmarks.bench_step import row
+from kvbench.benchmarks.paired import Paired, record
+from kvbench.engine.books.spans import recording
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.checkpoints.load import load
+from kvbench.engine.decode import decode
+from kvbench.engine.prefill import prefill
+from kvbench.methods.calibration.prose import embedded_prose
 
 
 def main() -> None:

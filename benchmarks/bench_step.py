@@ -19,21 +19,21 @@ from time import perf_counter, process_time
 import torch
 from hydra import compose, initialize_config_dir
 
-from benchmarks.paired import measure, record
-from engine.budget import BudgetRequest
-from engine.checkpoints.load import load
-from engine.decode import attend_group, decode
-from engine.model import Model
-from engine.observe import Observation
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from evals.overrides import CONF
-from evals.settings import load_class, settings
-from evals.typed import build_params
-from methods.base import SelectiveAttention
-from methods.calibration.prose import embedded_prose
+from kvbench.benchmarks.paired import measure, record
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.checkpoints.load import load
+from kvbench.engine.decode import attend_group, decode
+from kvbench.engine.model import Model
+from kvbench.engine.observe import Observation
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.evals.overrides import CONF
+from kvbench.evals.settings import load_class, settings
+from kvbench.evals.typed import build_params
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.calibration.prose import embedded_prose
 
 # Method and settings beside its file's; `comm` is what the method needs at least, or what the papers compare at.
 METHODS: dict[str, tuple[list[str], str]] = {

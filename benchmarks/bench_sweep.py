@@ -1,7 +1,7 @@
 """A sweep of twenty variants against its cells one by one, and against full attention alone.
 
-    python -m benchmarks.bench_sweep
-    python -m benchmarks.bench_sweep --many --clock cpu
+    python -m kvbench.benchmarks.bench_sweep
+    python -m kvbench.benchmarks.bench_sweep --many --clock cpu
 
 Ten methods at two ratios are asked a few samples, always to the last new token. Each sample is a pair: what twenty runs
 spend on it, and what one fused run does, with the same loaded model and all that a run writes. In float32 both must say
@@ -32,18 +32,18 @@ from time import perf_counter, process_time
 import torch
 from hydra import compose, initialize_config_dir
 
-from benchmarks.paired import measure, record
-from engine.books.spans import recording
-from evals.answer import Answering
-from evals.loop import Group
-from evals.models import Models
-from evals.overrides import CONF
-from evals.prepare import PreparedSample
-from evals.runner import prepare
-from evals.screen.progress import Progress, say
-from evals.settings import Settings, settings
-from results import peak_rss_bytes, read_samples
-from results.opened import open_folders
+from kvbench.benchmarks.paired import measure, record
+from kvbench.engine.books.spans import recording
+from kvbench.evals.answer import Answering
+from kvbench.evals.loop import Group
+from kvbench.evals.models import Models
+from kvbench.evals.overrides import CONF
+from kvbench.evals.prepare import PreparedSample
+from kvbench.evals.runner import prepare
+from kvbench.evals.screen.progress import Progress, say
+from kvbench.evals.settings import Settings, settings
+from kvbench.results import peak_rss_bytes, read_samples
+from kvbench.results.opened import open_folders
 
 METHODS = "snapkv,pyramidkv,h2o,xkv,sparq,quest,clusterkv,infllm,infinigen,pqcache"
 RATIOS = "0.1,0.2"
@@ -185,7 +185,7 @@ def bench_memory(options: argparse.Namespace) -> None:
         command = [
             sys.executable,
             "-m",
-            "benchmarks.bench_sweep",
+            "kvbench.benchmarks.bench_sweep",
             "--peak",
             "--methods",
             which,

@@ -1,8 +1,8 @@
 """kvpress itself beside our words for its presses: the same needles, tokens and model, two scores for each.
 
-    python -m benchmarks.beside_kvpress prompts FILE             60 needles behind their texts, as tokens
+    python -m kvbench.benchmarks.beside_kvpress prompts FILE             60 needles behind their texts, as tokens
     KVPRESS_PYTHON benchmarks/beside_kvpress.py answers FILE MODEL   adds what kvpress answers to FILE
-    python -m benchmarks.beside_kvpress scores FILE RUNS         both scores, and how many answers are alike
+    python -m kvbench.benchmarks.beside_kvpress scores FILE RUNS         both scores, and how many answers are alike
 
 KVPRESS_PYTHON is an interpreter that has kvpress and the transformers that it wants, and nothing of ours. MODEL is the
 folder of the embedded model as safetensors (`python run.py --check` names the cache folder). RUNS holds the runs of
@@ -39,10 +39,10 @@ PRESSES = {  # ours by name, and the press with its arguments
 
 def prompts(file: Path) -> None:
     """Write each needle's context, question and right answer."""
-    from evals.asked import ask
-    from evals.cells import ready_cells
-    from evals.prepare import Preparation
-    from evals.settings import from_words
+    from kvbench.evals.asked import ask
+    from kvbench.evals.cells import ready_cells
+    from kvbench.evals.prepare import Preparation
+    from kvbench.evals.settings import from_words
 
     preparation = Preparation(ready_cells(ask([from_words([*WORDS])])))
     found = []
@@ -108,8 +108,8 @@ def greedy(model: Any, cache: Any, question: Sequence[int], start: int, n_new: i
 
 def scores(file: Path, runs: str) -> None:
     """Print both scores of each press, and how many answers have the same words."""
-    from plots.kept import configured, samples_of
-    from results.sheet import Sheet, markdown
+    from kvbench.plots.kept import configured, samples_of
+    from kvbench.results.sheet import Sheet, markdown
 
     rows = {row["id"]: row for row in json.loads(file.read_text())}
     found = []

@@ -1,6 +1,6 @@
 """How often 95 % intervals hold the true mean: ours beside the ones that others use, on scores as benchmarks have them.
 
-    python -m benchmarks.coverage [--n 3,5,8] [--out docs]    with --n "" the page is made again from the CSV
+    python -m kvbench.benchmarks.coverage [--n 3,5,8] [--out docs]    with --n "" the page is made again from the CSV
 
 Scores are drawn from shapes whose mean is known, an interval is made of each draw by every rule, and what counts is the
 share of intervals that hold the mean. benchmarks/coverage.csv gets a line for each shape, n and rule (those of other n
@@ -21,9 +21,9 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from plots.stats import paired
-from results.intervals import ANYWHERE, SHARE, Bounds, Interval, interval, student_reach
-from results.sheet import pipes
+from kvbench.plots.stats import paired
+from kvbench.results.intervals import ANYWHERE, SHARE, Bounds, Interval, interval, student_reach
+from kvbench.results.sheet import pipes
 
 NS = (3, 5, 8, 10, 20, 50, 100, 200)
 N_RESAMPLES = 1000
@@ -274,7 +274,7 @@ The share of intervals that hold the true mean, in %, over {most} draws of n sam
 standard error of 0.5 (0.7) points. All numbers, with the widths, are in
 [coverage.csv](../benchmarks/coverage.csv). Made by
 
-    python -m benchmarks.coverage
+    python -m kvbench.benchmarks.coverage
 
 Ours:
 """
@@ -330,7 +330,7 @@ def title(shape: Shape) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.coverage", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m kvbench.benchmarks.coverage", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument(
         "--n", default=",".join(map(str, NS)), help="numbers of samples, with commas; none: the page alone"

@@ -1,4 +1,4 @@
-"""How long the host works at a layer of a decode step on a GPU: `python -m benchmarks.host`.
+"""How long the host works at a layer of a decode step on a GPU: `python -m kvbench.benchmarks.host`.
 
 What engine and methods do around a layer's attention, in Python and in torch: where tokens lie, what kernels are told,
 the books. Launches are stubbed: Triton's kernels do nothing, and the time in which a CPU does an operator's work is
@@ -33,16 +33,16 @@ if __name__ == "__main__":  # before Triton's kernels are imported
 import torch
 from torch import Tensor
 
-import engine.causal
-import engine.decode
-from benchmarks.launches import config_of, read
-from benchmarks.pretend.cuda import Machine, functions
-from engine.books.unwritten import Unwritten
-from engine.checkpoints.load import load_random
-from engine.decode import decode
-from kernels.build import find_compiler
-from kernels.jit import Kernel
-from results.names import own_methods
+import kvbench.engine.causal
+import kvbench.engine.decode
+from kvbench.benchmarks.launches import config_of, read
+from kvbench.benchmarks.pretend.cuda import Machine, functions
+from kvbench.engine.books.unwritten import Unwritten
+from kvbench.engine.checkpoints.load import load_random
+from kvbench.engine.decode import decode
+from kvbench.kernels.build import find_compiler
+from kvbench.kernels.jit import Kernel
+from kvbench.results.names import own_methods
 
 GOAL = 60  # microseconds of a layer, with one row and with ten
 N_LAYERS = 8  # PQCache copies codes of four layers at once, as in a model with more of them
@@ -99,7 +99,7 @@ def without_kernels() -> Iterator[None]:
     def attended(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(q), torch.zeros(q.shape[:3], device=q.device)
 
-    with patch.object(engine.causal, "flash", attended), patch.object(engine.causal, "fused", attended):
+    with patch.object(kvbench.engine.causal, "flash", attended), patch.object(kvbench.engine.causal, "fused", attended):
         yield
 
 
@@ -107,7 +107,7 @@ def microseconds(worked: Callable[[], float], method: str, n_rows: int, n_steps:
     """Of the host, for a layer of a step: the median over steps, each the mean of its layers; of all steps' books."""
     model = load_random("small", config_of(N_LAYERS), dtype="bfloat16", device="cuda")
     spent, calls, books = [0.0], [0], [0.0]
-    attend, settle = engine.decode.attend_groups, Unwritten.settle
+    attend, settle = kvbench.engine.decode.attend_groups, Unwritten.settle
 
     def timed(*args: Any) -> Tensor:
         start, before = perf_counter(), worked()
@@ -127,7 +127,7 @@ def microseconds(worked: Callable[[], float], method: str, n_rows: int, n_steps:
     with model.hooked(), without_kernels():
         trace, rows = read(model, method, n_rows, WARM + n_steps)
         gc.freeze()  # the collector goes over all that there is, torch too, now and then: a fifth of a second
-        with patch.object(engine.decode, "attend_groups", timed), patch.object(Unwritten, "settle", settled):
+        with patch.object(kvbench.engine.decode, "attend_groups", timed), patch.object(Unwritten, "settle", settled):
             decode(model, trace, rows, max_new_tokens=WARM + n_steps + 1, on_step=on_step)
     n_layers = calls[0] / (len(spent) - 1)
     return 1e6 * statistics.median(spent[WARM:-1]) / n_layers, 1e6 * books[0] / calls[0]

@@ -16,13 +16,13 @@ import argparse
 import torch
 from torch import Tensor
 
-from engine.checkpoints.load import load
-from engine.observe import LastQueries
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from engine.sampling.draws import seeded
-from kernels.kmeans import draw_points, kmeans
-from methods.calibration.prose import embedded_prose
+from kvbench.engine.checkpoints.load import load
+from kvbench.engine.observe import LastQueries
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.engine.sampling.draws import seeded
+from kvbench.kernels.kmeans import draw_points, kmeans
+from kvbench.methods.calibration.prose import embedded_prose
 
 N_SINK, N_QUERIES, ROUNDS, FIRST_LAYER = 16, 32, 20, 2
 METRICS = ("cosine", "l2", "dot")

@@ -1,4 +1,4 @@
-"""Kernels that a decode step launches, and how often it waits, by method: `python -m benchmarks.launches`.
+"""Kernels that a decode step launches, and how often it waits, by method: `python -m kvbench.benchmarks.launches`.
 
 Counted on a pretended device (`benchmarks/pretend`), so no GPU is needed; CSV on standard output. Launches are those of
 one compressed layer, the model's own included: what a deeper model launches more, by its further layers. A further row
@@ -30,21 +30,21 @@ if __name__ == "__main__":  # before Triton's kernels are imported
 
 import torch
 
-from benchmarks.pretend.counts import Counts
-from benchmarks.pretend.cuda import Machine
-from benchmarks.pretend.machine import pretended
-from engine.budget import EVERYTHING, BudgetRequest
-from engine.checkpoints.load import load_random, read_config
-from engine.decode import decode
-from engine.model import Model
-from engine.passes.graphs import WARM
-from engine.passes.probe import probe
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from evals.settings import own_class
-from evals.studies.hardware import method_of
-from methods.base import SelectiveAttention, Variant
-from results.names import known, own_methods
+from kvbench.benchmarks.pretend.counts import Counts
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.benchmarks.pretend.machine import pretended
+from kvbench.engine.budget import EVERYTHING, BudgetRequest
+from kvbench.engine.checkpoints.load import load_random, read_config
+from kvbench.engine.decode import decode
+from kvbench.engine.model import Model
+from kvbench.engine.passes.graphs import WARM
+from kvbench.engine.passes.probe import probe
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.evals.settings import own_class
+from kvbench.evals.studies.hardware import method_of
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.results.names import known, own_methods
 
 N_PROMPT = 320
 DEPTHS = (3, 5)  # layers; methods leave up to two whole, and the further ones of the deeper model are what is counted

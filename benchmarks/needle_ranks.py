@@ -15,20 +15,20 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from engine.checkpoints.load import load
-from engine.model import Model
-from engine.observe import ColumnSums, LastQueries, window_scores
-from engine.passes.probe import probe
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from evals.asked import ask
-from evals.cells import ready_cells
-from evals.settings import from_words
-from methods.scorers import pool_scores, reduce_group
-from methods.scoring import ScoringMethod
-from tasks.base import Sample
-from tasks.needle.task import Needle, Params
-from tasks.prompt import SCOPES, Prompt, encode
+from kvbench.engine.checkpoints.load import load
+from kvbench.engine.model import Model
+from kvbench.engine.observe import ColumnSums, LastQueries, window_scores
+from kvbench.engine.passes.probe import probe
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.evals.asked import ask
+from kvbench.evals.cells import ready_cells
+from kvbench.evals.settings import from_words
+from kvbench.methods.scorers import pool_scores, reduce_group
+from kvbench.methods.scoring import ScoringMethod
+from kvbench.tasks.base import Sample
+from kvbench.tasks.needle.task import Needle, Params
+from kvbench.tasks.prompt import SCOPES, Prompt, encode
 
 WINDOW = 32
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from engine.caches.asked import Asked, Asking, alike
-from engine.causal import Chunk, fused, weighed
-from engine.softmax import Softmax
-from kernels.packed.attend import Packed, attend_packed_native, takes_packed
-from kernels.packed.rows import CodedRows, takes_codes
-from kernels.rows.weights import soften_rows
-from kernels.select_attend import (
+from kvbench.engine.caches.asked import Asked, Asking, alike
+from kvbench.engine.causal import Chunk, fused, weighed
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.packed.attend import Packed, attend_packed_native, takes_packed
+from kvbench.kernels.packed.rows import CodedRows, takes_codes
+from kvbench.kernels.rows.weights import soften_rows
+from kvbench.kernels.select_attend import (
     Near,
     Spans,
     Tokens,

@@ -13,9 +13,9 @@ from fractions import Fraction
 from math import ceil, floor
 from typing import Any
 
-from engine.caches.token_code import TokenCode
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
+from kvbench.engine.caches.token_code import TokenCode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
 
 ELEMENT_BYTES = 2  # accounting only: 16-bit elements
 COUNTS = ("target", "mean", "peak")  # what a budget of prompt and answer is: left by a cut, held on average, at most

@@ -18,9 +18,9 @@ from math import inf
 import torch
 from torch import Tensor
 
-from engine.softmax import Softmax
-from kernels.column_sums import rows_per_block
-from kernels.gather import is_within
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.column_sums import rows_per_block
+from kvbench.kernels.gather import is_within
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from dataclasses import fields, is_dataclass
 from fractions import Fraction
 from typing import Any
 
-from engine.budget import show
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
+from kvbench.engine.budget import show
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
 
 
 def one_of(key: str, value: Any, allowed: Collection[Any]) -> Any:

@@ -14,30 +14,30 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from engine.attend import Part, attend_own, attend_rows
-from engine.books.audit import count_parts
-from engine.books.clock import Clock
-from engine.books.spans import span
-from engine.caches.forks import fork, select_rows
-from engine.causal import Chunk
-from engine.errors import LengthError
-from engine.layouts.portions import Portion, may_be_steady, portions_of
-from engine.layouts.steady import Steady
-from engine.passes.chosen import Choices, HearsChoices
-from engine.passes.trace import Trace
-from engine.placement import Change
-from engine.readers import Held, Readers, end
-from engine.row import Row
-from engine.rows import append_rows
-from engine.sampling.cues import Cue
-from engine.sampling.draws import Draws, marked, said
-from engine.sampling.spec import Sampling
-from engine.softmax import Softmax
-from engine.step import behind_rows, cut, fetched_rows
+from kvbench.engine.attend import Part, attend_own, attend_rows
+from kvbench.engine.books.audit import count_parts
+from kvbench.engine.books.clock import Clock
+from kvbench.engine.books.spans import span
+from kvbench.engine.caches.forks import fork, select_rows
+from kvbench.engine.causal import Chunk
+from kvbench.engine.errors import LengthError
+from kvbench.engine.layouts.portions import Portion, may_be_steady, portions_of
+from kvbench.engine.layouts.steady import Steady
+from kvbench.engine.passes.chosen import Choices, HearsChoices
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.placement import Change
+from kvbench.engine.readers import Held, Readers, end
+from kvbench.engine.row import Row
+from kvbench.engine.rows import append_rows
+from kvbench.engine.sampling.cues import Cue
+from kvbench.engine.sampling.draws import Draws, marked, said
+from kvbench.engine.sampling.spec import Sampling
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.step import behind_rows, cut, fetched_rows
 
 if TYPE_CHECKING:
-    from engine.model import Model
-    from engine.passes.session import Call
+    from kvbench.engine.model import Model
+    from kvbench.engine.passes.session import Call
 
 
 @dataclass

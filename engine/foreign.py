@@ -25,8 +25,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, TextIO
 
-from engine.errors import ConfigError
-from engine.terminal import printable
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.terminal import printable
 
 LONGEST_LINE = 32 << 20  # bytes
 LARGEST_FILE = 32 << 20  # bytes

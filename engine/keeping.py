@@ -18,10 +18,10 @@ Not here: which tokens stay (`methods`), how keys and values become others (`eng
 from dataclasses import dataclass
 from fractions import Fraction
 
-from engine.budget import show
-from engine.checks import one_of
-from engine.errors import ConfigError
-from engine.shapes import Checkpoint, ModelShape
+from kvbench.engine.budget import show
+from kvbench.engine.checks import one_of
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import Checkpoint, ModelShape
 
 POSITIONS, DROPPED = ("kept", "contiguous"), ("gone", "merged")
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.causal import Chunk
-from engine.errors import ConfigError
-from engine.softmax import Softmax
+from kvbench.engine.causal import Chunk
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.softmax import Softmax
 
 
 class Latent:

@@ -70,7 +70,7 @@ def arithmetic(dtype: str, device: str) -> dict[str, Any]:
     """What the order of sums depends on beside the prompt and the rows of a batch, for env.json."""
     import torch
 
-    from kernels.build import level, library
+    from kvbench.kernels.build import level, library
 
     config = torch.__config__.show()
     found: dict[str, Any] = {

@@ -20,18 +20,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from engine.causal import Chunk
-from engine.checkpoints.choosing import CHOICES
-from engine.checkpoints.kinds import INSTEAD, SAID, backbone, changes, number_of, survey
-from engine.errors import ConfigError, first_line
-from engine.latents import ByHeads, Latent
-from engine.machine import is_out_of_memory
-from engine.passes.chosen import HearsChoices, attend_seen, seen_by
-from engine.passes.graphs import StepGraphs
-from engine.passes.rotations import forget_text, remembering, rotary_dims, rotations, switching_length, unmoved
-from engine.passes.session import Call, Session, ThinnedSession, Turn
-from engine.shapes import Checkpoint, ModelShape
-from engine.softmax import Softmax
+from kvbench.engine.causal import Chunk
+from kvbench.engine.checkpoints.choosing import CHOICES
+from kvbench.engine.checkpoints.kinds import INSTEAD, SAID, backbone, changes, number_of, survey
+from kvbench.engine.errors import ConfigError, first_line
+from kvbench.engine.latents import ByHeads, Latent
+from kvbench.engine.machine import is_out_of_memory
+from kvbench.engine.passes.chosen import HearsChoices, attend_seen, seen_by
+from kvbench.engine.passes.graphs import StepGraphs
+from kvbench.engine.passes.rotations import forget_text, remembering, rotary_dims, rotations, switching_length, unmoved
+from kvbench.engine.passes.session import Call, Session, ThinnedSession, Turn
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.engine.softmax import Softmax
 
 T = TypeVar("T")
 NAME = "kvbench"  # of our attention function in transformers' registry
@@ -324,7 +324,7 @@ class Model:
 
     def new_cache(self) -> Any:
         """An empty cache: compressed layers hand through, all others are the model's own."""
-        from engine.caches.through import new_cache
+        from kvbench.engine.caches.through import new_cache
 
         self.forget_text()
         return new_cache(self.hf.config, self.shape.attention_layers, _enter, self.own_cache)

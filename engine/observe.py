@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from engine.causal import causal
-from engine.passes.trace import Known, Trace
-from engine.softmax import Softmax
-from kernels.attend_kept import kept_sums
-from kernels.column_sums import column_sums, column_sums_triton, rows_per_block, takes_triton
-from kernels.rows.rotation import turned_back
-from kernels.scratch import at_once
+from kvbench.engine.causal import causal
+from kvbench.engine.passes.trace import Known, Trace
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.attend_kept import kept_sums
+from kvbench.kernels.column_sums import column_sums, column_sums_triton, rows_per_block, takes_triton
+from kvbench.kernels.rows.rotation import turned_back
+from kvbench.kernels.scratch import at_once
 
 if TYPE_CHECKING:  # slow to import, and method files import this one
-    from engine.model import Model
+    from kvbench.engine.model import Model
 
 
 @dataclass(frozen=True)

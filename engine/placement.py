@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engine.selection import FREE, Cost
+from kvbench.engine.selection import FREE, Cost
 
 if TYPE_CHECKING:
     from torch import Tensor

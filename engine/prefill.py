@@ -15,22 +15,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.books.clock import synchronize
-from engine.books.spans import span
-from engine.causal import Chunk, causal
-from engine.decode import refuse_switch
-from engine.errors import ConfigError, NotFiniteError, first_line
-from engine.latents import ByHeads, Latent
-from engine.model import Model
-from engine.observe import ModelFact, Observation
-from engine.passes.chunks import in_chunks
-from engine.passes.evicting import Evicting
-from engine.passes.trace import Trace
-from engine.row import Variant
-from engine.sampling.finite import REMEDY
-from engine.shapes import DRAWN, ModelShape
-from engine.softmax import Softmax
-from engine.sparse.base import SparsePrefill
+from kvbench.engine.books.clock import synchronize
+from kvbench.engine.books.spans import span
+from kvbench.engine.causal import Chunk, causal
+from kvbench.engine.decode import refuse_switch
+from kvbench.engine.errors import ConfigError, NotFiniteError, first_line
+from kvbench.engine.latents import ByHeads, Latent
+from kvbench.engine.model import Model
+from kvbench.engine.observe import ModelFact, Observation
+from kvbench.engine.passes.chunks import in_chunks
+from kvbench.engine.passes.evicting import Evicting
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.row import Variant
+from kvbench.engine.sampling.finite import REMEDY
+from kvbench.engine.shapes import DRAWN, ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.sparse.base import SparsePrefill
 
 
 class Thinning(Protocol):

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.attend import Part, attend_rows
-from engine.errors import ConfigError
-from engine.placement import Change
-from engine.row import Row
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
+from kvbench.engine.attend import Part, attend_rows
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.placement import Change
+from kvbench.engine.row import Row
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
 
 
 @dataclass

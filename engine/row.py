@@ -10,15 +10,15 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from engine.attend import Part
-from engine.budget import Budget
-from engine.passes.trace import Trace
-from engine.placement import Change, Placement, Release, Stay
-from engine.sampling.cues import Cue
-from engine.selection import FeedSelection, Found, Search
-from engine.shapes import ModelShape
-from engine.turns.feed import Feed
-from kernels.scratch import Scratch
+from kvbench.engine.attend import Part
+from kvbench.engine.budget import Budget
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.placement import Change, Placement, Release, Stay
+from kvbench.engine.sampling.cues import Cue
+from kvbench.engine.selection import FeedSelection, Found, Search
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.turns.feed import Feed
+from kvbench.kernels.scratch import Scratch
 
 
 class Variant(Protocol):

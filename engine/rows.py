@@ -15,15 +15,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.attend import Part
-from engine.caches.coded import Codec
-from engine.caches.copies import Copies
-from engine.layouts.coded import CodedLayer
-from engine.layouts.fetching import Fetching
-from engine.layouts.layer import Layer
-from kernels.rows.append import Place, append_rows_triton
-from kernels.rows.blocks import Cached, fill_rows_triton, look_up_rows_triton
-from kernels.rows.union import Ask, Bringing, Far, bring_rows_triton, union_rows_triton
+from kvbench.engine.attend import Part
+from kvbench.engine.caches.coded import Codec
+from kvbench.engine.caches.copies import Copies
+from kvbench.engine.layouts.coded import CodedLayer
+from kvbench.engine.layouts.fetching import Fetching
+from kvbench.engine.layouts.layer import Layer
+from kvbench.kernels.rows.append import Place, append_rows_triton
+from kvbench.kernels.rows.blocks import Cached, fill_rows_triton, look_up_rows_triton
+from kvbench.kernels.rows.union import Ask, Bringing, Far, bring_rows_triton, union_rows_triton
 
 
 def append_rows(layers: Sequence[Layer], k_new: Tensor, v_new: Tensor) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.capped import capped
+from kvbench.kernels.capped import capped
 
 
 @dataclass(slots=True, eq=False)

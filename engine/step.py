@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.attend import Part
-from engine.books.spans import span
-from engine.placement import Change
-from engine.row import Row
-from engine.rows import append_rows, fetch_rows
-from engine.selection import Selection, selection
+from kvbench.engine.attend import Part
+from kvbench.engine.books.spans import span
+from kvbench.engine.placement import Change
+from kvbench.engine.row import Row
+from kvbench.engine.rows import append_rows, fetch_rows
+from kvbench.engine.selection import Selection, selection
 
 
 def step_rows(

@@ -14,25 +14,25 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from engine.books.audit import check_kept, correct_entry
-from engine.books.ledger import Ledger
-from engine.books.meter import Access, Meter, owe
-from engine.books.unwritten import Unwritten
-from engine.caches.blocks import BlockCache, BlockCacheSpec
-from engine.caches.copies import Shelf
-from engine.caches.queries import QueryRing
-from engine.caches.token_code import TokenCode
-from engine.keeping import AS_THEY_ARE, Keeping
-from engine.layouts.coded import CodedLayer
-from engine.layouts.fetching import Fetching
-from engine.layouts.home import Home
-from engine.layouts.kept import kept_as, kept_mask
-from engine.layouts.layer import Layer
-from engine.layouts.memory import Pair
-from engine.layouts.slots import Marked, Slots
-from engine.layouts.whole import DelayedView, RaggedView, View
-from engine.passes.trace import Trace
-from engine.placement import (
+from kvbench.engine.books.audit import check_kept, correct_entry
+from kvbench.engine.books.ledger import Ledger
+from kvbench.engine.books.meter import Access, Meter, owe
+from kvbench.engine.books.unwritten import Unwritten
+from kvbench.engine.caches.blocks import BlockCache, BlockCacheSpec
+from kvbench.engine.caches.copies import Shelf
+from kvbench.engine.caches.queries import QueryRing
+from kvbench.engine.caches.token_code import TokenCode
+from kvbench.engine.keeping import AS_THEY_ARE, Keeping
+from kvbench.engine.layouts.coded import CodedLayer
+from kvbench.engine.layouts.fetching import Fetching
+from kvbench.engine.layouts.home import Home
+from kvbench.engine.layouts.kept import kept_as, kept_mask
+from kvbench.engine.layouts.layer import Layer
+from kvbench.engine.layouts.memory import Pair
+from kvbench.engine.layouts.slots import Marked, Slots
+from kvbench.engine.layouts.whole import DelayedView, RaggedView, View
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.placement import (
     Change,
     Coded,
     Coder,
@@ -48,7 +48,7 @@ from engine.placement import (
     Stay,
     Whole,
 )  # fmt: skip
-from engine.selection import Cost
+from kvbench.engine.selection import Cost
 
 Layouts = Mapping[type[Placement], Callable[[Any, Any], Layer]]
 LAYOUTS: Layouts = {

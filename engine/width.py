@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.budget import ELEMENT_BYTES
-from engine.errors import ConfigError
-from engine.machine import free_bytes
-from engine.row import Variant
-from engine.shapes import ModelShape
+from kvbench.engine.budget import ELEMENT_BYTES
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.machine import free_bytes
+from kvbench.engine.row import Variant
+from kvbench.engine.shapes import ModelShape
 
 SHARE = 0.8  # of the free memory that is planned with; the rest is for allocators and estimates
 PASS_VALUES = 24  # values per token and dimension of the model at a layer's widest point: MLP, queries, float32 copies

@@ -11,6 +11,6 @@ Not here: benchmarks (`tasks`), a run's folder (`results`), how a model decodes 
 (`methods`), summaries over runs (`plots`).
 """
 
-from engine.terminal import refuse_without_packages
+from kvbench.engine.terminal import refuse_without_packages
 
 refuse_without_packages()

@@ -10,22 +10,22 @@ from collections import Counter
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 
-from engine.books.spans import recording
-from engine.decode import Answer
-from engine.errors import LengthError, NotFiniteError, one_line
-from engine.machine import free_memory, is_out_of_memory
-from engine.model import Model
-from engine.width import room_bytes, waves
-from evals.batch.answers import Conversation, answers
-from evals.batch.reading import pass_of, read
-from evals.batch.reply import Profile, Reply
-from evals.cells import Cell
-from evals.prepare import PreparedSample
-from evals.screen.progress import Progress
-from tasks.ending import Ending
-from tasks.forced import ForcedContinuation, ForcedTask
-from tasks.latency import Latency, Timed
-from tasks.turns.encode import TalkPrompt
+from kvbench.engine.books.spans import recording
+from kvbench.engine.decode import Answer
+from kvbench.engine.errors import LengthError, NotFiniteError, one_line
+from kvbench.engine.machine import free_memory, is_out_of_memory
+from kvbench.engine.model import Model
+from kvbench.engine.width import room_bytes, waves
+from kvbench.evals.batch.answers import Conversation, answers
+from kvbench.evals.batch.reading import pass_of, read
+from kvbench.evals.batch.reply import Profile, Reply
+from kvbench.evals.cells import Cell
+from kvbench.evals.prepare import PreparedSample
+from kvbench.evals.screen.progress import Progress
+from kvbench.tasks.ending import Ending
+from kvbench.tasks.forced import ForcedContinuation, ForcedTask
+from kvbench.tasks.latency import Latency, Timed
+from kvbench.tasks.turns.encode import TalkPrompt
 
 
 class Answering:

@@ -16,25 +16,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import yaml
 
-from engine import checks
-from engine.budget import EVERYTHING, Bytes
-from engine.caches.blocks import BlockCacheSpec
-from engine.checkpoints.header import header_shape, shape_of_config
-from engine.errors import ConfigError
-from engine.keeping import AS_THEY_ARE, Keeping, Merging
-from engine.shapes import ModelShape
-from engine.terminal import say
-from evals.refusals import leave_out, naming, refuse_nothing_left
-from evals.settings import ORDERS, Choice, GivenKeeping, ModelSpec, Settings, load_class, methods_for
-from evals.typed import build, build_params
-from methods.rules import Coding, Rules
-from results.names import own_methods
-from tasks.base import Task
+from kvbench import checkout
+from kvbench.engine import checks
+from kvbench.engine.budget import EVERYTHING, Bytes
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.checkpoints.header import header_shape, shape_of_config
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.keeping import AS_THEY_ARE, Keeping, Merging
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.terminal import say
+from kvbench.evals.refusals import leave_out, naming, refuse_nothing_left
+from kvbench.evals.settings import ORDERS, Choice, GivenKeeping, ModelSpec, Settings, load_class, methods_for
+from kvbench.evals.typed import build, build_params
+from kvbench.methods.rules import Coding, Rules
+from kvbench.results.names import own_methods
+from kvbench.tasks.base import Task
 
 if TYPE_CHECKING:  # imports torch
-    from engine.sparse.base import SparsePrefill
+    from kvbench.engine.sparse.base import SparsePrefill
 
-RUNS = Path(__file__).resolve().parents[1] / "runs"
+RUNS = Path(checkout.runs())
 ARCHITECTURES = Path(__file__).resolve().parents[1] / "conf" / "architecture"
 T = TypeVar("T")
 MOST_COUNT = 10_000  # of anything that a task counts

@@ -1,7 +1,7 @@
-"""`python -m methods.calibrate KIND model=NAME`: measure what methods have to know of a model, once, and keep it.
+"""`kvbench calibrate KIND model=NAME`: measure what methods have to know of a model, once, and keep it.
 
-    python -m methods.calibrate channels model=smollm2-135m
-    python -m methods.calibrate pca model=smollm2-135m text=book.txt tokens=8192 out=book.npz
+    kvbench calibrate channels model=smollm2-135m
+    kvbench calibrate pca model=smollm2-135m text=book.txt tokens=8192 out=book.npz
 
 Without `text` it reads the embedded prose and writes where runs with this model look by themselves; they would do the
 same at first use. With a text or a length of your own say where to write (`out`), and name the file in
@@ -22,22 +22,22 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.checks import whole_number
-from engine.errors import ConfigError, first_line
-from engine.foreign import read_text
-from engine.model import Model
-from engine.terminal import say
-from evals.models import load_model, resolve_hardware
-from evals.settings import from_words
-from evals.typed import convert, expanded
-from methods.calibration import files
-from methods.calibration.files import Calibration, place
-from methods.calibration.kinds import KINDS, kind_of
-from methods.calibration.known import calibrate, last_tokens
-from methods.calibration.prose import embedded_prose, prose_name
-from methods.dropping.duo_attention import TABLES
-from methods.gates import files as gates
-from methods.gates.training import N_TOKENS, fit
+from kvbench.engine.checks import whole_number
+from kvbench.engine.errors import ConfigError, first_line
+from kvbench.engine.foreign import read_text
+from kvbench.engine.model import Model
+from kvbench.engine.terminal import say
+from kvbench.evals.models import load_model, resolve_hardware
+from kvbench.evals.settings import from_words
+from kvbench.evals.typed import convert, expanded
+from kvbench.methods.calibration import files
+from kvbench.methods.calibration.files import Calibration, place
+from kvbench.methods.calibration.kinds import KINDS, kind_of
+from kvbench.methods.calibration.known import calibrate, last_tokens
+from kvbench.methods.calibration.prose import embedded_prose, prose_name
+from kvbench.methods.dropping.duo_attention import TABLES
+from kvbench.methods.gates import files as gates
+from kvbench.methods.gates.training import N_TOKENS, fit
 
 GATE = "gate"
 Made = tuple[Path, Callable[[Path], object]]
@@ -129,7 +129,7 @@ def write_table(path: Path, found: Calibration) -> None:
         "text": about.text,
         "tokens": about.n_tokens,
         "made": about.made,
-        "command": f"python -m methods.calibrate heads model={about.model}",
+        "command": f"kvbench calibrate heads model={about.model}",
     }
     if [*shape_layers] != [*range(len(shape_layers))]:
         raise ConfigError(f"{about.model} has layers without full attention, and a table of heads has a line for each")

@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.budget import NO_FRAME, BudgetRequest, Frame
-from engine.errors import ConfigError
-from engine.keeping import AS_THEY_ARE, Keeping
-from engine.shapes import Checkpoint, ModelShape
-from engine.sparse.base import SparsePrefill
-from evals.asked import RUNS, Asked, AskedMethod, Lookups, ask_method, check
-from evals.models import look_into, look_up, name_of, resolve_hardware
-from evals.outside import is_target
-from evals.refusals import leave_out, naming, refuse_nothing_left
-from evals.settings import Settings, load_class
-from methods.base import SelectiveAttention, Variant
-from methods.rules import Coding, Rules
-from results import RunFolder, run_name
-from tasks.base import Task
+from kvbench.engine.budget import NO_FRAME, BudgetRequest, Frame
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.keeping import AS_THEY_ARE, Keeping
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.engine.sparse.base import SparsePrefill
+from kvbench.evals.asked import RUNS, Asked, AskedMethod, Lookups, ask_method, check
+from kvbench.evals.models import look_into, look_up, name_of, resolve_hardware
+from kvbench.evals.outside import is_target
+from kvbench.evals.refusals import leave_out, naming, refuse_nothing_left
+from kvbench.evals.settings import Settings, load_class
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.methods.rules import Coding, Rules
+from kvbench.results import RunFolder, run_name
+from kvbench.tasks.base import Task
 
 FIRST = Rules.version  # of what makes codes, until its answers change
 

@@ -1,4 +1,4 @@
-"""`python -m evals.fetch longbench`: a benchmark's files into the data folder, ahead of time.
+"""`kvbench fetch longbench`: a benchmark's files into the data folder, ahead of time.
 
 Not here: the download itself (`tasks/download.py`).
 """
@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.errors import ConfigError
-from engine.terminal import say
-from tasks.download import cache_root, downloads, fetch
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.terminal import say
+from kvbench.tasks.download import cache_root, downloads, fetch
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m evals.fetch", description="Fetch a benchmark's files into the data folder."
+        prog="kvbench fetch", description="Fetch a benchmark's files into the data folder."
     )
     parser.add_argument("benchmark", nargs="+", help=", ".join(downloads()))
     parser.add_argument("--into", type=Path, help="data folder; the cache's without it")

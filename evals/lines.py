@@ -9,18 +9,18 @@ from fractions import Fraction
 from statistics import fmean, median
 from typing import Any
 
-from engine.books.audit import uncounted_bytes
-from engine.books.ledger import Entry
-from engine.books.strip import attended_bins
-from engine.budget import exact, show, token_bytes
-from engine.checkpoints.packages import out_of_bounds
-from engine.sampling.spec import draw_id
-from evals.batch.reply import Reply, TurnReply
-from evals.cells import Cell
-from evals.prepare import PreparedSample
-from evals.screen.progress import Standing
-from methods.base import SelectiveAttention
-from results import (
+from kvbench.engine.books.audit import uncounted_bytes
+from kvbench.engine.books.ledger import Entry
+from kvbench.engine.books.strip import attended_bins
+from kvbench.engine.budget import exact, show, token_bytes
+from kvbench.engine.checkpoints.packages import out_of_bounds
+from kvbench.engine.sampling.spec import draw_id
+from kvbench.evals.batch.reply import Reply, TurnReply
+from kvbench.evals.cells import Cell
+from kvbench.evals.prepare import PreparedSample
+from kvbench.evals.screen.progress import Standing
+from kvbench.methods.base import SelectiveAttention
+from kvbench.results import (
     EVICT,
     EXACT,
     METRICS,
@@ -32,9 +32,9 @@ from results import (
     environment,
     peak_rss_bytes,
 )
-from tasks.base import Sample
-from tasks.prompt import Prompt
-from tasks.turns.questions import one_question
+from kvbench.tasks.base import Sample
+from kvbench.tasks.prompt import Prompt
+from kvbench.tasks.turns.questions import one_question
 
 
 def line_of(one: PreparedSample, reply: Reply) -> tuple[SampleRow, dict[str, list[int]] | None]:

@@ -27,14 +27,14 @@ from urllib.parse import urlparse
 
 from filelock import FileLock
 
-from engine.errors import ConfigError
-from engine.foreign import parse_json
-from evals.asked import class_and_params
-from evals.refusals import refuse_missing_package
-from evals.screen.progress import Progress
-from evals.settings import Settings
-from results import RunResult, SampleRow, read_config, read_ledger, read_samples
-from results.files import is_file, write
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import parse_json
+from kvbench.evals.asked import class_and_params
+from kvbench.evals.refusals import refuse_missing_package
+from kvbench.evals.screen.progress import Progress
+from kvbench.evals.settings import Settings
+from kvbench.results import RunResult, SampleRow, read_config, read_ledger, read_samples
+from kvbench.results.files import is_file, write
 
 COLUMNS = (  # of the table of samples, before the task's own
     *("id", "status", "score", "prediction", "references", "prompt_tokens", "generated_tokens"),

@@ -14,18 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from engine.model import Model
-from evals.answer import Answering
-from evals.cells import Cell, check_loaded, is_finished
-from evals.models import Models
-from evals.prepare import PreparedSample, prepared
-from evals.refusals import CellRefused, leave_out, staying
-from evals.screen.estimate import Estimate, bends_of
-from evals.screen.expect import expect, is_worth_while, words
-from evals.screen.progress import Progress, say
-from evals.write import Began, Writer
-from results import RunFolder, RunResult
-from results.opened import open_folders, results_of
+from kvbench.engine.model import Model
+from kvbench.evals.answer import Answering
+from kvbench.evals.cells import Cell, check_loaded, is_finished
+from kvbench.evals.models import Models
+from kvbench.evals.prepare import PreparedSample, prepared
+from kvbench.evals.refusals import CellRefused, leave_out, staying
+from kvbench.evals.screen.estimate import Estimate, bends_of
+from kvbench.evals.screen.expect import expect, is_worth_while, words
+from kvbench.evals.screen.progress import Progress, say
+from kvbench.evals.write import Began, Writer
+from kvbench.results import RunFolder, RunResult
+from kvbench.results.opened import open_folders, results_of
 
 
 class Group:

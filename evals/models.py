@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from engine.checkpoints.digests import digest_of
-from engine.checkpoints.load import (
+from kvbench.engine.checkpoints.digests import digest_of
+from kvbench.engine.checkpoints.load import (
     Letters,
     drawn_checkpoint,
     image_ids,
@@ -24,12 +24,12 @@ from engine.checkpoints.load import (
     resolve_dtype,
     shape_of,
 )
-from engine.errors import ConfigError
-from engine.machine import arithmetic
-from engine.model import Model
-from engine.shapes import Checkpoint, ModelShape
-from evals.asked import architecture
-from evals.settings import ModelSpec, Settings
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.machine import arithmetic
+from kvbench.engine.model import Model
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.evals.asked import architecture
+from kvbench.evals.settings import ModelSpec, Settings
 
 
 def resolve_hardware(settings: Settings) -> Settings:

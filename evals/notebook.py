@@ -1,6 +1,6 @@
 """One prompt by hand, as a notebook wants it: load a model, read a prompt once, let variants answer, look at a layer.
 
-    from evals.notebook import load_model, question, read, variant
+    from kvbench.evals.notebook import load_model, question, read, variant
 
     model = load_model("smollm2-135m")
     asked = question(model, "needle", lengths=[1500], depths=[50])
@@ -22,26 +22,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.budget import BudgetRequest
-from engine.checks import word
-from engine.decode import decode
-from engine.errors import ConfigError
-from engine.model import Model
-from engine.passes.probe import probe
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from evals.asked import check_method
-from evals.cells import Cell, cell_without_task, check_loaded
-from evals.lines import books_of
-from evals.models import load_model as load
-from evals.models import resolve_hardware
-from evals.settings import from_words, load_class
-from evals.typed import build_params
-from methods.base import SelectiveAttention, Variant
-from tasks.base import Sample
-from tasks.ending import Ending
-from tasks.fidelity import exact_attention
-from tasks.prompt import encode, uses_chat
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.checks import word
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.model import Model
+from kvbench.engine.passes.probe import probe
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.evals.asked import check_method
+from kvbench.evals.cells import Cell, cell_without_task, check_loaded
+from kvbench.evals.lines import books_of
+from kvbench.evals.models import load_model as load
+from kvbench.evals.models import resolve_hardware
+from kvbench.evals.settings import from_words, load_class
+from kvbench.evals.typed import build_params
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.tasks.base import Sample
+from kvbench.tasks.ending import Ending
+from kvbench.tasks.fidelity import exact_attention
+from kvbench.tasks.prompt import encode, uses_chat
 
 
 def load_model(name: str = "smollm2-135m", **keys: Any) -> Model:

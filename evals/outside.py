@@ -21,9 +21,9 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.lazy import load_torch
-from evals.typed import build_params
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.lazy import load_torch
+from kvbench.evals.typed import build_params
 
 FILE = re.compile(r"(?P<path>.*\.py)(:(?P<name>\w+))?", re.DOTALL)  # path/to/mine.py or path/to/mine.py:Class
 TARGET = re.compile(r"(?P<path>.*\.py):(?P<name>\w+)@(?P<digest>[0-9a-f]{16})", re.DOTALL)
@@ -140,7 +140,7 @@ def said(error: BaseException, path: Path) -> str:
 
 def methods_of(module: ModuleType) -> dict[str, Any]:
     """The methods that are defined in the module, unfinished ones left out where there are others."""
-    from methods.base import SelectiveAttention
+    from kvbench.methods.base import SelectiveAttention
 
     found = {
         kind.__name__: kind

@@ -32,9 +32,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.errors import ConfigError, unknown_name
-from evals import outside
-from evals.typed import expanded, unknown_key
+from kvbench.engine.errors import ConfigError, unknown_name
+from kvbench.evals import outside
+from kvbench.evals.typed import expanded, unknown_key
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 APART = ("hydra", "architecture", "hardware", "heads")  # Hydra's own, and tables that are looked up by name

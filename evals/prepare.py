@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 
-from engine.budget import Frame
-from engine.checks import gigabytes
-from engine.errors import ConfigError
-from engine.machine import machine_bytes
-from engine.sampling.spec import draw_id, draw_seed
-from engine.width import answers_bytes, most_at_once, prompt_bytes, variant_bytes
-from evals.cells import Cell
-from evals.models import image_ids_of, tokenizer_of, vocabulary_of
-from evals.refusals import leave_out
-from evals.screen.estimate import Load
-from methods.base import Variant
-from results import RunFolder, prompt_hash
-from tasks.base import Sample
-from tasks.ending import Ending
-from tasks.prompt import Prompt, check_ids, tokenizing, uses_chat
-from tasks.turns.conversation import line_ids
-from tasks.turns.encode import TalkPrompt, prompt_of
+from kvbench.engine.budget import Frame
+from kvbench.engine.checks import gigabytes
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.machine import machine_bytes
+from kvbench.engine.sampling.spec import draw_id, draw_seed
+from kvbench.engine.width import answers_bytes, most_at_once, prompt_bytes, variant_bytes
+from kvbench.evals.cells import Cell
+from kvbench.evals.models import image_ids_of, tokenizer_of, vocabulary_of
+from kvbench.evals.refusals import leave_out
+from kvbench.evals.screen.estimate import Load
+from kvbench.methods.base import Variant
+from kvbench.results import RunFolder, prompt_hash
+from kvbench.tasks.base import Sample
+from kvbench.tasks.ending import Ending
+from kvbench.tasks.prompt import Prompt, check_ids, tokenizing, uses_chat
+from kvbench.tasks.turns.conversation import line_ids
+from kvbench.tasks.turns.encode import TalkPrompt, prompt_of
 
 SHOWN = 600  # characters of a prompt's texts that a line repeats, so that a report can show what was asked
 AROUND = 150  # characters before and behind a part that holds the answer

@@ -11,10 +11,10 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any, TypeVar
 
-from engine.errors import ConfigError, RunError
-from engine.terminal import say
-from evals.outside import said
-from evals.settings import POOLS, Settings
+from kvbench.engine.errors import ConfigError, RunError
+from kvbench.engine.terminal import say
+from kvbench.evals.outside import said
+from kvbench.evals.settings import POOLS, Settings
 
 S = TypeVar("S")
 

@@ -1,4 +1,4 @@
-"""`python -m evals.rescore [--write] RUN…`: the answers of runs scored again, from their folders alone.
+"""`python -m kvbench.evals.rescore [--write] RUN…`: the answers of runs scored again, from their folders alone.
 
 A line of samples.jsonl holds what its score needs: the prediction, the references and the task's own columns;
 config.yaml has the task's parameters. Neither data nor a model is read.
@@ -19,15 +19,15 @@ from typing import Any
 
 import yaml
 
-from engine.budget import show
-from engine.errors import ConfigError, RunError, one_line
-from engine.terminal import printable, say
-from evals.screen.progress import Progress
-from evals.settings import Choice, load_class
-from evals.typed import build_params
-from results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples
-from results.scores import Score, Scores, crc_of_answer
-from tasks.base import Sample, Task
+from kvbench.engine.budget import show
+from kvbench.engine.errors import ConfigError, RunError, one_line
+from kvbench.engine.terminal import printable, say
+from kvbench.evals.screen.progress import Progress
+from kvbench.evals.settings import Choice, load_class
+from kvbench.evals.typed import build_params
+from kvbench.results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples
+from kvbench.results.scores import Score, Scores, crc_of_answer
+from kvbench.tasks.base import Sample, Task
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "task"
 DAMAGE = (
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
     writes = "--write" in arguments
     folders = [Path(word) for word in arguments if word != "--write"]
     if not folders or any(str(folder).startswith("--") for folder in folders):
-        say("usage: python -m evals.rescore [--write] RUN..., folders of runs", file=sys.stderr)
+        say("usage: python -m kvbench.evals.rescore [--write] RUN..., folders of runs", file=sys.stderr)
         return 2
     n_changed = 0
     try:

@@ -12,25 +12,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.lazy import load_torch
-from engine.machine import leave_busy_cores
-from engine.terminal import say
-from evals.asked import RUNS, ask
-from evals.logger import Copies, check_logger
-from evals.refusals import check_pool, refuse_nothing_left
-from evals.settings import Settings
-from results import RunResult
-from results.files import refuse_closed
+from kvbench.engine.lazy import load_torch
+from kvbench.engine.machine import leave_busy_cores
+from kvbench.engine.terminal import say
+from kvbench.evals.asked import RUNS, ask
+from kvbench.evals.logger import Copies, check_logger
+from kvbench.evals.refusals import check_pool, refuse_nothing_left
+from kvbench.evals.settings import Settings
+from kvbench.results import RunResult
+from kvbench.results.files import refuse_closed
 
 if TYPE_CHECKING:
-    from evals.cells import Cell
+    from kvbench.evals.cells import Cell
 
 
 def prepare(cells: Sequence[Settings]) -> "list[Cell]":
     """A cell for each of the settings, checked as far as that goes without weights."""
     asked = ask(cells)
     load_torch()  # which waited for the checks
-    from evals.cells import ready_cells
+    from kvbench.evals.cells import ready_cells
 
     return ready_cells(asked)
 
@@ -42,11 +42,11 @@ def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
     for out in {cell.out for cell in cells}:
         refuse_closed(out or RUNS)
     ready = prepare(cells)
-    from evals.cells import distinct, grouped
-    from evals.loop import Group, run_group
-    from evals.models import Models
-    from evals.prepare import refuse_folders
-    from evals.shards import run_groups
+    from kvbench.evals.cells import distinct, grouped
+    from kvbench.evals.loop import Group, run_group
+    from kvbench.evals.models import Models
+    from kvbench.evals.prepare import refuse_folders
+    from kvbench.evals.shards import run_groups
 
     groups = [Group(each) for each in grouped(distinct(ready))]
     for group in groups:

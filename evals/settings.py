@@ -20,18 +20,18 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.budget import COUNTS, BudgetRequest, Bytes, exact
-from engine.caches.blocks import BlockCacheSpec
-from engine.checks import one_of, whole_number, word
-from engine.errors import ConfigError, unknown_name
-from engine.keeping import Keeping, Merging
-from engine.lazy import wait_for_torch
-from engine.sampling.spec import Sampling
-from evals import outside
-from evals.typed import METHODS, build, convert, same_names, scorer_fields, scorer_values, values_of
-from methods.allocator import UNIFORM, Allocator
-from results.names import FIRST, known, own_methods
-from tasks.prompt import CHATS, SCOPES
+from kvbench.engine.budget import COUNTS, BudgetRequest, Bytes, exact
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.checks import one_of, whole_number, word
+from kvbench.engine.errors import ConfigError, unknown_name
+from kvbench.engine.keeping import Keeping, Merging
+from kvbench.engine.lazy import wait_for_torch
+from kvbench.engine.sampling.spec import Sampling
+from kvbench.evals import outside
+from kvbench.evals.typed import METHODS, build, convert, same_names, scorer_fields, scorer_values, values_of
+from kvbench.methods.allocator import UNIFORM, Allocator
+from kvbench.results.names import FIRST, known, own_methods
+from kvbench.tasks.prompt import CHATS, SCOPES
 
 ORDERS = ("drop_first", "quantise_first")  # of a composition; the first is usual
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -49,10 +49,10 @@ USUAL: dict[str, dict[str, Any]] = {
     },
 }
 KINDS = {  # what a group's classes are, and the package that they are taken from
-    "method": "methods.base.SelectiveAttention",
-    "task": "tasks.base.Task",
-    "prefill": "engine.sparse.base.SparsePrefill",
-    "logger": "evals.logger.Logger",
+    "method": "kvbench.methods.base.SelectiveAttention",
+    "task": "kvbench.tasks.base.Task",
+    "prefill": "kvbench.engine.sparse.base.SparsePrefill",
+    "logger": "kvbench.evals.logger.Logger",
 }
 
 
@@ -86,7 +86,7 @@ class Choice:
 
     group: str  # "method", "task", "prefill" or "logger"
     name: str  # the file in conf/<group>
-    target: str  # "methods.retrieving.oracle.Oracle"
+    target: str  # "kvbench.methods.retrieving.oracle.Oracle"
     params: Mapping[str, Any]
 
 
@@ -374,7 +374,7 @@ def pool(name: str | None, launcher: Any) -> Pool | None:
 
 def from_words(words: Sequence[str]) -> Settings:
     """The settings of one run's command line, such as `method=snapkv method.window=16 ratio=0.1`."""
-    from evals.overrides import CONF, check_overrides, composition
+    from kvbench.evals.overrides import CONF, check_overrides, composition
 
     cfg = composition(CONF, tuple(check_overrides([*words])))
     return settings(cfg, cfg.hydra.runtime.choices)
@@ -386,9 +386,9 @@ def load_class(choice: Choice) -> type:
     if outside.is_target(choice.target):
         return outside.load(choice.target)
     module, _, name = choice.target.rpartition(".")
-    package = KINDS[choice.group].partition(".")[0]
+    room = KINDS[choice.group].split(".")[:2]
     names = module.split(".")
-    if names[0] != package or not all(map(str.isidentifier, names)):
+    if names[:2] != room or not all(map(str.isidentifier, names)):
         return of_kind(choice, None)  # whatever else could be imported is not even that
     try:
         return of_kind(choice, getattr(importlib.import_module(module), name, None))
@@ -406,9 +406,9 @@ def of_kind(choice: Choice, found: Any) -> type:
         if choice.group in MADE_OF:
             refuse_signature(choice, found)
         return found
-    package = module.partition(".")[0]
+    room = ".".join(module.split(".")[:2])
     raise ConfigError(
-        f"{choice.group}._target_={choice.target} is no {name} of {package}/; choose a file of conf/{choice.group}"
+        f"{choice.group}._target_={choice.target} is no {name} of {room}; choose a file of conf/{choice.group}"
     )
 
 

@@ -26,20 +26,20 @@ from typing import Any
 
 import torch
 
-from engine.errors import ConfigError, RunError
-from evals.answer import Answering
-from evals.asked import ask as ask_for
-from evals.cells import RUNS, ready_cells
-from evals.lines import standing
-from evals.loop import Group
-from evals.models import load_model
-from evals.prepare import Preparation, PreparedSample
-from evals.screen.progress import Progress, Standing, say
-from evals.settings import Pool, RayPool, Settings, SlurmPool
-from results import RunFolder, RunResult, SampleRow
-from results.opened import open_folders, results_of
+from kvbench.checkout import ROOT
+from kvbench.engine.errors import ConfigError, RunError
+from kvbench.evals.answer import Answering
+from kvbench.evals.asked import ask as ask_for
+from kvbench.evals.cells import RUNS, ready_cells
+from kvbench.evals.lines import standing
+from kvbench.evals.loop import Group
+from kvbench.evals.models import load_model
+from kvbench.evals.prepare import Preparation, PreparedSample
+from kvbench.evals.screen.progress import Progress, Standing, say
+from kvbench.evals.settings import Pool, RayPool, Settings, SlurmPool
+from kvbench.results import RunFolder, RunResult, SampleRow
+from kvbench.results.opened import open_folders, results_of
 
-ROOT = Path(__file__).resolve().parents[1]
 LOOK_SECONDS = 1.0  # between two looks at what the workers have answered
 
 
@@ -307,7 +307,7 @@ def on_ray(ray: Any, pool: RayPool, shards: Sequence[Shard], look: Callable[[], 
         return
     errors = ray.exceptions
     losses = (errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError)
-    options: dict[str, Any] = {"runtime_env": {"env_vars": {"PYTHONPATH": str(ROOT)}}}
+    options: dict[str, Any] = {"runtime_env": {"env_vars": {"PYTHONPATH": ROOT}}}
     if pool.address is None:
         options |= {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, pool.cpus)}
         # A worker that Ray ends because memory is short would come back for ever otherwise.
@@ -404,7 +404,7 @@ def on_submitit(submitit: Any, pool: SlurmPool, shards: Sequence[Shard], look: C
 def python_path() -> Iterator[None]:
     """Jobs inherit the environment, and find this checkout by it."""
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), before)))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, before)))
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""`python -m evals.submit RUNS --out FOLDER --submitter NAME --licence TERMS`: a submission of finished runs.
+"""`kvbench submit RUNS --out FOLDER --submitter NAME --licence TERMS`: a submission of finished runs.
 
 What a submission may hold is copied, pictures and locks are left out; manifest.json gets the SHA-256 of each file. A
 run that corrects one that was handed in before says so with `--supersedes RUN=ID`, ID being what the site shows of it.
@@ -14,10 +14,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from engine.errors import ConfigError
-from engine.terminal import say
-from evals.submission.manifest import FORMAT, MANIFEST, RUN_FILES, Manifest
-from results.files import is_file
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.terminal import say
+from kvbench.evals.submission.manifest import FORMAT, MANIFEST, RUN_FILES, Manifest
+from kvbench.results.files import is_file
 
 
 def submit(
@@ -63,7 +63,7 @@ def submit(
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m evals.submit", description="Make a submission of finished runs.")
+    parser = argparse.ArgumentParser(prog="kvbench submit", description="Make a submission of finished runs.")
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--out", type=Path, required=True, help="the submission, a new folder")
     parser.add_argument("--submitter", required=True, help="who hands it in")
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     except (ConfigError, OSError, ValueError) as error:
         say("submit:", error, file=sys.stderr)
         return 2
-    say(f"{given.out}: {len(manifest.runs)} runs, {len(manifest.files)} files; verify it with python -m evals.verify")
+    say(f"{given.out}: {len(manifest.runs)} runs, {len(manifest.files)} files; verify it with kvbench verify")
     return 0
 
 

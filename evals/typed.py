@@ -14,10 +14,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
-from engine.budget import Bytes, parse_bytes, parse_fraction
-from engine.checks import one_of, word
-from engine.errors import ConfigError, unknown_name
-from methods.rules import Rules, Scorer
+from kvbench.engine.budget import Bytes, parse_bytes, parse_fraction
+from kvbench.engine.checks import one_of, word
+from kvbench.engine.errors import ConfigError, unknown_name
+from kvbench.methods.rules import Rules, Scorer
 
 METHODS = Path(__file__).resolve().parents[1] / "conf" / "method"
 

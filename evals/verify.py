@@ -1,4 +1,4 @@
-"""`python -m evals.verify FOLDER [--again K] [--out FILE]`: what of a submission holds, whoever wrote it.
+"""`kvbench verify FOLDER [--again K] [--out FILE]`: what of a submission holds, whoever wrote it.
 
 Every file is counted, bounded and compared with manifest.json before any is read; each run is looked at by a worker
 with limits of time and memory. Per run it says one of
@@ -29,18 +29,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.terminal import printable, say
-from engine.workers.limited import Limited
-from evals.submission import frozen, jail
-from evals.submission.check import LEVELS, Checked
-from evals.submission.checker import LIMIT_S
-from evals.submission.folder import Finding, look
-from evals.submission.manifest import Manifest
-from results.files import sealed
+from kvbench.checkout import ROOT
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.terminal import printable, say
+from kvbench.engine.workers.limited import Limited
+from kvbench.evals.submission import frozen, jail
+from kvbench.evals.submission.check import LEVELS, Checked
+from kvbench.evals.submission.checker import LIMIT_S
+from kvbench.evals.submission.folder import Finding, look
+from kvbench.evals.submission.manifest import Manifest
+from kvbench.results.files import sealed
 
-ROOT = Path(__file__).resolve().parents[1]
-CHECKER = "evals.submission.checker"
+CHECKER = "kvbench.evals.submission.checker"
 JAIL_S = 900.0  # on the clock, of a method's conformance
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV")  # of the environment, for a stranger's code
 HONEST = "digests show that files are unchanged, not that whoever made them was honest"
@@ -155,7 +155,7 @@ class Verification:
 
     def again(self, n: int) -> None:
         """Answer samples of each run again, where nothing was found against it."""
-        from evals.submission.again import reproduce
+        from kvbench.evals.submission.again import reproduce
 
         for one in self.runs:
             if not one.findings and one.level:
@@ -186,7 +186,7 @@ class Verification:
 
 def digest_of_method(path: Path) -> str | None:
     """The digest of the file that a run's method was read from; its configuration was read before by a worker."""
-    from results import read_config
+    from kvbench.results import read_config
 
     method = read_config(path.parent).get("method")
     return str(method["digest"]) if isinstance(method, dict) and "digest" in method else None
@@ -238,7 +238,7 @@ def report(found: Verification, out: Path | None) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m evals.verify", description="Judge a submission.")
+    parser = argparse.ArgumentParser(prog="kvbench verify", description="Judge a submission.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--again", type=int, default=0, metavar="K", help="answer K samples of each run a second time")
     parser.add_argument("--out", type=Path, help="write the verdicts for the site")

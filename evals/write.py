@@ -11,16 +11,16 @@ from time import process_time
 from types import MappingProxyType
 from typing import Any
 
-from evals.batch.reply import Profile, Reply
-from evals.cells import Cell
-from evals.lines import facts, line_of, standing
-from evals.models import made_with
-from evals.prepare import PreparedSample
-from evals.screen.progress import Standing
-from evals.studies import accesses
-from methods.full import Full
-from results import RunFolder, SampleRow, environment, summarise
-from results.files import file_stem
+from kvbench.evals.batch.reply import Profile, Reply
+from kvbench.evals.cells import Cell
+from kvbench.evals.lines import facts, line_of, standing
+from kvbench.evals.models import made_with
+from kvbench.evals.prepare import PreparedSample
+from kvbench.evals.screen.progress import Standing
+from kvbench.evals.studies import accesses
+from kvbench.methods.full import Full
+from kvbench.results import RunFolder, SampleRow, environment, summarise
+from kvbench.results.files import file_stem
 
 Written = tuple[SampleRow, dict[str, list[int]] | None]  # a line, and its ledger as columns
 

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for GPUs that need not be there: `python -m kernels.aot`.
+"""Compile every Triton kernel for GPUs that need not be there: `python -m kvbench.kernels.aot`.
 
 Triton's driver is replaced by one that only names a target, and a launch by a compilation. So the ops' own launch sites
 run, on tensors without memory in the shapes of real models, and what is compiled is what would have been launched.
@@ -31,14 +31,26 @@ if __name__ == "__main__":  # before kernels are imported
 import torch
 from torch import Tensor
 
-from kernels import attend_kept, clusters, column_sums, kmeans, pages, pq_scores, select_attend, topk
-from kernels.jit import INTERPRETED, SHARED, triton
-from kernels.packed import rows as packed_rows
-from kernels.packed import tokens
-from kernels.packed.attend import Packed, Side
-from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE, Quantised
-from kernels.pq_codes import PackedCodes
-from kernels.rows import append, blocks, buckets, chunks, collisions, columns, landmarks, logits, union, values, weights
+from kvbench.kernels import attend_kept, clusters, column_sums, kmeans, pages, pq_scores, select_attend, topk
+from kvbench.kernels.jit import INTERPRETED, SHARED, triton
+from kvbench.kernels.packed import rows as packed_rows
+from kvbench.kernels.packed import tokens
+from kvbench.kernels.packed.attend import Packed, Side
+from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE, Quantised
+from kvbench.kernels.pq_codes import PackedCodes
+from kvbench.kernels.rows import (
+    append,
+    blocks,
+    buckets,
+    chunks,
+    collisions,
+    columns,
+    landmarks,
+    logits,
+    union,
+    values,
+    weights,
+)
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)  # A100; A10 and RTX 3090; L40S and RTX 4090; H100 and H200; B200; RTX 5090
 LENGTHS = (4096, 32768, 131072)
@@ -499,7 +511,9 @@ def say(made: Compiled) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kernels.aot", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m kvbench.kernels.aot", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--arch", nargs="+", type=int, default=ARCHITECTURES, help="80 for sm_80")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])

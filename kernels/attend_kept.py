@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.build import dtypes, library
-from kernels.jit import INTERPRETED, architecture, cdiv, jit, power_of_2, tl, triton
+from kvbench.kernels.build import dtypes, library
+from kvbench.kernels.jit import INTERPRETED, architecture, cdiv, jit, power_of_2, tl, triton
 
 # Of gathered K and V with their logits and masks.
 CHUNK_BYTES = 32 << 20

@@ -3,8 +3,8 @@
 A library per file of `kernels/native/`, per level of the processor and per hash of sources and flags, in the user's
 cache folder. Its name can be foretold and it is code, so one is loaded only if this user owns it and nobody else can
 write to it, in a folder that nobody else can enter; any other is compiled anew. Set-up compiles them
-(`python -m kernels.build`); what is missing later is compiled when it is first asked for, in seconds. Which level is
-loaded is decided at run time, by torch's own reading of the processor.
+(`python -m kvbench.kernels.build`); what is missing later is compiled when it is first asked for, in seconds. Which
+level is loaded is decided at run time, by torch's own reading of the processor.
 
 Functions have C names, take raw pointers and sizes, and write only to memory that their caller allocated. Without a
 compiler, and with KVBENCH_KERNELS=torch, there is no library and every op takes its torch path; with

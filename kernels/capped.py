@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.jit import jit, tl
+from kvbench.kernels.jit import jit, tl
 
 
 def capped(x: Tensor, cap: float) -> Tensor:

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.build import library
-from kernels.capped import bend, capped, with_sink
-from kernels.jit import cdiv, jit, power_of_2, tl
-from kernels.topk import pack_key, pack_keys_ref
+from kvbench.kernels.build import library
+from kvbench.kernels.capped import bend, capped, with_sink
+from kvbench.kernels.jit import cdiv, jit, power_of_2, tl
+from kvbench.kernels.topk import pack_key, pack_keys_ref
 
 
 def cluster_order(scores: Tensor) -> Tensor:

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.build import dtypes, library
-from kernels.capped import bend, capped
-from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl, triton
-from kernels.scratch import at_once
+from kvbench.kernels.build import dtypes, library
+from kvbench.kernels.capped import bend, capped
+from kvbench.kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl, triton
+from kvbench.kernels.scratch import at_once
 
 
 def column_sums(

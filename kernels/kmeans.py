@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.build import library
-from kernels.jit import cdiv, jit, power_of_2, shared_memory, tl, triton
+from kvbench.kernels.build import library
+from kvbench.kernels.jit import cdiv, jit, power_of_2, shared_memory, tl, triton
 
 EPS = 1e-8
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.build import dtypes, library
-from kernels.topk import top_stable
+from kvbench.kernels.build import dtypes, library
+from kvbench.kernels.topk import top_stable
 
 
 def by_channel(labels: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from kernels.column_sums import column_sums, column_sums_ref
-from kernels.jit import triton
+from kvbench.kernels.column_sums import column_sums, column_sums_ref
+from kvbench.kernels.jit import triton
 
 
 def fault() -> str | None:

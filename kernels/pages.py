@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.build import dtypes, library
-from kernels.jit import cdiv, fit_rows, jit, power_of_2, tl, triton
-from kernels.topk import pack_key, pack_keys_ref
+from kvbench.kernels.build import dtypes, library
+from kvbench.kernels.jit import cdiv, fit_rows, jit, power_of_2, tl, triton
+from kvbench.kernels.topk import pack_key, pack_keys_ref
 
 
 def page_bounds(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.build import dtypes, library
-from kernels.pq_fit import Assign, assign_torch, code_dtype
+from kvbench.kernels.build import dtypes, library
+from kvbench.kernels.pq_fit import Assign, assign_torch, code_dtype
 
 GROUP = 64  # tokens whose planes lie together
 REF_VALUES = 1 << 26  # of the reference, at once

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.build import library
-from kernels.choices import EMPTY
-from kernels.kmeans import cluster_means, nearest
+from kvbench.kernels.build import library
+from kvbench.kernels.choices import EMPTY
+from kvbench.kernels.kmeans import cluster_means, nearest
 
 
 class Fit(NamedTuple):

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.build import library
-from kernels.capped import bend, capped, with_sink
-from kernels.choices import MERGES
-from kernels.jit import cdiv, constants, distance, jit, power_of_2, tl
-from kernels.pq_codes import PackedCodes
-from kernels.scratch import Scratch, empty
-from kernels.topk import pack_key, pack_keys_ref, top_stable_ref
+from kvbench.kernels.build import library
+from kvbench.kernels.capped import bend, capped, with_sink
+from kvbench.kernels.choices import MERGES
+from kvbench.kernels.jit import cdiv, constants, distance, jit, power_of_2, tl
+from kvbench.kernels.pq_codes import PackedCodes
+from kvbench.kernels.scratch import Scratch, empty
+from kvbench.kernels.topk import pack_key, pack_keys_ref, top_stable_ref
 
 
 def pq_tables(q: Tensor, centroids: Tensor) -> Tensor:

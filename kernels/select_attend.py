@@ -38,11 +38,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.build import dtypes, library
-from kernels.capped import bend, capped
-from kernels.gather import gather_split, is_within, move_both
-from kernels.jit import INTERPRETED, cdiv, jit, power_of_2, send, shared_memory, tl, upload
-from kernels.scratch import Scratch, empty
+from kvbench.kernels.build import dtypes, library
+from kvbench.kernels.capped import bend, capped
+from kvbench.kernels.gather import gather_split, is_within, move_both
+from kvbench.kernels.jit import INTERPRETED, cdiv, jit, power_of_2, send, shared_memory, tl, upload
+from kvbench.kernels.scratch import Scratch, empty
 
 NEVER = 1 << 62  # more rows than any cache has
 

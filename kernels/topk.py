@@ -28,8 +28,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.jit import cdiv, constants, jit, power_of_2, tl
-from kernels.scratch import Scratch, empty
+from kvbench.kernels.jit import cdiv, constants, jit, power_of_2, tl
+from kvbench.kernels.scratch import Scratch, empty
 
 NO_KEY = (1 << 63) - 1
 SPARE_BITS = 29  # by which a float64's mantissa is longer than a float32's

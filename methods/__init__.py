@@ -4,6 +4,6 @@
 Not here: moving tokens, counting them, attending to them (`engine`).
 """
 
-from engine.terminal import refuse_without_packages
+from kvbench.engine.terminal import refuse_without_packages
 
 refuse_without_packages()

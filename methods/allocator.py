@@ -9,8 +9,8 @@ Not here: the integers (`methods/dropping/allocators.py`).
 from dataclasses import dataclass
 from fractions import Fraction
 
-from engine.budget import show
-from engine.errors import ConfigError
+from kvbench.engine.budget import show
+from kvbench.engine.errors import ConfigError
 
 ALLOCATORS = {  # name: how layers share the budget, how the heads of a layer share its part
     "uniform": ("uniform", "uniform"),

@@ -27,28 +27,28 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
 
-from engine.budget import NO_FRAME, Budget, BudgetRequest, Frame
-from engine.caches.blocks import BlockCacheSpec
-from engine.errors import ConfigError
-from engine.keeping import AS_THEY_ARE, Keeping
-from engine.observe import Observation
-from engine.passes.trace import Trace
-from engine.placement import Change, Coder, Placement, Release, Stay, Whole
-from engine.sampling.cues import Cue
-from engine.selection import FeedSelection, Found, Search, Searches
-from engine.shapes import ModelShape
-from kernels.jit import constants
-from kernels.scratch import Scratch
-from methods.allocator import UNIFORM, Allocator
-from methods.rules import Coding, Rules
+from kvbench.engine.budget import NO_FRAME, Budget, BudgetRequest, Frame
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.keeping import AS_THEY_ARE, Keeping
+from kvbench.engine.observe import Observation
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.placement import Change, Coder, Placement, Release, Stay, Whole
+from kvbench.engine.sampling.cues import Cue
+from kvbench.engine.selection import FeedSelection, Found, Search, Searches
+from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.jit import constants
+from kvbench.kernels.scratch import Scratch
+from kvbench.methods.allocator import UNIFORM, Allocator
+from kvbench.methods.rules import Coding, Rules
 
 if TYPE_CHECKING:  # slow to import, and a refused command needs none of them
-    from engine.attend import Part
-    from engine.caches.eviction import Learning
-    from engine.passes.probe import Probe
-    from engine.prefill import Thinning
-    from engine.store import Store
-    from engine.turns.feed import Feed
+    from kvbench.engine.attend import Part
+    from kvbench.engine.caches.eviction import Learning
+    from kvbench.engine.passes.probe import Probe
+    from kvbench.engine.prefill import Thinning
+    from kvbench.engine.store import Store
+    from kvbench.engine.turns.feed import Feed
 
 CHECKS_ALL = "KVBENCH_CHECK"  # in the environment: every row is checked, and not those alone whose method is not ours
 HOOKS = ("after_attention", "behind", "resident")
@@ -75,7 +75,7 @@ class Partner:
             return
         row.store.coder = self.coder()
         if self.coding.first:
-            from engine.caches.rebuilt import RebuiltTrace
+            from kvbench.engine.caches.rebuilt import RebuiltTrace
 
             exact = row.trace
             row.trace = row.store.trace = exact.once(("rebuilt", self), lambda: RebuiltTrace(exact, self.coder()))
@@ -129,7 +129,7 @@ class Variant:
 
         The `store` is an engine's, by default the harness's own.
         """
-        from engine.store import Store
+        from kvbench.engine.store import Store
 
         return self.method(self, trace, n_new, store or Store)
 
@@ -211,7 +211,7 @@ class SelectiveAttention(Rules, ABC):
             if layer not in self.store.layers:
                 raise ConfigError(
                     f"{type(self).__name__}.arrange says nothing of layer {layer}; return where its tokens go, such as "
-                    "Kept(positions, n_window), Offloaded(n_sink, n_window) or Whole() of engine.placement"
+                    "Kept(positions, n_window), Offloaded(n_sink, n_window) or Whole() of kvbench.engine.placement"
                 )
 
     @abstractmethod
@@ -337,7 +337,7 @@ class SelectiveAttention(Rules, ABC):
         """The same where a GPU works: rows that say what they learn do so together."""
         if cls.learns is SelectiveAttention.learns:
             return cls.after_rows(rows, layer, out, weights)
-        from engine.caches.eviction import learn_rows
+        from kvbench.engine.caches.eviction import learn_rows
 
         given = ((row, x) for row, x in zip(rows, weights, strict=True) if x is not None)
         found = [row.learns(layer, x) for row, x in given]

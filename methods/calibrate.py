@@ -1,4 +1,4 @@
-"""`python -m methods.calibrate`: the command of `evals/calibrate.py`, under the name that says what it is for.
+"""`kvbench calibrate`: the command of `evals/calibrate.py`, under the name that says what it is for.
 
 Not here: the command, which reads a run's configuration and so stands above this room.
 """
@@ -6,4 +6,4 @@ Not here: the command, which reads a run's configuration and so stands above thi
 import runpy
 
 if __name__ == "__main__":
-    runpy.run_module("evals.calibrate", run_name="__main__", alter_sys=True)
+    runpy.run_module("kvbench.evals.calibrate", run_name="__main__", alter_sys=True)

@@ -1,7 +1,7 @@
 """BibTeX of methods' papers, as their cards name them.
 
-    python -m methods.cite snapkv,quest     their entries, each paper once
-    python -m methods.cite                  all of them
+    kvbench cite snapkv,quest     their entries, each paper once
+    kvbench cite                  all of them
 
 A card is the docstring of a method's file. Its line `Paper` has the paper's number at arXiv, the year, the first author
 and the title, or says that there is none:
@@ -23,8 +23,8 @@ from pathlib import Path
 
 import yaml
 
-from engine.errors import ConfigError
-from engine.terminal import say
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.terminal import say
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf" / "method"
@@ -69,7 +69,7 @@ def file_of(name: str) -> Path:
     if "_target_" not in said:
         return file_of(next(base for base in said["defaults"] if base != "_self_"))
     module, _, _ = said["_target_"].rpartition(".")
-    return ROOT.joinpath(*module.split(".")).with_suffix(".py")
+    return ROOT.joinpath(*module.split(".")[1:]).with_suffix(".py")
 
 
 def card(file: Path) -> str:
@@ -96,7 +96,7 @@ def main(words: Sequence[str]) -> int:
     try:
         found = {name: paper_of(name) for name in names or sorted(file.stem for file in CONF.glob("*.yaml"))}
     except ConfigError as error:
-        say(f"methods.cite: {error}", file=sys.stderr)
+        say(f"kvbench cite: {error}", file=sys.stderr)
         return 2
     entries: dict[Paper, str] = {}
     for name, paper in found.items():

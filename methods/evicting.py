@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.placement import Stay
-from engine.turns.feed import Feed
-from methods.base import SelectiveAttention
-from methods.scorers import lowest_slot
+from kvbench.engine.placement import Stay
+from kvbench.engine.turns.feed import Feed
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.scorers import lowest_slot
 
 Scores = Callable[[Tensor, int], Tensor]  # from weights (1, h, n) and the tokens held: (1, h_kv or 1, n), lowest leaves
 

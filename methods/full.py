@@ -8,10 +8,10 @@ Fails     never; it is what the others approximate.
 
 from dataclasses import dataclass
 
-from engine.budget import EVERYTHING, Budget, BudgetRequest, resolve
-from engine.placement import Whole
-from engine.shapes import ModelShape
-from methods.base import SelectiveAttention, Variant
+from kvbench.engine.budget import EVERYTHING, Budget, BudgetRequest, resolve
+from kvbench.engine.placement import Whole
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.base import SelectiveAttention, Variant
 
 
 class Full(SelectiveAttention):

@@ -11,14 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from engine.budget import EVERYTHING, Budget, BudgetRequest
-from engine.errors import ConfigError
-from engine.observe import Observation
-from engine.passes.probe import Probe
-from engine.shapes import Checkpoint, ModelShape
-from methods.base import Variant
-from methods.rules import Scorer
-from methods.scoring import ScoringMethod
+from kvbench.engine.budget import EVERYTHING, Budget, BudgetRequest
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import Observation
+from kvbench.engine.passes.probe import Probe
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.methods.base import Variant
+from kvbench.methods.rules import Scorer
+from kvbench.methods.scoring import ScoringMethod
 
 
 def kind_of(scorer: Scorer) -> type[ScoringMethod]:

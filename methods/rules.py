@@ -12,14 +12,14 @@ from fractions import Fraction
 from math import ceil
 from typing import Any, ClassVar, NamedTuple
 
-from engine.books.footprint import Footprint, TooSmall, far_bytes, largest, too_small
-from engine.budget import NO_FRAME, Budget, BudgetRequest, Frame, resolve, show, token_bytes
-from engine.caches.blocks import BlockCacheSpec
-from engine.caches.token_code import TokenCode
-from engine.errors import ConfigError
-from engine.keeping import AS_THEY_ARE, Keeping
-from engine.shapes import Checkpoint, ModelShape
-from methods.allocator import Allocator
+from kvbench.engine.books.footprint import Footprint, TooSmall, far_bytes, largest, too_small
+from kvbench.engine.budget import NO_FRAME, Budget, BudgetRequest, Frame, resolve, show, token_bytes
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.caches.token_code import TokenCode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.keeping import AS_THEY_ARE, Keeping
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.methods.allocator import Allocator
 
 # What scores mean the same in, from least to most; "set": all heads of a layer keep one set of tokens.
 COMPARABLE = ("none", "set", "heads", "layers")

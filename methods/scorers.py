@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.observe import LastQueries, window_scores
-from engine.passes.trace import Trace
-from kernels.topk import top_stable
+from kvbench.engine.observe import LastQueries, window_scores
+from kvbench.engine.passes.trace import Trace
+from kvbench.kernels.topk import top_stable
 
 
 def reduce_group(raw: Tensor, h_kv: int, reduce: str) -> Tensor:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.budget import key_bytes
-from engine.placement import Kept, Placement, Ragged, Stay
-from engine.selection import Cost
-from kernels.topk import top_stable
-from methods.base import SelectiveAttention, Variant
-from methods.dropping.allocators import (
+from kvbench.engine.budget import key_bytes
+from kvbench.engine.placement import Kept, Placement, Ragged, Stay
+from kvbench.engine.selection import Cost
+from kvbench.kernels.topk import top_stable
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.methods.dropping.allocators import (
     Counts,
     best_share,
     by_need,
@@ -27,7 +27,7 @@ from methods.dropping.allocators import (
     uniform,
     whole_layers,
 )
-from methods.scorers import by_heads, keep_top, layer_vector
+from kvbench.methods.scorers import by_heads, keep_top, layer_vector
 
 
 class ScoringMethod(SelectiveAttention):

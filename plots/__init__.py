@@ -6,6 +6,6 @@ own: `tables`, `figures`, `report`.
 Not here: a single run's own pictures, which are its task's (`tasks/needle/heatmap.py`).
 """
 
-from engine.terminal import refuse_without_packages
+from kvbench.engine.terminal import refuse_without_packages
 
 refuse_without_packages()

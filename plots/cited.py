@@ -1,7 +1,7 @@
 """docs/cited.md: a table for each of the tasks that are cited now, from scores that stand beside the page.
 
-    python -m plots.cited             the page again, from docs/cited/scores.csv.gz
-    python -m plots.cited RUNS        the values of the runs of conf/experiment/cited_*.yaml, and the page
+    python -m kvbench.plots.cited             the page again, from docs/cited/scores.csv.gz
+    python -m kvbench.plots.cited RUNS        the values of the runs of conf/experiment/cited_*.yaml, and the page
 
 Where full attention is not shown to be better than guessing, a column says so, and compares nothing.
 
@@ -16,12 +16,12 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
-from plots import conditions, kept
-from plots.evidence import FULL, fetches, listed, mean, title
-from plots.kept import KEPT, answers, configured, run, some
-from plots.stats import Corrected, corrected, paired
-from results import SampleRow, few_samples, interval
-from results.sheet import ABSENT, Sheet, markdown
+from kvbench.plots import conditions, kept
+from kvbench.plots.evidence import FULL, fetches, listed, mean, title
+from kvbench.plots.kept import KEPT, answers, configured, run, some
+from kvbench.plots.stats import Corrected, corrected, paired
+from kvbench.results import SampleRow, few_samples, interval
+from kvbench.results.sheet import ABSENT, Sheet, markdown
 
 NAME = "cited"
 COLUMNS = ("set", "column", "model", "method", "sample", "value", "comm", "label")
@@ -119,7 +119,7 @@ Full attention, Oracle, and methods that keep or fetch a quarter of the prompt's
 of the tasks of [tasks.md](tasks.md), and on recorded traces. Each table is of one experiment:
 
     python run.py -m experiment=cited_helmet
-    python -m plots.cited runs
+    python -m kvbench.plots.cited runs
 
 Nothing here is comparable with published scores: samples are drawn, short, and asked of small models. Scores are 0 to
 100, with 95 % intervals ([one rule for every n](intervals.md)). A loss is in nats a token: full attention's stands
@@ -128,7 +128,7 @@ attention is shown to do better, `+` what is shown to be better than it, by the 
 over the column. Where full attention does not score more than guessing, nothing can be compared, and the column says
 so. Runs were stopped by the clock, not by their scores, where n is below what the experiment asks; a method with less
 than three quarters of full attention's samples is left out. Every value is in [scores.csv.gz](cited/scores.csv.gz),
-from which `python -m plots.cited` makes this page.
+from which `python -m kvbench.plots.cited` makes this page.
 """
 
 
@@ -348,7 +348,7 @@ def write(out: Path, runs: Path | None) -> list[Path]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run("plots.cited", "Write docs/cited.md.", write, arguments)
+    return run("kvbench.plots.cited", "Write docs/cited.md.", write, arguments)
 
 
 if __name__ == "__main__":

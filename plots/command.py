@@ -1,4 +1,4 @@
-"""The command line of a page: `python -m plots.NAME [RUNS] [--out FOLDER]`.
+"""The command line of a page: `python -m kvbench.plots.NAME [RUNS] [--out FOLDER]`.
 
 Not here: what stands on a page (`plots/results.py`, `plots/scopes.py`, `plots/turns.py`).
 """
@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.terminal import say
-from plots.read import Run, default_root, load
+from kvbench.engine.terminal import say
+from kvbench.plots.read import Run, default_root, load
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,16 @@ from typing import Any
 
 import matplotlib
 
-from plots import style
-from plots.looks import told_apart
-from plots.read import Run, read_one
-from plots.run_sets import asked
-from plots.scored import Scored, compared
-from plots.stats import Corrected, scaled
-from plots.style import Canvas
-from results import METRICS, RunResult, combined_ci95, few_samples
-from results.names import own_tasks, without_length
-from results.sheet import Sheet, show
+from kvbench.plots import style
+from kvbench.plots.looks import told_apart
+from kvbench.plots.read import Run, read_one
+from kvbench.plots.run_sets import asked
+from kvbench.plots.scored import Scored, compared
+from kvbench.plots.stats import Corrected, scaled
+from kvbench.plots.style import Canvas
+from kvbench.results import METRICS, RunResult, combined_ci95, few_samples
+from kvbench.results.names import own_tasks, without_length
+from kvbench.results.sheet import Sheet, show
 
 STAR = "*"  # a difference that the test shows
 

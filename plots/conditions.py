@@ -12,7 +12,7 @@ from fractions import Fraction
 from math import ceil, floor
 from statistics import median
 
-from plots.evidence import HIDDEN, SHOWN, WORDS, Scores, mean, title
+from kvbench.plots.evidence import HIDDEN, SHOWN, WORDS, Scores, mean, title
 
 HEADS = {"qwen2.5-coder-0.5b": 64, "smollm2-135m": 64}  # channels of a head's keys, by model
 BY_CHANNELS = ("sparq", "loki", "infinigen", "double_sparsity")  # look at so many channels as `comm` pays for

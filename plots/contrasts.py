@@ -13,8 +13,8 @@ Not here: the page (`plots/findings.py`), scores (`plots/evidence.py`).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from plots.evidence import FULL, HIDDEN, SHOWN, Place, Scores, less
-from plots.stats import Corrected, corrected_over
+from kvbench.plots.evidence import FULL, HIDDEN, SHOWN, Place, Scores, less
+from kvbench.plots.stats import Corrected, corrected_over
 
 OTHER_SCOPE = "shown"
 

@@ -1,6 +1,6 @@
 """Tables of what variants cost, from runs of task=latency: a line per run, lengths side by side.
 
-    python -m plots.costs [RUNS] [--out FOLDER]     or, with the papers' tables: make paper-tables
+    python -m kvbench.plots.costs [RUNS] [--out FOLDER]     or, with the papers' tables: make paper-tables
 
 A pair of numbers such as `0.72 0.58` is of the lengths in the table's heading, in their order. Ratios are medians over
 pairs with full attention in the same process; `growth` is the time per token at the longest prompt over that at the
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from plots.command import Page
-from plots.read import Run
-from plots.run_sets import RunSet, asked, other_setting, run_sets
-from results import SampleRow
-from results.sheet import ABSENT, Sheet, as_csv, markdown
-from results.sheet import write as write_texts
+from kvbench.plots.command import Page
+from kvbench.plots.read import Run
+from kvbench.plots.run_sets import RunSet, asked, other_setting, run_sets
+from kvbench.results import SampleRow
+from kvbench.results.sheet import ABSENT, Sheet, as_csv, markdown
+from kvbench.results.sheet import write as write_texts
 
 NAME = "costs"
 HEAD = (
@@ -196,7 +196,7 @@ def write(folder: Path, runs: Sequence[Run]) -> list[Path]:
 NOTHING = """{} has no runs of task=latency; make some with
     python run.py -m method=full,snapkv,pqcache task=latency budget=512"""
 ABOUT = (__doc__ or "").partition("\n")[0]
-main = Page("plots.costs", ABOUT, write, NOTHING, "outputs/tables", shows=True).main
+main = Page("kvbench.plots.costs", ABOUT, write, NOTHING, "outputs/tables", shows=True).main
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`make dashboard`: a workspace on W&B that compares the runs which `logger=wandb` copied there.
 
-    python -m plots.dashboard [--entity NAME] [--project NAME] [--out FILE]
+    python -m kvbench.plots.dashboard [--entity NAME] [--project NAME] [--out FILE]
 
 What the workspace shows is plain data here. Where there is an account and the package wandb-workspaces, it is made at
 W&B; else its specification is written to a file, with what is missing said, and the same command makes it later.
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from engine.terminal import say
-from plots.read import default_root
+from kvbench.engine.terminal import say
+from kvbench.plots.read import default_root
 
 # A panel is a class of wandb_workspaces.reports.v2 and its arguments.
 Panel = dict[str, Any]
@@ -139,7 +139,7 @@ def has_account() -> bool:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m plots.dashboard",
+        prog="python -m kvbench.plots.dashboard",
         description="Make the workspace that compares runs on W&B.",
     )
     parser.add_argument("--entity", default=os.environ.get("WANDB_ENTITY"), help="user or team")

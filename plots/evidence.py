@@ -20,12 +20,12 @@ from math import floor, fsum, log2
 from pathlib import Path
 from typing import Any
 
-from plots import kept
-from plots.kept import answers, configured, some
-from plots.stats import Corrected, Paired, corrected, paired
-from results import SampleRow
-from results.intervals import LEVEL
-from results.names import FIRST, own_methods
+from kvbench.plots import kept
+from kvbench.plots.kept import answers, configured, some
+from kvbench.plots.stats import Corrected, Paired, corrected, paired
+from kvbench.results import SampleRow
+from kvbench.results.intervals import LEVEL
+from kvbench.results.names import FIRST, own_methods
 
 COLUMNS = (
     "set", "model", "scope", "memory", "method", "sample", "score", "device_bytes", "tokens", "cut_off",

@@ -1,11 +1,12 @@
 """docs/results.md: findings first, then a figure and a short table per task, from scores that stand beside the page.
 
-    python -m plots.findings             the page again, from docs/results/scores.csv.gz
-    python -m plots.findings RUNS        the same with runs of conf/experiment/evidence_*.yaml, in place of what is kept
+    python -m kvbench.plots.findings             the page again, from docs/results/scores.csv.gz
+    python -m kvbench.plots.findings RUNS    with runs of conf/experiment/evidence_*.yaml in place of what is kept
                                          of the same task, model, scope, budget and method; all else stays
-    python -m plots.findings RUNS --out FOLDER   a page of these runs alone, where FOLDER holds none yet
+    python -m kvbench.plots.findings RUNS --out FOLDER   a page of these runs alone, where FOLDER holds none yet
 
-RUNS with fewer samples of a method than are kept make n smaller for all methods beside it (`plots.evidence.renewed`).
+RUNS with fewer samples of a method than are kept make n smaller for all methods beside it
+(`kvbench.plots.evidence.renewed`).
 
 A finding is a comparison that `plots/contrasts.py` fixed beforehand; its numbers come from the samples, and it is left
 out where the test does not show it. What is on the page is made anew by either command, to the byte.
@@ -21,10 +22,10 @@ from pathlib import Path
 
 import matplotlib
 
-from engine.foreign import write_csv
-from plots import conditions, style
-from plots.contrasts import CONTRASTS, LOOKED, OTHER_SCOPE, Contrast, looked_at, outcomes
-from plots.evidence import (
+from kvbench.engine.foreign import write_csv
+from kvbench.plots import conditions, style
+from kvbench.plots.contrasts import CONTRASTS, LOOKED, OTHER_SCOPE, Contrast, looked_at, outcomes
+from kvbench.plots.evidence import (
     FULL,
     SETS,
     WORDS,
@@ -42,12 +43,12 @@ from plots.evidence import (
     row_name,
     title,
 )
-from plots.figures.evidence import picture
-from plots.figures.results import SVG, save
-from plots.kept import KEPT, run
-from plots.stats import Corrected, corrected, is_bound, p_words, rank_ranges
-from results import interval
-from results.sheet import ABSENT, Sheet, markdown
+from kvbench.plots.figures.evidence import picture
+from kvbench.plots.figures.results import SVG, save
+from kvbench.plots.kept import KEPT, run
+from kvbench.plots.stats import Corrected, corrected, is_bound, p_words, rank_ranges
+from kvbench.results import interval
+from kvbench.results.sheet import ABSENT, Sheet, markdown
 
 NAME = "results"
 HEADS = (
@@ -77,14 +78,14 @@ exclude a rare large loss. All methods at a budget are asked the same samples, a
 question hidden the prompt becomes tokens in two parts, and the tokens at their seam may differ; so may full attention's
 score.
 {short}
-Every sample's score is in [scores.csv.gz](results/{kept}), and `python -m plots.findings` makes this page from it. Each
-task names the command of its runs, which goes on where it was stopped. Each experiment fixes how many samples it asks.
-Where n is lower, the machine's time was over: it is two cores, and for their sake RULER's prompts have 2,048 tokens and
-not 4,096. Budgets with a comparison fixed beforehand were asked first. No run was ended or prolonged because of what a
-method scored. RULER's common words were given up, of which full attention named none in five samples. Scores were read
-while runs were under way: this page was made with fewer samples before, and p is not corrected for those looks. Needles
-are asked in the order of their depth, so a budget counts when all were asked. Where a table has a dash, the method
-needs more bytes: KIVI a fifth of them, Quest those of a page.
+Every sample's score is in [scores.csv.gz](results/{kept}), and `python -m kvbench.plots.findings` makes this page from
+it. Each task names the command of its runs, which goes on where it was stopped. Each experiment fixes how many samples
+it asks. Where n is lower, the machine's time was over: it is two cores, and for their sake RULER's prompts have 2,048
+tokens and not 4,096. Budgets with a comparison fixed beforehand were asked first. No run was ended or prolonged because
+of what a method scored. RULER's common words were given up, of which full attention named none in five samples. Scores
+were read while runs were under way: this page was made with fewer samples before, and p is not corrected for those
+looks. Needles are asked in the order of their depth, so a budget counts when all were asked. Where a table has a dash,
+the method needs more bytes: KIVI a fifth of them, Quest those of a page.
 No paper whose tables `make paper-tables` knows ran these two models, so no published figure stands here; that command
 puts published figures beside runs of the papers' own models.
 """
@@ -482,7 +483,7 @@ def write(out: Path, runs: Path | None) -> list[Path]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run("plots.findings", "Write docs/results.md.", write, arguments)
+    return run("kvbench.plots.findings", "Write docs/results.md.", write, arguments)
 
 
 if __name__ == "__main__":

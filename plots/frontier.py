@@ -1,6 +1,6 @@
 """What bytes buy, as a page of its own and a part of docs/hour.md: every method at several shares of all bytes.
 
-    python -m plots.frontier [RUNS] [--out docs]    docs/frontier.md and its figures alone
+    python -m kvbench.plots.frontier [RUNS] [--out docs]    docs/frontier.md and its figures alone
 
 Not here: the figure (`plots/figures/frontier.py`), the page's other parts, by `ratio` (`plots/results.py`).
 """
@@ -13,16 +13,16 @@ from pathlib import Path
 
 import matplotlib
 
-from engine.budget import Bytes
-from plots import style
-from plots.command import Page
-from plots.figures.frontier import Height, frontier, height_of, sets_with_bytes
-from plots.figures.results import SVG, save
-from plots.looks import LOOKS, told_apart
-from plots.read import Run, measured, over_budget
-from plots.run_sets import Estimate, RunSet
-from plots.style import Canvas, Picture
-from results.sheet import ABSENT, Sheet, markdown, plain_markdown
+from kvbench.engine.budget import Bytes
+from kvbench.plots import style
+from kvbench.plots.command import Page
+from kvbench.plots.figures.frontier import Height, frontier, height_of, sets_with_bytes
+from kvbench.plots.figures.results import SVG, save
+from kvbench.plots.looks import LOOKS, told_apart
+from kvbench.plots.read import Run, measured, over_budget
+from kvbench.plots.run_sets import Estimate, RunSet
+from kvbench.plots.style import Canvas, Picture
+from kvbench.results.sheet import ABSENT, Sheet, markdown, plain_markdown
 
 NAME = "frontier"
 HEAD = """\
@@ -148,14 +148,16 @@ def write(out: Path, runs: Sequence[Run]) -> list[Path]:
         for name, picture in drawn.items():
             save(picture, folder / f"{name}.svg")
     text = part(runs, [f"{NAME}/{name}" for name in drawn])
-    made_by = "    python -m plots.frontier runs/results\n"
+    made_by = "    python -m kvbench.plots.frontier runs/results\n"
     last = "experiment=frontier_composed out=runs/results\n"
     path.write_text(text.removeprefix("#").replace(last, last + made_by, 1), encoding="utf-8")
     return [path, *(folder / f"{name}.svg" for name in drawn)]
 
 
 NOTHING = "{} has no runs with memory=; experiment=frontier makes some"
-main = Page("plots.frontier", "Write docs/frontier.md from runs.", write, NOTHING, runs=Path("runs/results")).main
+main = Page(
+    "kvbench.plots.frontier", "Write docs/frontier.md from runs.", write, NOTHING, runs=Path("runs/results")
+).main
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ Not here: statistics (`plots/stats.py`), the page (`plots/results.py`), its figu
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from plots import looks
-from plots.read import Run, measured, score
-from plots.run_sets import Estimate, Line, Point, RunSet, run_sets
-from plots.scored import Scored
-from plots.style import SCORE
-from results import SampleRow
+from kvbench.plots import looks
+from kvbench.plots.read import Run, measured, score
+from kvbench.plots.run_sets import Estimate, Line, Point, RunSet, run_sets
+from kvbench.plots.scored import Scored
+from kvbench.plots.style import SCORE
+from kvbench.results import SampleRow
 
 # Times the budget's bytes: generated tokens and what compensates for comm lie below, an index or whole layers above.
 MORE = 1.25

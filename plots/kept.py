@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.foreign import CsvWriter
-from engine.terminal import say
-from results import SampleRow, read_config
-from results.read import parse_samples
+from kvbench.engine.foreign import CsvWriter
+from kvbench.engine.terminal import say
+from kvbench.results import SampleRow, read_config
+from kvbench.results.read import parse_samples
 
 KEPT = "scores.csv.gz"
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import cos, pi, sin
 
-from results.names import own_methods
+from kvbench.results.names import own_methods
 
 Polygon = tuple[tuple[float, float], ...]
 

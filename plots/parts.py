@@ -1,6 +1,6 @@
 """Parts of a score against the share of tokens that is kept: which kinds of instruction fall first.
 
-    python -m plots.parts [RUNS] [--out outputs/parts]
+    python -m kvbench.plots.parts [RUNS] [--out outputs/parts]
 
 A task may leave a table in a run's folder whose lines are parts of its score: a name, how many answers had it, and the
 share of them that was right, by one column or more (`instructions.csv` of ifeval_system: strict and loose). Each method
@@ -21,13 +21,13 @@ from pathlib import Path
 
 import matplotlib
 
-from engine.errors import ConfigError
-from engine.foreign import read_text, write_csv
-from plots import style
-from plots.command import Page
-from plots.read import Run
-from plots.style import Canvas
-from results import share_interval
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import read_text, write_csv
+from kvbench.plots import style
+from kvbench.plots.command import Page
+from kvbench.plots.read import Run
+from kvbench.plots.style import Canvas
+from kvbench.results import share_interval
 
 TABLES = ("instructions.csv",)
 FEWEST = 5  # answers of a part that is drawn
@@ -143,7 +143,7 @@ def write_page(out: Path, runs: Sequence[Run]) -> list[Path]:
 
 
 NOTHING = f"no run below {{}} has a table of parts ({', '.join(TABLES)})"
-main = Page("plots.parts", (__doc__ or "").partition("\n")[0], write_page, NOTHING, "outputs/parts").main
+main = Page("kvbench.plots.parts", (__doc__ or "").partition("\n")[0], write_page, NOTHING, "outputs/parts").main
 
 
 if __name__ == "__main__":

@@ -18,12 +18,13 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
-from engine.budget import parse_bytes
-from engine.errors import ConfigError
-from engine.foreign import one_line, refuse_depth
-from engine.terminal import say
-from results import EXACT, OFF, RunResult, SampleRow, config_hash, read_config, read_ledger, read_run
-from results.names import known
+from kvbench import checkout
+from kvbench.engine.budget import parse_bytes
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import one_line, refuse_depth
+from kvbench.engine.terminal import say
+from kvbench.results import EXACT, OFF, RunResult, SampleRow, config_hash, read_config, read_ledger, read_run
+from kvbench.results.names import known
 
 RESULT = "result.json"
 # Kinds of what tasks and methods add to a sample, as far as tables and figures look into it.
@@ -194,7 +195,9 @@ def read_one(folder: Path) -> Run:
     """One finished run; ValueError with the name of a file that is damaged."""
     result, rows = read_run(folder)
     if result.waits_for_scores:
-        raise ValueError(f"{folder} has answers without scores; score them with `python -m evals.rescore --write`")
+        raise ValueError(
+            f"{folder} has answers without scores; score them with `python -m kvbench.evals.rescore --write`"
+        )
     memory = result.memory_exact or "0"
     for share in (
         "0" if result.comm_exact == OFF else result.comm_exact,
@@ -382,7 +385,7 @@ def over_budget(rows: Iterable[SampleRow]) -> bool:
 
 
 def default_root() -> Path:
-    return ROOT / "runs"
+    return Path(checkout.runs())
 
 
 def finite(values: Iterable[float | None]) -> Iterator[float]:

@@ -1,7 +1,7 @@
 """docs/hour.md: every method at several budgets, on three tasks, as a page with tables and figures made from runs.
 
     make hour                                     the runs, then the page
-    python -m plots.results [RUNS] [--out docs]   the page alone
+    python -m kvbench.plots.results [RUNS] [--out docs]   the page alone
 
 The runs are those of `conf/experiment/results_*.yaml`. Nothing on the page is typed: scores, intervals and bytes come
 from samples.jsonl, times from there and from env.json. Of each measure RUNS must hold one set of runs: one model, data
@@ -19,20 +19,20 @@ from pathlib import Path
 
 import matplotlib
 
-from engine.terminal import printable
-from plots import frontier, style
-from plots.command import Page
-from plots.figures.results import DEVICE, RATIO, SVG, by_family, ranked, save
-from plots.grids import MORE, Grid, Measure, device_bytes, grid_of, measure, moved_bytes
-from plots.looks import told_apart
-from plots.read import Run
-from plots.run_sets import dataset_words
-from plots.scored import Scored, compared
-from plots.stats import LEVEL
-from results import few_samples
-from results.intervals import Interval
-from results.names import STAND_INS
-from results.sheet import ABSENT, Sheet, markdown, plain_markdown
+from kvbench.engine.terminal import printable
+from kvbench.plots import frontier, style
+from kvbench.plots.command import Page
+from kvbench.plots.figures.results import DEVICE, RATIO, SVG, by_family, ranked, save
+from kvbench.plots.grids import MORE, Grid, Measure, device_bytes, grid_of, measure, moved_bytes
+from kvbench.plots.looks import told_apart
+from kvbench.plots.read import Run
+from kvbench.plots.run_sets import dataset_words
+from kvbench.plots.scored import Scored, compared
+from kvbench.plots.stats import LEVEL
+from kvbench.results import few_samples
+from kvbench.results.intervals import Interval
+from kvbench.results.names import STAND_INS
+from kvbench.results.sheet import ABSENT, Sheet, markdown, plain_markdown
 
 NAME = "hour"
 RUNS = Path("runs/results")
@@ -193,7 +193,7 @@ makes the runs and this page, in these steps:
     python run.py -m experiment=results_longbench out=runs/results
     python run.py -m experiment=results_needle out=runs/results
     python run.py -m experiment=results_fidelity out=runs/results
-    python -m plots.results runs/results --out docs
+    python -m kvbench.plots.results runs/results --out docs
 
 A ratio is the share of the prompt's tokens that a query head may attend to at a decode step: tokens, not bytes. Every
 method has its default settings{presets}. In parentheses stand 95 % intervals over samples.
@@ -308,7 +308,7 @@ def write(out: Path, runs: Sequence[Run]) -> list[Path]:
 
 
 NOTHING = "{} has no runs for the page; make hour makes them"
-main = Page("plots.results", "Write docs/hour.md from runs.", write, NOTHING, runs=RUNS).main
+main = Page("kvbench.plots.results", "Write docs/hour.md from runs.", write, NOTHING, runs=RUNS).main
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import yaml
 
-from plots.read import ROOT, Conditions, Run, by_conditions, conditions, over_budget, score
-from plots.scored import Scored
-from plots.stats import front
-from results import METRICS, SampleRow, combined, combined_ci95
-from results.names import shown_task
+from kvbench.plots.read import ROOT, Conditions, Run, by_conditions, conditions, over_budget, score
+from kvbench.plots.scored import Scored
+from kvbench.plots.stats import front
+from kvbench.results import METRICS, SampleRow, combined, combined_ci95
+from kvbench.results.names import shown_task
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -201,7 +201,8 @@ def front_of(
     better: str = "higher",
     family: int = 0,
 ) -> list[Name]:
-    """The names on the front, by the one rule of `plots.stats.front`, of runs with their samples and what they cost.
+    """The names on the front, by the one rule of `kvbench.plots.stats.front`, of runs with their samples and what they
+    cost.
 
     Only methods that could be deployed and kept their budgets can be on it; the others beat nobody either.
     """

@@ -1,6 +1,6 @@
 """docs/scopes.md: methods with the question in what is compressed, and without it, side by side.
 
-    python -m plots.scopes [RUNS] [--out docs]
+    python -m kvbench.plots.scopes [RUNS] [--out docs]
 
 Only runs count that were made in both scopes with the same settings. Nothing on the page is typed. `make paper-tables`
 writes the same tables beside the papers', as Markdown, LaTeX and CSV.
@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from plots.command import Page
-from plots.read import Run
-from plots.tables.generic import Pivot, pivots
-from plots.tables.words import records, sheet_of
-from results.sheet import markdown, texts, write
+from kvbench.plots.command import Page
+from kvbench.plots.read import Run
+from kvbench.plots.tables.generic import Pivot, pivots
+from kvbench.plots.tables.words import records, sheet_of
+from kvbench.results.sheet import markdown, texts, write
 
 NAME = "scopes"
 SCOPES = frozenset({"full_prompt", "context_only"})
@@ -28,7 +28,7 @@ asks for. With `context_only` the question comes after the compression, as it do
 questions. This page is output; the runs and it are made by
 
 {commands}
-    python -m plots.scopes runs/scopes --out docs
+    python -m kvbench.plots.scopes runs/scopes --out docs
 
 "(C)" marks methods that drop tokens for good and get more of them in return ([fair budgets](fair-budgets.md)); all
 methods have their default settings. In parentheses: 95 % intervals over samples.
@@ -91,7 +91,7 @@ def write_page(out: Path, runs: Sequence[Run]) -> list[Path]:
 
 
 NOTHING = "no run below {} was made in both scopes"
-main = Page("plots.scopes", (__doc__ or "").partition("\n")[0], write_page, NOTHING).main
+main = Page("kvbench.plots.scopes", (__doc__ or "").partition("\n")[0], write_page, NOTHING).main
 
 
 if __name__ == "__main__":

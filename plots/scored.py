@@ -16,10 +16,10 @@ from functools import cached_property
 from math import fsum
 from typing import TypeVar
 
-from plots.read import over_budget, per_prompt, score
-from plots.stats import Corrected, Paired, corrected, macro_interval, paired_over_datasets, standings
-from results import METRICS, SampleRow, combined, combined_ci95
-from results.intervals import Bounds, Interval
+from kvbench.plots.read import over_budget, per_prompt, score
+from kvbench.plots.stats import Corrected, Paired, corrected, macro_interval, paired_over_datasets, standings
+from kvbench.results import METRICS, SampleRow, combined, combined_ci95
+from kvbench.results.intervals import Bounds, Interval
 
 Name = TypeVar("Name", bound=Hashable)
 

@@ -30,8 +30,8 @@ from typing import TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from results.intervals import LEVEL, SHARE, Bounds, Interval, few_samples
-from results.intervals import interval as interval_of_scores
+from kvbench.results.intervals import LEVEL, SHARE, Bounds, Interval, few_samples
+from kvbench.results.intervals import interval as interval_of_scores
 
 Array = NDArray[np.float64]
 Name = TypeVar("Name", bound=Hashable)

@@ -17,11 +17,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from engine.terminal import printable
-from plots import looks
-from plots.looks import DASHES as DASHES
-from plots.looks import HEAT as HEAT
-from plots.read import Run
+from kvbench.engine.terminal import printable
+from kvbench.plots import looks
+from kvbench.plots.looks import DASHES as DASHES
+from kvbench.plots.looks import HEAT as HEAT
+from kvbench.plots.read import Run
 
 COLUMN = 3.5  # inches, a column of a two-column paper
 PAGE = 7.16

@@ -1,6 +1,6 @@
 """Any runs as tables: choose the keys of rows and columns, and what a cell says.
 
-    python -m plots.table [RUNS] [--rows method] [--columns task,ratio] [--value score] [--filter task=needle]
+    kvbench table [RUNS] [--rows method] [--columns task,ratio] [--value score] [--filter task=needle]
                           [--against METHOD] [--format markdown|latex|csv] [--out FOLDER] [--caption TEXT]
 
 Without --columns they are what varies between the runs. With --against every cell says the difference to that method's
@@ -8,29 +8,29 @@ value in the same column, with the interval of the paired differences; `--value 
 Without --out one format goes to standard output; with it table.md, table.tex and table.csv are written.
 
 Not here: which runs share a table (`plots/tables/generic.py`), its words (`plots/tables/words.py`), the papers' tables
-(`python -m plots.tables`).
+(`python -m kvbench.plots.tables`).
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from engine.terminal import say
-from plots.read import default_root, load
-from plots.tables.generic import FOUND, KEYS, Pivot, WrongKey, pivots
-from plots.tables.values import VALUES
-from plots.tables.words import records, sheet_of
-from results.sheet import texts, write
+from kvbench.engine.terminal import say
+from kvbench.plots.read import default_root, load
+from kvbench.plots.tables.generic import FOUND, KEYS, Pivot, WrongKey, pivots
+from kvbench.plots.tables.values import VALUES
+from kvbench.plots.tables.words import records, sheet_of
+from kvbench.results.sheet import texts, write
 
 EPILOG = f"""\
 keys of rows, columns and filters: {", ".join([*KEYS, *FOUND])},
 and any parameter: method.NAME, task.NAME
 
-  python -m plots.table runs --format latex > table.tex              methods down, what varies across
-  python -m plots.table runs --columns task,ratio --value difference  differences to full attention
-  python -m plots.table runs --rows method,ratio --columns dataset    a benchmark's datasets side by side
-  python -m plots.table runs --value device                           what the ledgers counted in place of scores
-  python -m methods.cite snapkv,quest >> references.bib               the papers of the methods
+  kvbench table runs --format latex > table.tex              methods down, what varies across
+  kvbench table runs --columns task,ratio --value difference  differences to full attention
+  kvbench table runs --rows method,ratio --columns dataset    a benchmark's datasets side by side
+  kvbench table runs --value device                           what the ledgers counted in place of scores
+  kvbench cite snapkv,quest >> references.bib               the papers of the methods
 """
 FORMATS = {"markdown": "md", "latex": "tex", "csv": "csv"}
 
@@ -43,7 +43,10 @@ def written(made: list[Pivot], caption: str | None = None) -> dict[str, str]:
 def main(arguments: list[str]) -> int:
     about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(
-        prog="python -m plots.table", description=about, epilog=EPILOG, formatter_class=argparse.RawTextHelpFormatter
+        prog="kvbench table",
+        description=about,
+        epilog=EPILOG,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
     parser.add_argument("--rows", default="method", help="keys, with commas: method, task, dataset, ratio, method.m …")
@@ -92,7 +95,7 @@ def pair(word: str) -> tuple[str, str]:
 
 
 def refuse(why: str) -> int:
-    say(f"plots.table: {why}", file=sys.stderr)
+    say(f"kvbench table: {why}", file=sys.stderr)
     return 2
 
 

@@ -1,6 +1,6 @@
 """Scores of samples with several turns: by turn, and of each mode side by side.
 
-    python -m plots.turns [RUNS] [--out outputs/turns]
+    python -m kvbench.plots.turns [RUNS] [--out outputs/turns]
 
 The table has a row for each method and mode, so that a method's questions inside and outside of what it compressed
 stand below each other, and what its first turn and its later ones score less full attention's on the same samples: a
@@ -19,15 +19,15 @@ from statistics import fmean
 
 import matplotlib
 
-from plots import style
-from plots.command import Page
-from plots.looks import told_apart
-from plots.read import Run
-from plots.style import Canvas
-from results.intervals import interval
-from results.sheet import Sheet, as_csv, markdown
-from results.sheet import write as write_texts
-from results.summary import combined_ci95
+from kvbench.plots import style
+from kvbench.plots.command import Page
+from kvbench.plots.looks import told_apart
+from kvbench.plots.read import Run
+from kvbench.plots.style import Canvas
+from kvbench.results.intervals import interval
+from kvbench.results.sheet import Sheet, as_csv, markdown
+from kvbench.results.sheet import write as write_texts
+from kvbench.results.summary import combined_ci95
 
 MODES = ("query_aware", "independent", "golden", "dialogue")
 MOST_INTERVALS = 8  # of a panel, that can be told apart
@@ -191,7 +191,7 @@ def write_page(out: Path, runs: Sequence[Run]) -> list[Path]:
 
 
 NOTHING = "no run below {} has samples with several turns"
-main = Page("plots.turns", (__doc__ or "").partition("\n")[0], write_page, NOTHING, "outputs/turns").main
+main = Page("kvbench.plots.turns", (__doc__ or "").partition("\n")[0], write_page, NOTHING, "outputs/turns").main
 
 
 if __name__ == "__main__":

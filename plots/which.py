@@ -1,7 +1,7 @@
 """docs/which-method.md: which method to take, by what somebody has, from the scores that stand beside two other pages.
 
-    python -m plots.which                 the page, from docs/results/scores.csv.gz and docs/cited/scores.csv.gz
-    python -m plots.which --out FOLDER    the same from scores below another folder, of cited tasks where it has some
+    python -m kvbench.plots.which                 the page, from docs/results/scores.csv.gz and docs/cited/scores.csv.gz
+    python -m kvbench.plots.which --out FOLDER    the same from scores below another folder, cited tasks too
 
 A method is in front on a skill where on none of its tasks a method of the same situation is shown to be better. Each
 skill counts once. The distance to full attention stands beside it, since the first of a bad lot is in front too.
@@ -18,12 +18,12 @@ from functools import cache
 from math import fsum
 from pathlib import Path
 
-from engine.terminal import say
-from plots import cited, conditions, findings
-from plots.evidence import FULL, HIDDEN, SHOWN, WORDS, Scores, fetches, gathered, listed, load, row_name
-from plots.stats import Paired, paired_over_datasets
-from results.names import own_methods
-from results.sheet import ABSENT, Sheet, markdown
+from kvbench.engine.terminal import say
+from kvbench.plots import cited, conditions, findings
+from kvbench.plots.evidence import FULL, HIDDEN, SHOWN, WORDS, Scores, fetches, gathered, listed, load, row_name
+from kvbench.plots.stats import Paired, paired_over_datasets
+from kvbench.results.names import own_methods
+from kvbench.results.sheet import ABSENT, Sheet, markdown
 
 NAME = "which-method.md"
 MOST = 3  # names in a cell
@@ -51,7 +51,8 @@ method that loses half of what full attention answers would be shown to lose.
 
 The tasks: {asked}. Samples and tests are in [results.md](results.md). For another model or another kind of text run
 your own: `python run.py -m experiment=evidence_docs model=NAME out=runs/mine`. Then
-`python -m plots.findings runs/mine --out mine` and `python -m plots.which --out mine` write both pages into `mine`.
+`python -m kvbench.plots.findings runs/mine --out mine` and `python -m kvbench.plots.which --out mine` write both pages
+into `mine`.
 
 ## Every method
 
@@ -272,7 +273,7 @@ def page(sets: Sequence[Scores], lines: Sequence[cited.Line]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m plots.which", description=f"Write docs/{NAME}.")
+    parser = argparse.ArgumentParser(prog="python -m kvbench.plots.which", description=f"Write docs/{NAME}.")
     parser.add_argument("--out", type=Path, default=Path("docs"), help="where the scores lie and the page is written")
     out: Path = parser.parse_args(arguments).out
     try:
@@ -280,7 +281,7 @@ def main(arguments: Sequence[str]) -> int:
         values = out / cited.NAME / cited.KEPT
         (out / NAME).write_text(page(sets, cited.load(values) if values.exists() else []), encoding="utf-8")
     except (ValueError, OSError) as error:
-        say(f"plots.which: {error}", file=sys.stderr)
+        say(f"kvbench.plots.which: {error}", file=sys.stderr)
         return 2
     say(out / NAME)
     return 0

@@ -19,14 +19,14 @@ table can be made on a laptop and a finished run be recognised at once.
 Not here: the loop over samples (`evals/loop.py`), statistics over runs (`plots/stats.py`).
 """
 
-from results.config import config_hash, read_config, run_name
-from results.folder import RunFolder
-from results.intervals import Interval, few_samples, interval, samples_needed, share_interval
-from results.ledger import read_ledger
-from results.lock import Holder
-from results.machine import environment, git_sha, peak_rss_bytes
-from results.read import read_run, read_runs, read_samples
-from results.schema import (
+from kvbench.results.config import config_hash, read_config, run_name
+from kvbench.results.folder import RunFolder
+from kvbench.results.intervals import Interval, few_samples, interval, samples_needed, share_interval
+from kvbench.results.ledger import read_ledger
+from kvbench.results.lock import Holder
+from kvbench.results.machine import environment, git_sha, peak_rss_bytes
+from kvbench.results.read import read_run, read_runs, read_samples
+from kvbench.results.schema import (
     EVICT,
     EXACT,
     LEDGER_MEANS,
@@ -38,7 +38,7 @@ from results.schema import (
     SampleRow,
     prompt_hash,
 )
-from results.summary import combined, combined_ci95, summarise
+from kvbench.results.summary import combined, combined_ci95, summarise
 
 __all__ = [
     "EVICT",

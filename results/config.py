@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from engine.errors import ConfigError
-from engine.terminal import printable
-from results.files import REMEDY, read_yaml
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.terminal import printable
+from kvbench.results.files import REMEDY, read_yaml
 
 KEYS_WITHOUT_EFFECT = {"out", "logger", "hydra", "progress"}  # top-level keys that change no result
 

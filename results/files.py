@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, cast
 
 import yaml
 
-from engine.errors import ConfigError, RunError
-from engine.foreign import parse_json
+from kvbench.engine.errors import ConfigError, RunError
+from kvbench.engine.foreign import parse_json
 
 LOCK, HOLDER = ".lock", ".lock.holder"
 FILES = (

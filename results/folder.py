@@ -27,9 +27,9 @@ from typing import Any, Self
 import yaml
 from filelock import FileLock
 
-from engine.errors import ConfigError, RunError
-from results.config import check_config, config_hash
-from results.files import (
+from kvbench.engine.errors import ConfigError, RunError
+from kvbench.results.config import check_config, config_hash
+from kvbench.results.files import (
     FILES,
     HOLDER,
     LOCK,
@@ -53,12 +53,12 @@ from results.files import (
     write,
     write_whole,
 )
-from results.ledger import ledger_damage, merge, sample_of, write_part
-from results.lock import Holder, acquire
-from results.read import doubt, is_sealed, parse_samples
-from results.schema import OtherSchemaError, RunResult, SampleRow
-from results.scores import PART, SCORES, Score, Scores, parse_scores, read_scores, to_text
-from results.summary import disagreement, of_today, with_scores
+from kvbench.results.ledger import ledger_damage, merge, sample_of, write_part
+from kvbench.results.lock import Holder, acquire
+from kvbench.results.read import doubt, is_sealed, parse_samples
+from kvbench.results.schema import OtherSchemaError, RunResult, SampleRow
+from kvbench.results.scores import PART, SCORES, Score, Scores, parse_scores, read_scores, to_text
+from kvbench.results.summary import disagreement, of_today, with_scores
 
 
 class RunFolder:
@@ -293,7 +293,7 @@ class RunFolder:
             sync_folder(self.path)
             self.notes.append(
                 f"{self.path / SCORES} does not count any more ({error}); score the run again with "
-                "`python -m evals.rescore --write`"
+                "`python -m kvbench.evals.rescore --write`"
             )
 
     # Samples that other processes answer, in folders of their own below this one.

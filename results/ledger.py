@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from results.files import crc_of, is_file, replacing, temporary
-from results.schema import RunResult, SampleRow
+from kvbench.results.files import crc_of, is_file, replacing, temporary
+from kvbench.results.schema import RunResult, SampleRow
 
 
 def pyarrow() -> tuple[Any, Any]:

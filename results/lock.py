@@ -11,9 +11,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from engine.errors import ConfigError
-from engine.foreign import parse_json
-from results.files import HOLDER, LOCK
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import parse_json
+from kvbench.results.files import HOLDER, LOCK
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,8 @@ def own_tasks() -> dict[str, TaskCard]:
     """The card of each task, by its name."""
     files = sorted((ROOT / "conf" / "task").glob("*.yaml"))
     targets = {
-        file.stem: re.search(r"^_target_: (tasks[\w.]+)\.\w+$", file.read_text(), re.MULTILINE) for file in files
+        file.stem: re.search(r"^_target_: kvbench\.(tasks[\w.]+)\.\w+$", file.read_text(), re.MULTILINE)
+        for file in files
     }
     modules = {name: target[1].replace(".", "/") for name, target in targets.items() if target}
     found = {name: (ROOT / f"{module}.py", ROOT / module / "__init__.py") for name, module in modules.items()}

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import yaml
 
-from results.folder import RunFolder
-from results.lock import Holder
-from results.schema import RunResult
+from kvbench.results.folder import RunFolder
+from kvbench.results.lock import Holder
+from kvbench.results.schema import RunResult
 
 
 class HasFolder(Protocol):

@@ -8,12 +8,12 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.foreign import parse_json, read_bytes
-from results.files import unsealed
-from results.schema import OtherSchemaError, RunResult, SampleRow, check_keys
-from results.scores import REMAKE, SCORES, Scores, read_scores
-from results.summary import disagreement, of_today, with_scores
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import parse_json, read_bytes
+from kvbench.results.files import unsealed
+from kvbench.results.schema import OtherSchemaError, RunResult, SampleRow, check_keys
+from kvbench.results.scores import REMAKE, SCORES, Scores, read_scores
+from kvbench.results.summary import disagreement, of_today, with_scores
 
 LARGEST_SAMPLES = 4 << 30  # bytes of samples.jsonl: a million answers of 4 kB
 
@@ -150,7 +150,8 @@ def read_run(folder: Path) -> tuple[RunResult, list[SampleRow]]:
     rows, scores, content = read_scored(folder)
     if scores is None and result.scores_crc32 is not None:
         raise ValueError(
-            f"{path} is of scores in {SCORES}, which is lost; make it again with `python -m evals.rescore --write`"
+            f"{path} is of scores in {SCORES}, which is lost; make it again with "
+            "`python -m kvbench.evals.rescore --write`"
         )
     if scores is not None and result.scores_crc32 != scores.crc32:
         result = with_scores(result, rows, scores)  # which `put_scores` was killed before

@@ -18,11 +18,11 @@ from math import inf, isfinite
 from types import UnionType
 from typing import Any, Self, cast, get_args, get_origin
 
-from engine.budget import Bytes, parse_memory, show
-from engine.foreign import parse_json
-from results.files import unsealed
-from results.intervals import Bounds
-from results.names import shown_task
+from kvbench.engine.budget import Bytes, parse_memory, show
+from kvbench.engine.foreign import parse_json
+from kvbench.results.files import unsealed
+from kvbench.results.intervals import Bounds
+from kvbench.results.names import shown_task
 
 SCHEMA_VERSION = 3
 # 1: `n_samples`, `n_oom` and `n_failed` were of lines, a turn or a draw each; 2: `comm` was never off.

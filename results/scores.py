@@ -1,4 +1,4 @@
-"""scores.jsonl: scores given after the answers, by `python -m evals.rescore --write`.
+"""scores.jsonl: scores given after the answers, by `python -m kvbench.evals.rescore --write`.
 
 What a model answered stands in samples.jsonl and is never written again. A line here holds the score of one answer, the
 version of the metric, and the CRC of the answer that was judged: a score counts for that answer only. The file counts
@@ -18,14 +18,14 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Self
 
-from engine.errors import ConfigError
-from engine.foreign import parse_json, read_bytes
-from results.files import sealed, unsealed
-from results.schema import SampleRow, bounded, check_keys, check_types
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import parse_json, read_bytes
+from kvbench.results.files import sealed, unsealed
+from kvbench.results.schema import SampleRow, bounded, check_keys, check_types
 
 SCORES, PART = "scores.jsonl", "scores.jsonl.part"
 LARGEST_SCORES = 1 << 30  # bytes: a million lines of 1 kB
-REMAKE = "delete it, and make it again with `python -m evals.rescore --write`"
+REMAKE = "delete it, and make it again with `python -m kvbench.evals.rescore --write`"
 
 
 @dataclass(frozen=True, kw_only=True)

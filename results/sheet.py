@@ -21,9 +21,9 @@ from typing import Any, cast
 from rich.measure import Measurement
 from rich.table import Table
 
-from engine import terminal
-from engine.foreign import CsvWriter
-from engine.terminal import printable
+from kvbench.engine import terminal
+from kvbench.engine.foreign import CsvWriter
+from kvbench.engine.terminal import printable
 
 ABSENT = "-"
 GAP = 2  # columns of a terminal between those of a table

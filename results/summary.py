@@ -11,9 +11,9 @@ from fractions import Fraction
 from math import comb, exp, fsum, log
 from typing import Any, cast
 
-from results.intervals import interval
-from results.schema import LEDGER_MEANS, METRICS, OFF, SCHEMA_VERSION, STATUSES, RunFacts, RunResult, SampleRow
-from results.scores import Scores, describe
+from kvbench.results.intervals import interval
+from kvbench.results.schema import LEDGER_MEANS, METRICS, OFF, SCHEMA_VERSION, STATUSES, RunFacts, RunResult, SampleRow
+from kvbench.results.scores import Scores, describe
 
 
 def mean(values: Iterable[float | None]) -> float | None:

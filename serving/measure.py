@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter, sleep
 from typing import Any
 
-from serving.adapter.front import Engine
+from kvbench.serving.adapter.front import Engine
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
-from engine.budget import NO_FRAME
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.asked import Asked, Lookups, ask_one
-from evals.models import look_up
-from evals.refusals import naming
-from evals.settings import Settings, from_words, load_class
-from methods.base import Variant
+from kvbench.engine.budget import NO_FRAME
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.asked import Asked, Lookups, ask_one
+from kvbench.evals.models import look_up
+from kvbench.evals.refusals import naming
+from kvbench.evals.settings import Settings, from_words, load_class
+from kvbench.methods.base import Variant
 
 VARIABLE = "KVBENCH_SERVING"
 VISIBLE, PAGES, DROPPING = RUNGS = ("visible", "pages", "dropping")

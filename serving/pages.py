@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.layouts.memory import Pair
+from kvbench.engine.layouts.memory import Pair
 
 
 @dataclass(eq=False)

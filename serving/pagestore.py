@@ -13,19 +13,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from engine.caches.host import Host
-from engine.layouts.fetching import Fetching
-from engine.layouts.home import Home
-from engine.layouts.layer import Layer
-from engine.layouts.memory import Memory, Pair
-from engine.layouts.slots import Marked, Slots
-from engine.passes.trace import Trace
-from engine.placement import Kept, Offloaded, Placement, Ragged, Searched, Whole
-from engine.shapes import ModelShape
-from engine.store import Layouts, Store
-from serving.order import DROPPING, PAGES, VISIBLE, Unserved
-from serving.pages import Pages
+from kvbench.engine.attend import Part
+from kvbench.engine.caches.host import Host
+from kvbench.engine.layouts.fetching import Fetching
+from kvbench.engine.layouts.home import Home
+from kvbench.engine.layouts.layer import Layer
+from kvbench.engine.layouts.memory import Memory, Pair
+from kvbench.engine.layouts.slots import Marked, Slots
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.placement import Kept, Offloaded, Placement, Ragged, Searched, Whole
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.store import Layouts, Store
+from kvbench.serving.order import DROPPING, PAGES, VISIBLE, Unserved
+from kvbench.serving.pages import Pages
 
 NO_PLACE = {
     "Made": "puts keys and values of its own making in the prompt's place, and pages hold the model's",

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from serving.order import Unserved
+from kvbench.engine.attend import Part
+from kvbench.serving.order import Unserved
 
 
 def tables_of(parts: Sequence[Part], table: Tensor, h_kv: int, block: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ Without an order (`serving/order.py`) it changes nothing: an installed plugin is
 """
 # pyright: reportMissingImports=false
 
-from serving.order import DROPPING, Order
+from kvbench.serving.order import DROPPING, Order
 
 
 def register() -> None:
@@ -15,14 +15,14 @@ def register() -> None:
     import vllm
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from serving.adapter import VERSION, known
+    from kvbench.serving.adapter import VERSION, known
 
     if not known(vllm.__version__):
         raise ImportError(f"vLLM {vllm.__version__} is not known to kvbench's plugin, which was made for {VERSION}*")
     take_back()
-    register_backend(AttentionBackendEnum.CPU_ATTN, "serving.adapter.attention.Backend")
+    register_backend(AttentionBackendEnum.CPU_ATTN, "kvbench.serving.adapter.attention.Backend")
     if order.rung == DROPPING:
-        from serving.adapter.blocks import register_manager
+        from kvbench.serving.adapter.blocks import register_manager
 
         register_manager()
 

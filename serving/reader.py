@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from engine.books.audit import count_parts
-from engine.decode import attend_groups
-from engine.observe import ModelFact
-from engine.readers import Held, end
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from engine.step import behind_rows, step_rows
-from serving.order import DROPPING, Order, Unserved
-from serving.pages import Pages
-from serving.pagestore import PageStore, PageTrace
+from kvbench.engine.attend import Part
+from kvbench.engine.books.audit import count_parts
+from kvbench.engine.decode import attend_groups
+from kvbench.engine.observe import ModelFact
+from kvbench.engine.readers import Held, end
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.step import behind_rows, step_rows
+from kvbench.serving.order import DROPPING, Order, Unserved
+from kvbench.serving.pages import Pages
+from kvbench.serving.pagestore import PageStore, PageTrace
 
 
 class Reader:

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import torch
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from serving.order import DROPPING, PAGES, RUNGS, Order, Unserved
-from serving.pages import Pages
-from serving.pagetable import tables_of
-from serving.reader import Desk, Reader, Turn, folded
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.serving.order import DROPPING, PAGES, RUNGS, Order, Unserved
+from kvbench.serving.pages import Pages
+from kvbench.serving.pagetable import tables_of
+from kvbench.serving.reader import Desk, Reader, Turn, folded
 
 LENGTHS = (1024, 1531, 4096, 8192)  # of prompts; two of them
 LAYERS, STEPS, ROOM = 3, 4, 4096

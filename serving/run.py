@@ -13,19 +13,19 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.terminal import say
-from evals.cells import Cell
-from evals.loop import Group
-from evals.prepare import PreparedSample
-from evals.runner import prepare
-from evals.settings import Settings
-from results import RunResult, SampleRow
-from results.opened import open_folders, results_of
-from serving.order import Order, refuse_keys
-from serving.rehearsal import rehearse
-from serving.serve import need_vllm
-from tasks.serving import Serving
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.terminal import say
+from kvbench.evals.cells import Cell
+from kvbench.evals.loop import Group
+from kvbench.evals.prepare import PreparedSample
+from kvbench.evals.runner import prepare
+from kvbench.evals.settings import Settings
+from kvbench.results import RunResult, SampleRow
+from kvbench.results.opened import open_folders, results_of
+from kvbench.serving.order import Order, refuse_keys
+from kvbench.serving.rehearsal import rehearse
+from kvbench.serving.serve import need_vllm
+from kvbench.tasks.serving import Serving
 
 FILE = "serving.json"
 
@@ -88,8 +88,8 @@ def word(value: Any) -> str:
 
 def serve(cell: Cell, order: Order, group: Group, waiting: Sequence[PreparedSample]) -> None:
     """Serve the whole trace, and write the cell's lines and figures."""
-    from serving.adapter.front import BLOCK, RESTRICTED, Engine
-    from serving.measure import Request, drive
+    from kvbench.serving.adapter.front import BLOCK, RESTRICTED, Engine
+    from kvbench.serving.measure import Request, drive
 
     task = cell.task
     assert isinstance(task, Serving)
@@ -160,7 +160,7 @@ def shown(figures: Mapping[str, Any]) -> str:
 
 
 def model_folder(settings: Settings) -> str:
-    from engine.checkpoints.load import locate
+    from kvbench.engine.checkpoints.load import locate
 
     spec = settings.model
     return locate(spec.id, spec.revision, spec.trust_remote_code)[0]

@@ -1,4 +1,4 @@
-"""`python -m serving.serve model=… method=snapkv ratio=0.2`: an OpenAI-compatible server, with a method in it.
+"""`python -m kvbench.serving.serve model=… method=snapkv ratio=0.2`: an OpenAI-compatible server, with a method in it.
 
 The words are those of `run.py`. Beside them: `rung=` (dropping where the method drops, visible where it retrieves),
 `host=`, `port=`, `as_shipped=true` (vLLM without a method), and vLLM's own flags as `vllm.max_model_len=4096`.
@@ -17,11 +17,11 @@ from typing import Any
 
 import yaml
 
-from engine.checkpoints.load import locate
-from engine.errors import ConfigError
-from engine.terminal import say
-from serving.order import DROPPING, RUNGS, VISIBLE, Order, chosen
-from serving.rehearsal import rehearse
+from kvbench.engine.checkpoints.load import locate
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.terminal import say
+from kvbench.serving.order import DROPPING, RUNGS, VISIBLE, Order, chosen
+from kvbench.serving.rehearsal import rehearse
 
 
 @dataclass
@@ -97,13 +97,13 @@ def main(argv: Sequence[str]) -> int:
         order = command.order()
         need_vllm()
         model, name = model_of(command.words)
-        from serving.adapter.server import serve
+        from kvbench.serving.adapter.server import serve
 
         flags = {"dtype": "float32"} | command.flags
         say(f"serving {served_name(name, order)} on http://{command.host}:{command.port}/v1")
         serve(order, model, served_name(name, order), command.host, command.port, flags)
     except ConfigError as error:
-        say("serving.serve:", f"{error}", file=sys.stderr)
+        say("kvbench.serving.serve:", f"{error}", file=sys.stderr)
         return 2
     return 0
 

@@ -5,6 +5,6 @@
 Not here: the loop over samples (`evals/loop.py`), and what is kept of a run (`results`).
 """
 
-from engine.terminal import refuse_without_packages
+from kvbench.engine.terminal import refuse_without_packages
 
 refuse_without_packages()

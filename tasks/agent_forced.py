@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine.shapes import ModelShape
-from tasks.agent_traces.actions import action_of, values
-from tasks.agent_traces.task import AgentTraces
-from tasks.base import Sample
-from tasks.forced_answers import FedTask, places_of
+from kvbench.engine.shapes import ModelShape
+from kvbench.tasks.agent_traces.actions import action_of, values
+from kvbench.tasks.agent_traces.task import AgentTraces
+from kvbench.tasks.base import Sample
+from kvbench.tasks.forced_answers import FedTask, places_of
 
 
 class AgentForced(FedTask, AgentTraces):

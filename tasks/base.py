@@ -4,7 +4,7 @@ A task says where its samples come from and what one answer is worth. Tokenising
 prompt are in `tasks/prompt.py`; the loop over samples is in `evals/loop.py`.
 
 An answer is scored when it is given. A scorer that takes minutes, such as another model, runs later instead: a task
-with `scores_later = True` leaves its answers without a score, and `python -m evals.rescore --write RUN…` calls
+with `scores_later = True` leaves its answers without a score, and `python -m kvbench.evals.rescore --write RUN…` calls
 `verdict` for each of them. There a task has its `params`, and nothing else that `__init__` or `samples` would set.
 
 Not here: averages over samples with their intervals (`plots/stats.py` and the runner's result).
@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from engine.shapes import ModelShape
-from tasks.download import Piece
-from tasks.turns.conversation import Asking, Conversation
+from kvbench.engine.shapes import ModelShape
+from kvbench.tasks.download import Piece
+from kvbench.tasks.turns.conversation import Asking, Conversation
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Data:
-    """A benchmark's files below a data folder, as `make check` says them and `python -m evals.fetch` gets them."""
+    """A benchmark's files below a data folder, as `make check` says them and `kvbench fetch` gets them."""
 
     files: tuple[str, ...]
     without: str  # what can be asked where they are not there
@@ -71,7 +71,9 @@ class Task(ABC):
     is_forced: ClassVar[bool] = False  # a continuation is fed; such a task is a `ForcedTask`
     data: ClassVar[Data | None] = None  # None: it needs none
     packages: ClassVar[Mapping[str, str]] = {}  # optional ones that it needs, and for what of it
-    scores_later: ClassVar[bool] = False  # answers get their scores from `evals.rescore`, not while a run answers
+    scores_later: ClassVar[bool] = (
+        False  # answers get their scores from `kvbench.evals.rescore`, not while a run answers
+    )
 
     @abstractmethod
     def check(self, shape: ModelShape) -> None:

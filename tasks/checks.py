@@ -8,8 +8,8 @@ Not here: types (`evals/settings.py`), and what a single task asks for (its own 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from engine.errors import ConfigError, unknown_name
-from engine.shapes import ModelShape
+from kvbench.engine.errors import ConfigError, unknown_name
+from kvbench.engine.shapes import ModelShape
 
 SLACK = 100  # tokens kept free for a chat wrapper, and for what a second tokenising may add
 

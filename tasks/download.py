@@ -10,7 +10,7 @@ $HF_ENDPOINT and $KVBENCH_GITHUB name mirrors of the two sites.
 
 To add a benchmark: a line in `SOURCES`.
 
-Not here: the command (`python -m evals.fetch`), what the files mean (each task), which of several folders is read
+Not here: the command (`kvbench fetch`), what the files mean (each task), which of several folders is read
 (`tasks/sources.py`).
 """
 
@@ -31,8 +31,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from engine.errors import ConfigError, unknown_name
-from tasks.known import own_data
+from kvbench.engine.errors import ConfigError, unknown_name
+from kvbench.tasks.known import own_data
 
 HUB = "https://huggingface.co"
 GITHUB = "https://raw.githubusercontent.com"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from tasks.base import Sample
+from kvbench.tasks.base import Sample
 
 # What ends a turn in the chat families; a model's generation config does not always list it.
 TURN_ENDS = (

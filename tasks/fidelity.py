@@ -45,17 +45,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
-from engine.foreign import write_csv
-from engine.passes.trace import Trace
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from methods.base import SelectiveAttention
-from tasks.base import Sample
-from tasks.checks import check_choices, check_counts
-from tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch, Outcome, distinct
-from tasks.rows import ON_BAD_ROW, Rows, read_rows
-from tasks.texts import (
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import write_csv
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.base import SelectiveAttention
+from kvbench.tasks.base import Sample
+from kvbench.tasks.checks import check_choices, check_counts
+from kvbench.tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch, Outcome, distinct
+from kvbench.tasks.rows import ON_BAD_ROW, Rows, read_rows
+from kvbench.tasks.texts import (
     check_text,
     digest,
     embedded,

@@ -1,8 +1,8 @@
 """Teacher forcing: every variant reads the same given continuation, token by token, through its compressed cache.
 
 Most tasks score the text that a variant writes. A `ForcedTask` knows the continuation in advance: its `watch` looks on
-while rows decode (`engine.decode.Watch`) and gives the outcome of each variant at the end. All variants read the same
-tokens, so they can be compared step by step, whatever they would have written themselves.
+while rows decode (`kvbench.engine.decode.Watch`) and gives the outcome of each variant at the end. All variants read
+the same tokens, so they can be compared step by step, whatever they would have written themselves.
 
 The prefill predicts the first token of a continuation, for all variants alike and without any compression; that token
 is fed and never scored. The last token is predicted and never fed.
@@ -19,17 +19,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from engine.decode import Watch, decode
-from engine.errors import ConfigError, NotFiniteError
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from engine.sampling.finite import why_lost
-from methods.base import SelectiveAttention
-from methods.full import full_attention
-from tasks.base import Sample, Task
+from kvbench.engine.decode import Watch, decode
+from kvbench.engine.errors import ConfigError, NotFiniteError
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.engine.sampling.finite import why_lost
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.full import full_attention
+from kvbench.tasks.base import Sample, Task
 
 if TYPE_CHECKING:
-    from engine.model import Model
+    from kvbench.engine.model import Model
 
 
 @dataclass(frozen=True)

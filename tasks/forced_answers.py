@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from methods.base import SelectiveAttention
-from tasks.base import Sample
-from tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch, Outcome
-from tasks.lazy import LazySamples
-from tasks.prompt import first_ids
+from kvbench.methods.base import SelectiveAttention
+from kvbench.tasks.base import Sample
+from kvbench.tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch, Outcome
+from kvbench.tasks.lazy import LazySamples
+from kvbench.tasks.prompt import first_ids
 
 PLACES = "part_tokens"  # field of a sample: which tokens of its answer are averaged apart
 

@@ -19,10 +19,10 @@ Not here: graphs (`tasks/graphwalks`), what is measured (`forced_answers.py`).
 from collections.abc import Sequence
 from typing import Any
 
-from tasks.base import Sample
-from tasks.forced_answers import FedTask, places_of
-from tasks.graphwalks.scores import CUE
-from tasks.graphwalks.task import GraphWalks
+from kvbench.tasks.base import Sample
+from kvbench.tasks.forced_answers import FedTask, places_of
+from kvbench.tasks.graphwalks.scores import CUE
+from kvbench.tasks.graphwalks.task import GraphWalks
 
 
 class GraphWalksForced(FedTask, GraphWalks):

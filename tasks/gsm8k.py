@@ -36,14 +36,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from engine.errors import ConfigError
-from engine.foreign import read_text
-from engine.shapes import ModelShape
-from tasks import sources
-from tasks.base import Data, Sample, Task
-from tasks.checks import check_choices, check_counts
-from tasks.download import Piece
-from tasks.reasoning.answers import (
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import read_text
+from kvbench.engine.shapes import ModelShape
+from kvbench.tasks import sources
+from kvbench.tasks.base import Data, Sample, Task
+from kvbench.tasks.checks import check_choices, check_counts
+from kvbench.tasks.download import Piece
+from kvbench.tasks.reasoning.answers import (
     PARTS,
     TEMPLATES,
     Grading,
@@ -54,13 +54,13 @@ from tasks.reasoning.answers import (
     question_text,
     refuse_template,
 )
-from tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows
-from tasks.texts import digest
+from kvbench.tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows
+from kvbench.tasks.texts import digest
 
 TEST = "gsm8k/test.jsonl"
-TEST_SOURCE = "GitHub openai/grade-school-math (`python -m evals.fetch gsm8k`)"
+TEST_SOURCE = "GitHub openai/grade-school-math (`kvbench fetch gsm8k`)"
 EXEMPLARS = "gsm8k/gsm8k_prompt_formal.txt"
-EXEMPLARS_SOURCE = "GitHub HugoZHL/PQCache (`python -m evals.fetch gsm8k`)"
+EXEMPLARS_SOURCE = "GitHub HugoZHL/PQCache (`kvbench fetch gsm8k`)"
 GSM8K_CODE = "3101c7d5072418e28b9008a6636bde82a006892c"
 PQCACHE_CODE = "151ce6ba10cf2e28c9e293f71f5d5e725541f093"
 PIECES = (
@@ -276,7 +276,7 @@ class Gsm8k(Task):
     Params = Params
     data = Data((TEST, EXEMPLARS), "fetched when asked for", pieces=PIECES)
     packages: ClassVar[Mapping[str, str]] = {"math-verify": "with thinking"}
-    tokenizer: Any = None  # until `samples`; `evals.rescore` has none
+    tokenizer: Any = None  # until `samples`; `kvbench.evals.rescore` has none
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params, self.data_dir = params, data_dir  # nothing is drawn

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from engine.errors import one_line
-from engine.terminal import say
+from kvbench.engine.errors import one_line
+from kvbench.engine.terminal import say
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "task"
 

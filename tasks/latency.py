@@ -35,24 +35,24 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from engine.books.clock import synchronize
-from engine.books.spans import Record, recording
-from engine.decode import Answer, Decoded, decode
-from engine.errors import ConfigError, NotFiniteError
-from engine.model import Model
-from engine.passes.probe import probe
-from engine.passes.trace import Trace
-from engine.prefill import n_home, prefill
-from engine.sampling.finite import REMEDY
-from engine.shapes import ModelShape
-from engine.sparse.base import SparsePrefill
-from methods.base import SelectiveAttention, Variant
-from methods.calibration.prose import embedded_prose
-from methods.full import full_attention
-from tasks.base import Sample, Task
-from tasks.forced import Outcome
-from tasks.memory import Sizes, collect, device_bytes, watch_peak, weigh, weight_bytes
-from tasks.together import Together, decode_together
+from kvbench.engine.books.clock import synchronize
+from kvbench.engine.books.spans import Record, recording
+from kvbench.engine.decode import Answer, Decoded, decode
+from kvbench.engine.errors import ConfigError, NotFiniteError
+from kvbench.engine.model import Model
+from kvbench.engine.passes.probe import probe
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import n_home, prefill
+from kvbench.engine.sampling.finite import REMEDY
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.sparse.base import SparsePrefill
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.methods.calibration.prose import embedded_prose
+from kvbench.methods.full import full_attention
+from kvbench.tasks.base import Sample, Task
+from kvbench.tasks.forced import Outcome
+from kvbench.tasks.memory import Sizes, collect, device_bytes, watch_peak, weigh, weight_bytes
+from kvbench.tasks.together import Together, decode_together
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from engine.errors import ConfigError
-from tasks.base import Sample
-from tasks.prompt import encode
+from kvbench.engine.errors import ConfigError
+from kvbench.tasks.base import Sample
+from kvbench.tasks.prompt import encode
 
 
 def in_turns(columns: Sequence[Sequence[Any]]) -> list[Any]:

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tasks.base import Sample
-from tasks.forced_answers import FedTask, places_of
-from tasks.mrcr.task import MRCR
+from kvbench.tasks.base import Sample
+from kvbench.tasks.forced_answers import FedTask, places_of
+from kvbench.tasks.mrcr.task import MRCR
 
 
 class MRCRForced(FedTask, MRCR):

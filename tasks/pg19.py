@@ -36,15 +36,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from methods.base import SelectiveAttention
-from tasks import sources
-from tasks.base import Data, Sample
-from tasks.checks import check_choices, check_counts
-from tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch, Outcome, distinct
-from tasks.rows import ON_BAD_ROW
-from tasks.texts import Tokens, embedded, given_file, read_files, tokens
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.base import SelectiveAttention
+from kvbench.tasks import sources
+from kvbench.tasks.base import Data, Sample
+from kvbench.tasks.checks import check_choices, check_counts
+from kvbench.tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch, Outcome, distinct
+from kvbench.tasks.rows import ON_BAD_ROW
+from kvbench.tasks.texts import Tokens, embedded, given_file, read_files, tokens
 
 FOLDER = "pg19"
 UPSTREAM = "the hub (emozilla/pg19-test: save the field text of each row as pg19/NAME.txt)"

@@ -16,10 +16,10 @@ from datetime import date
 from itertools import chain
 from typing import Any
 
-from engine.budget import NO_FRAME, Frame
-from engine.errors import ConfigError, first_line, is_panic, unknown_name
-from tasks.base import Sample
-from tasks.ending import FINAL, has_channels
+from kvbench.engine.budget import NO_FRAME, Frame
+from kvbench.engine.errors import ConfigError, first_line, is_panic, unknown_name
+from kvbench.tasks.base import Sample
+from kvbench.tasks.ending import FINAL, has_channels
 
 TODAY = date(2024, 7, 26)  # Llama 3's own default: a prompt is the same each day, although some templates print it
 PRINTS_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")

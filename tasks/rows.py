@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.foreign import LONGEST_LINE, NoJson, NoText, numbered_lines, parse_json, read_bytes, write_csv
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import LONGEST_LINE, NoJson, NoText, numbered_lines, parse_json, read_bytes, write_csv
 
 ON_BAD_ROW = ("refuse", "skip")
 LARGEST_LIST = 1 << 30  # bytes of a .json file, twice the largest published one; it is read whole

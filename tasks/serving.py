@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.foreign import read_text
-from engine.shapes import ModelShape
-from tasks.base import Sample, Task
-from tasks.checks import check_choices, check_counts
-from tasks.needle.task import Needle
-from tasks.needle.task import Params as NeedleParams
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import read_text
+from kvbench.engine.shapes import ModelShape
+from kvbench.tasks.base import Sample, Task
+from kvbench.tasks.checks import check_choices, check_counts
+from kvbench.tasks.needle.task import Needle
+from kvbench.tasks.needle.task import Params as NeedleParams
 
 KEYS = ("arrival_s", "prompt_tokens", "new_tokens")
 DEPTHS = (10.0, 30.0, 50.0, 70.0, 90.0)

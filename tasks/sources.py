@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine import foreign
-from engine.errors import ConfigError
-from tasks import download
+from kvbench.engine import foreign
+from kvbench.engine.errors import ConfigError
+from kvbench.tasks import download
 
 
 def data_roots(data_dir: str | None) -> list[Path]:

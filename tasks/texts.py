@@ -16,10 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.foreign import opened, read_text
-from methods.calibration.prose import embedded_prose, prose_name
-from tasks.rows import LONGEST_ID, BadRow, read_rows
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import opened, read_text
+from kvbench.methods.calibration.prose import embedded_prose, prose_name
+from kvbench.tasks.rows import LONGEST_ID, BadRow, read_rows
 
 
 @dataclass(frozen=True)

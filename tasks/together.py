@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.decode import decode
-from engine.machine import free_memory, is_out_of_memory
-from engine.model import Model
-from engine.turns.state import request_like
-from tasks.memory import Reading, collect, limited, most_on_host, watch_peak
+from kvbench.engine.decode import decode
+from kvbench.engine.machine import free_memory, is_out_of_memory
+from kvbench.engine.model import Model
+from kvbench.engine.turns.state import request_like
+from kvbench.tasks.memory import Reading, collect, limited, most_on_host, watch_peak
 
 MOST_ROWS = 64  # that are decoded at once without a GPU, where a step of hundreds takes seconds
 

@@ -1,5 +1,5 @@
 """Tests, each where what it tests lies, and what a method of the user's own must hold (`conformance.py`)."""
 
-from engine.terminal import refuse_without_packages
+from kvbench.engine.terminal import refuse_without_packages
 
 refuse_without_packages()

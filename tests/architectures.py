@@ -1,8 +1,8 @@
 """Tiny random models of the architectures that transformers has, and what KVBench makes of each.
 
-    python -m tests.architectures                 # a line for every causal model of transformers, about two minutes
-    python -m tests.architectures qwen3_next gpt_oss
-    python -m tests.architectures --write         # all of them, into the table of docs/models.md
+    python -m kvbench.tests.architectures                 # a line for every causal model of transformers, two minutes
+    python -m kvbench.tests.architectures qwen3_next gpt_oss
+    python -m kvbench.tests.architectures --write         # all of them, into the table of docs/models.md
 
 A model is *exact* where full attention says what `generate` says, alone and as three rows of a batch, where Oracle with
 the whole budget says so too, and where the rotation that methods get moves queries as each compressed layer does. It is
@@ -27,22 +27,22 @@ import transformers
 from packaging.version import Version
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.budget import BudgetRequest
-from engine.checkpoints.load import made, shape_of
-from engine.decode import decode
-from engine.errors import ConfigError, one_line
-from engine.model import Model, register_attention
-from engine.passes.agreement import check_attention
-from engine.prefill import prefill
-from methods.dropping.streamingllm import StreamingLLM
-from methods.full import Full
-from methods.retrieving.oracle import Oracle
-from results.sheet import ABSENT, Cell, Sheet, Word, markdown
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.checkpoints.load import made, shape_of
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError, one_line
+from kvbench.engine.model import Model, register_attention
+from kvbench.engine.passes.agreement import check_attention
+from kvbench.engine.prefill import prefill
+from kvbench.methods.dropping.streamingllm import StreamingLLM
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving.oracle import Oracle
+from kvbench.results.sheet import ABSENT, Cell, Sheet, Word, markdown
 
 S, N_NEW, WINDOW, CHUNK, N_SINK = 75, 10, 20, 28, 4
 MOST_WEIGHTS = 64_000_000
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
-START, END = "<!-- table: `python -m tests.architectures --write` -->", "<!-- end of the table -->"
+START, END = "<!-- table: `python -m kvbench.tests.architectures --write` -->", "<!-- end of the table -->"
 COMMON: dict[str, Any] = {
     "vocab_size": 89, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 4, "num_attention_heads": 6,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 384, "bos_token_id": 1, "eos_token_id": 88,

@@ -5,10 +5,10 @@
 
 HEAD = """
 import torch
-from engine.attend import Part
-from engine.placement import Kept, Offloaded, Whole
-from engine.selection import Cost, Selection
-from methods.base import SelectiveAttention
+from kvbench.engine.attend import Part
+from kvbench.engine.placement import Kept, Offloaded, Whole
+from kvbench.engine.selection import Cost, Selection
+from kvbench.methods.base import SelectiveAttention
 
 class Mine(SelectiveAttention):
     title, drops = "Mine", {drops}

@@ -1,4 +1,4 @@
-"""`python -m tests.conformance path/to/mine.py`: what every method must hold, for one of the user's own or of ours.
+"""`kvbench conformance path/to/mine.py`: what every method must hold, for one of the user's own or of ours.
 
 Each property is a function that raises an `AssertionError` with the case that breaks it. For ours
 `tests/methods/test_conformance.py` runs them. Prompts have 240 tokens and the model is a random one of three layers, so
@@ -28,31 +28,31 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from engine.books.audit import check_skips, listed, tokens_and_pseudo, uncounted_bytes
-from engine.books.ledger import Entry
-from engine.budget import COUNTS, ELEMENT_BYTES, BudgetRequest, find_bytes, parse_fraction, token_bytes
-from engine.decode import attend_group, decode
-from engine.errors import ConfigError
-from engine.keeping import Keeping
-from engine.layouts.fetching import Fetching
-from engine.layouts.layer import Layer
-from engine.model import Model
-from engine.passes.probe import probe
-from engine.passes.trace import Trace
-from engine.placement import Placement, Ragged
-from engine.prefill import prefill
-from engine.turns.state import fork_of
-from evals import outside
-from evals.overrides import config_groups
-from evals.settings import from_words, load_class
-from evals.typed import build_params
-from methods.allocator import Allocator
-from methods.base import SelectiveAttention, Variant
-from methods.full import Full
-from results.names import known
-from tests.tiny import prompt, tiny
-from tests.vectors import built
+from kvbench.engine.attend import Part
+from kvbench.engine.books.audit import check_skips, listed, tokens_and_pseudo, uncounted_bytes
+from kvbench.engine.books.ledger import Entry
+from kvbench.engine.budget import COUNTS, ELEMENT_BYTES, BudgetRequest, find_bytes, parse_fraction, token_bytes
+from kvbench.engine.decode import attend_group, decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.keeping import Keeping
+from kvbench.engine.layouts.fetching import Fetching
+from kvbench.engine.layouts.layer import Layer
+from kvbench.engine.model import Model
+from kvbench.engine.passes.probe import probe
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.placement import Placement, Ragged
+from kvbench.engine.prefill import prefill
+from kvbench.engine.turns.state import fork_of
+from kvbench.evals import outside
+from kvbench.evals.overrides import config_groups
+from kvbench.evals.settings import from_words, load_class
+from kvbench.evals.typed import build_params
+from kvbench.methods.allocator import Allocator
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.methods.full import Full
+from kvbench.results.names import known
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.vectors import built
 
 METHODS = config_groups()["method"]
 N_NEW, S = 14, 240
@@ -315,7 +315,7 @@ def counting() -> Iterator[None]:
         for row, own in zip(rows, parts, strict=True):
             row.n_read[layer] = tokens_and_pseudo(own, row.trace.shape.h)
 
-    with patch("engine.decode.count_parts", count_parts):
+    with patch("kvbench.engine.decode.count_parts", count_parts):
         yield
 
 
@@ -694,7 +694,7 @@ def run(one: Subject, ratios: Sequence[str]) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="kvbench conformance", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("method", help="path/to/mine.py, path/to/mine.py:Class, or the name of a method of ours")
     parser.add_argument("params", nargs="*", metavar="method.KEY=VALUE", help="parameters other than the defaults")
     parser.add_argument("--ratio", nargs="+", default=RATIOS, metavar="R", help="budgets to try, as shares of a prompt")

@@ -10,7 +10,7 @@ import pytest
 from _pytest import runner
 from hypothesis import settings
 
-from tests.interpreter import quicken
+from kvbench.tests.interpreter import quicken
 
 # Test models are so small that a second thread only waits, and spins while it does: beside another busy process the
 # suite takes 20 times as long. Tests of the real model ask for their threads themselves.

@@ -1,4 +1,4 @@
-"""`python -m tests.golden DIR [FOLDER…]`: run every reference vector below DIR, a line per case and a count per folder.
+"""`python -m kvbench.tests.golden DIR [FOLDER…]`: all reference vectors below DIR, a line per case, a count per folder.
 
 DIR holds folders of .npz, .json and .jsonl files: one per method (its name), per prefill (`prefill_NAME`), and of
 tasks. Exit code 1 on any failure, and for a file without a runner whose method, prefill or task the project has. Files
@@ -15,19 +15,19 @@ from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 
-from tests import golden_metrics
-from tests.engine import test_budget, test_entries, test_keeping, test_latents, test_softmax
-from tests.engine.caches import test_blocks
-from tests.engine.sparse import test_rules
-from tests.methods.decoding import test_random_decode, test_schedule
-from tests.methods.dropping import (
+from kvbench.tests import golden_metrics
+from kvbench.tests.engine import test_budget, test_entries, test_keeping, test_latents, test_softmax
+from kvbench.tests.engine.caches import test_blocks
+from kvbench.tests.engine.sparse import test_rules
+from kvbench.tests.methods.decoding import test_random_decode, test_schedule
+from kvbench.tests.methods.dropping import (
     test_h2o,
     test_pyramidinfer,
 )
-from tests.methods.retrieving import (
+from kvbench.tests.methods.retrieving import (
     test_oracle,
 )
-from tests.tasks import (
+from kvbench.tests.tasks import (
     test_agent_traces,
     test_babilong,
     test_graphwalks,
@@ -43,7 +43,7 @@ from tests.tasks import (
     test_reasoning,
     test_scbench_rules,
 )
-from tests.vectors import Check
+from kvbench.tests.vectors import Check
 
 Runner = Callable[[Path], list[Check]]
 
@@ -181,7 +181,7 @@ def summary(counts: dict[str, Counter[str]]) -> str:
 def main(arguments: list[str]) -> int:
     if not arguments or not Path(arguments[0]).is_dir():
         print(
-            "usage: python -m tests.golden DIR [FOLDER…], a folder with one folder of vectors per method",
+            "usage: python -m kvbench.tests.golden DIR [FOLDER…], a folder with one folder of vectors per method",
             file=sys.stderr,
         )
         return 2

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.needle import task as needle
-from tasks.ruler import task as ruler
+from kvbench.tasks.needle import task as needle
+from kvbench.tasks.ruler import task as ruler
 
 TOLERANCE = 1e-9
 

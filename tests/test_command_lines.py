@@ -17,12 +17,12 @@ from hypothesis import Phase, given
 from hypothesis import settings as budget_of
 from hypothesis import strategies as st
 
-from engine.shapes import Checkpoint, ModelShape
-from evals import cells, overrides, runner
-from evals.overrides import CONF, config_groups
-from evals.settings import Settings
-from run import main
-from tasks import sources as data
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.evals import cells, overrides, runner
+from kvbench.evals.overrides import CONF, config_groups
+from kvbench.evals.settings import Settings
+from kvbench.run import main
+from kvbench.tasks import sources as data
 
 QUICK = (Phase.explicit, Phase.generate)  # a command line is short enough as it was found
 SMOLLM2 = ModelShape("smollm2-135m", 30, 9, 3, 64, 8192, tuple(range(30)), 576)
@@ -36,7 +36,7 @@ EDGES = (
     *("[" * 5000, ",".join("1" * 2000), "[" + ",".join("1" * 900) + "]", "a" * 20_000, "\0", "\udcff", "a\nb", "\x1b"),
     *("${seed}", "${oc.env:HOME}", "${oc.env:NOT_SET}", "${x}", "${", "${unless:1}", "${method}", "$", "'", '"'),
     *("1,2", "choice(1,2)", "range(0,3)", "range(0,1e12)", "range(0,2,0)", "interval(0,1)", "glob(*)", "sort(2,1)"),
-    *("int(1.5)", "tag(a,choice(1,2))", "shuffle(range(0,3))", "a=b", "os.system", "methods.full.Full", "[/b]"),
+    *("int(1.5)", "tag(a,choice(1,2))", "shuffle(range(0,3))", "a=b", "os.system", "kvbench.methods.full.Full", "[/b]"),
 )  # fmt: skip
 
 

@@ -8,10 +8,10 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from evals.overrides import CONF, config_groups, default_groups
-from evals.settings import Settings, load_class, settings
-from evals.typed import build_params
-from results.names import STAND_INS, known
+from kvbench.evals.overrides import CONF, config_groups, default_groups
+from kvbench.evals.settings import Settings, load_class, settings
+from kvbench.evals.typed import build_params
+from kvbench.results.names import STAND_INS, known
 
 FILES = [(group, name) for group, names in config_groups().items() for name in names]
 NEEDS = {"any": ["model.id=org/name"]}  # files that are incomplete on purpose

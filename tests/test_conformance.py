@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cheats import CHEATS
-from tests.conformance import AT_EACH_RATIO, ONCE, main
-from tests.tiny_run import example_file
+from kvbench.tests.cheats import CHEATS
+from kvbench.tests.conformance import AT_EACH_RATIO, ONCE, main
+from kvbench.tests.tiny_run import example_file
 
 HEAD = (
-    "import torch\nfrom engine.errors import ConfigError\nfrom engine.placement import Kept, Offloaded\n"
-    "from methods.base import SelectiveAttention\n"
+    "import torch\nfrom kvbench.engine.errors import ConfigError\n"
+    "from kvbench.engine.placement import Kept, Offloaded\n"
+    "from kvbench.methods.base import SelectiveAttention\n"
 )
 TWICE = """
 class Mine(SelectiveAttention):
@@ -38,7 +39,7 @@ class Mine(SelectiveAttention):
         return Kept(2, n_window=self.budget.tokens)
 """
 BESIDE_THE_BOOKS = """
-from engine.attend import Part
+from kvbench.engine.attend import Part
 class Mine(SelectiveAttention):
     title, drops = "Mine", True
     def arrange(self, layer):

@@ -15,20 +15,20 @@ import transformers
 from hydra import compose, initialize_config_dir
 from packaging.version import Version
 
-from engine.checkpoints.load import load
-from engine.decode import decode
-from engine.model import Model
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from evals.runner import run_cells
-from evals.settings import Settings, settings
-from methods.base import SelectiveAttention
-from methods.calibration.prose import embedded_prose
-from methods.dropping.streamingllm import StreamingLLM
-from methods.full import Full
-from methods.retrieving.oracle import Oracle
-from results import read_run, read_samples
-from tests.vectors import built, request, row_for
+from kvbench.engine.checkpoints.load import load
+from kvbench.engine.decode import decode
+from kvbench.engine.model import Model
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.evals.runner import run_cells
+from kvbench.evals.settings import Settings, settings
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.calibration.prose import embedded_prose
+from kvbench.methods.dropping.streamingllm import StreamingLLM
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving.oracle import Oracle
+from kvbench.results import read_run, read_samples
+from kvbench.tests.vectors import built, request, row_for
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 RECORDED = Path(__file__).parent / "results" / "recorded"

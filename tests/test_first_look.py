@@ -2,8 +2,8 @@
 
 import pytest
 
-import first_look
-from evals.overrides import composed
+from kvbench import first_look
+from kvbench.evals.overrides import composed
 
 
 @pytest.fixture

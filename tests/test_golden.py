@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import golden
+from kvbench.tests import golden
 
 
 def folder_with(root: Path, *names: str) -> Path:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import ops
-from benchmarks.gpu.facts import main as facts
-from benchmarks.gpu.offline import pack, parts
-from benchmarks.gpu.offline.__main__ import main, merge, unpack
-from benchmarks.gpu.offline.jobs import Job, Jobs
-from benchmarks.gpu.steps import main as steps
+from kvbench.benchmarks.gpu import ops
+from kvbench.benchmarks.gpu.facts import main as facts
+from kvbench.benchmarks.gpu.offline import pack, parts
+from kvbench.benchmarks.gpu.offline.__main__ import main, merge, unpack
+from kvbench.benchmarks.gpu.offline.jobs import Job, Jobs
+from kvbench.benchmarks.gpu.steps import main as steps
 
 ROOT = Path(__file__).parents[1]
 WAYS = {  # what a job runs, and its verdict
@@ -30,7 +30,7 @@ WAYS = {  # what a job runs, and its verdict
 
 def test_a_job_that_fails_hangs_or_crashes_ends_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
-    monkeypatch.setattr("benchmarks.gpu.offline.jobs.GRACE", 0.5)
+    monkeypatch.setattr("kvbench.benchmarks.gpu.offline.jobs.GRACE", 0.5)
     said = list[str]()
     jobs = Jobs(tmp_path, 60, said.append, lambda job: None)
     todo = [Job("ways", name, [sys.executable, "-c", code], 1) for name, (code, _) in WAYS.items()]

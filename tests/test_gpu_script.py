@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.__main__ import main, small_or_llama
-from benchmarks.gpu.models import bytes_of, goals, hardware_of, method_of, sample_of
-from benchmarks.gpu.results import Result, collect, recorded
-from engine.budget import EVERYTHING
-from kernels.jit import triton
-from tasks.latency import Timed, run_pass
+from kvbench.benchmarks.gpu.__main__ import main, small_or_llama
+from kvbench.benchmarks.gpu.models import bytes_of, goals, hardware_of, method_of, sample_of
+from kvbench.benchmarks.gpu.results import Result, collect, recorded
+from kvbench.engine.budget import EVERYTHING
+from kvbench.kernels.jit import triton
+from kvbench.tasks.latency import Timed, run_pass
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="python -m benchmarks.gpu itself runs")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="python -m kvbench.benchmarks.gpu itself runs")
 def test_kernels_agree_with_their_references(capsys) -> None:
     assert main(["--device", "cpu", "--small", "--only", "copies", "kernels"]) == 0
     shown = capsys.readouterr().out
@@ -39,7 +39,7 @@ def test_kernels_agree_with_their_references(capsys) -> None:
 
 
 def test_a_method_that_runs_out_of_memory_is_a_result(capsys, monkeypatch) -> None:
-    from tasks import latency
+    from kvbench.tasks import latency
 
     read = latency.read
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.jit import triton
+from kvbench.kernels.jit import triton
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = '''
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from tests.interpreter import quicken
+from kvbench.tests.interpreter import quicken
 
 
 @triton.jit

@@ -34,23 +34,27 @@ MAY_IMPORT = {
         *("engine.budget", "engine.errors", "engine.foreign", "engine.terminal", "engine.checkpoints.digests"),
     },
     "hydra_plugins": set[str](),
+    "kvbench": set[str](),
+    "checkout": set[str](),
     "run": {"engine.errors", "engine.terminal", "evals", "results", "serving.run"},
+    "command": {"kvbench", "run", "engine.terminal"},
+    "__main__": {"command"},
     "first_look": {"run", "engine.machine", "engine.terminal", "results", "evals.screen.table", "plots"},
 }
 LARGEST_SHARE = 0.22  # of the code that a room at the top may hold
 LONGEST_FILE = 600  # lines, of one thing; a longer one says "Long because" in its docstring
 MOST_FILES = 24  # side by side in a folder, as a screen shows them; no file is there because another one was full
-OURS = {*MAY_IMPORT, "tests", "benchmarks"}
-TOP = sorted({room.split(".")[0] for room in MAY_IMPORT} - {"run", "first_look"})
-SCRIPTS = [ROOT / "run.py", ROOT / "first_look.py"]
-FILES = [*SCRIPTS, *(file for folder in TOP for file in sorted((ROOT / folder).rglob("*.py")))]
+OURS = {*(room for room in MAY_IMPORT if "." not in room), "tests", "benchmarks"} - {"kvbench"}
+DOORS = sorted((ROOT / "kvbench").glob("*.py"))
+TOP = sorted(name for name in OURS - {"tests", "benchmarks"} if (ROOT / name).is_dir())
+FILES = [*DOORS, *(file for folder in TOP for file in sorted((ROOT / folder).rglob("*.py")))]
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
 def module_of(file: Path) -> str:
-    """The dotted name by which a file is imported."""
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    """The dotted name by which a file is imported, behind `kvbench.`."""
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__").removeprefix("kvbench.")
 
 
 WITHOUT_TORCH = (
@@ -63,14 +67,19 @@ WITHOUT_TORCH = (
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of modules imported anywhere below: at the top, inside functions, for type checking."""
+    """Dotted names of modules imported anywhere below: at the top, inside functions, for type checking. Ours stand
+    without the package's name."""
     for node in ast.walk(tree):
+        names = list[str]()
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: relative imports hide the room"
             assert node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            assert name.split(".")[0] not in OURS, f"line {node.lineno}: {name} is kvbench.{name}"
+            yield name.removeprefix("kvbench.")
 
 
 def room_of(module: str) -> str:
@@ -82,7 +91,7 @@ def strays(room: str, source: str) -> list[str]:
     """Our modules that `room` imports and may not."""
     found = []
     for name in imports(ast.parse(source)):
-        allowed = MAY_IMPORT[room]
+        allowed = MAY_IMPORT[room] | {"checkout"}  # where our files are; it imports nothing
         if name.split(".")[0] in OURS and not any(f"{name}.".startswith(f"{a}.") for a in allowed):
             found.append(name)
     return found
@@ -174,7 +183,7 @@ def test_modules_above_the_engine_import_without_torch() -> None:
     assert len(WITHOUT_TORCH) > 50
     code = "import sys\n"
     for module in WITHOUT_TORCH:
-        code += f"import {module}\nassert not {{'torch', 'transformers'}} & sys.modules.keys(), '{module}'\n"
+        code += f"import kvbench.{module}\nassert not {{'torch', 'transformers'}} & sys.modules.keys(), '{module}'\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -183,15 +192,17 @@ def test_torch_waits_while_methods_and_prefills_are_imported() -> None:
     """A command line is checked by them before anything is computed."""
     rooms = ROOT / "methods", ROOT / "engine" / "sparse"
     modules = [module_of(file) for file in FILES if any(map(file.is_relative_to, rooms))]
-    code = "import sys, engine.lazy as lazy\nlazy.wait_for_torch()\n"
-    code += "".join(f"import {module}\nassert 'torch._C' not in sys.modules, '{module}'\n" for module in modules)
+    code = "import sys, kvbench.engine.lazy as lazy\nlazy.wait_for_torch()\n"
+    code += "".join(
+        f"import kvbench.{module}\nassert 'torch._C' not in sys.modules, '{module}'\n" for module in modules
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_what_torch_itself_imported_is_not_run_again() -> None:
     """A file of a user's own may take names from modules below torch, one of which can run but once."""
-    code = "import sys, engine.lazy as lazy\nlazy.wait_for_torch()\n"
+    code = "import sys, kvbench.engine.lazy as lazy\nlazy.wait_for_torch()\n"
     code += "from torch.fft import rfft\nfrom torch.nn.functional import pad\nimport torch\n"
     code += "assert rfft is torch.fft.rfft and pad is torch.nn.functional.pad\n"
     code += "assert sys.modules['torch.fft'] is torch.fft and torch.fft.__spec__.loader is torch.fft.__loader__\n"
@@ -200,16 +211,18 @@ def test_what_torch_itself_imported_is_not_run_again() -> None:
 
 
 def test_this_file_sees_a_stray_import() -> None:
-    assert strays("engine", "def f():\n    import methods.full\n") == ["methods.full"]
-    assert strays("engine", "if TYPE_CHECKING:\n    from methods.base import X\n") == ["methods.base.X"]
-    assert strays("engine", "if TYPE_CHECKING:\n    x = 1\nelse:\n    import methods\n") == ["methods"]
-    assert strays("plots", "from results import X\nfrom evals import runner\n") == ["evals.runner"]
-    assert strays("plots", "import tasks.needle.heatmaps\n") == ["tasks.needle.heatmaps"]
-    assert strays("kernels", "import torch\nfrom engine import store\n") == ["engine.store"]
-    assert strays("evals", "from tests.conftest import x\nimport run\n") == [
+    assert strays("engine", "def f():\n    import kvbench.methods.full\n") == ["methods.full"]
+    assert strays("engine", "if TYPE_CHECKING:\n    from kvbench.methods.base import X\n") == ["methods.base.X"]
+    assert strays("engine", "if TYPE_CHECKING:\n    x = 1\nelse:\n    from kvbench import methods\n") == ["methods"]
+    assert strays("plots", "from kvbench.results import X\nfrom kvbench.evals import runner\n") == ["evals.runner"]
+    assert strays("plots", "import kvbench.tasks.needle.heatmaps\n") == ["tasks.needle.heatmaps"]
+    assert strays("kernels", "import torch\nfrom kvbench.engine import store\n") == ["engine.store"]
+    assert strays("evals", "from kvbench.tests.conftest import x\nfrom kvbench import run\n") == [
         "tests.conftest.x",
         "run",
     ]
+    with pytest.raises(AssertionError, match="runner is kvbench"):
+        strays("plots", "from evals import runner\n")
 
 
 def test_hydra_finds_its_plugins_in_a_namespace_folder() -> None:

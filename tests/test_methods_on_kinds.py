@@ -10,17 +10,17 @@ from functools import cache
 import pytest
 import torch
 
-from benchmarks.launches import BUDGETS
-from engine.budget import BudgetRequest
-from engine.decode import decode
-from engine.errors import ConfigError
-from engine.model import Model
-from engine.passes.probe import probe
-from engine.prefill import prefill
-from evals.asked import refuse_heads, rules_and_params
-from evals.settings import from_words
-from tests import conformance
-from tests.architectures import config_of, generated, loaded, model_of, prompt
+from kvbench.benchmarks.launches import BUDGETS
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.model import Model
+from kvbench.engine.passes.probe import probe
+from kvbench.engine.prefill import prefill
+from kvbench.evals.asked import refuse_heads, rules_and_params
+from kvbench.evals.settings import from_words
+from kvbench.tests import conformance
+from kvbench.tests.architectures import config_of, generated, loaded, model_of, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' words about sizes of toys
 S, N_NEW = 75, 6

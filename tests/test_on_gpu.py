@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import __main__ as script
-from benchmarks.gpu import models
-from benchmarks.launches import config_of
-from engine.checkpoints.load import load_random
-from engine.decode import decode
-from engine.prefill import prefill
-from methods.full import Full
-from tests.vectors import built, row_for
+from kvbench.benchmarks.gpu import __main__ as script
+from kvbench.benchmarks.gpu import models
+from kvbench.benchmarks.launches import config_of
+from kvbench.engine.checkpoints.load import load_random
+from kvbench.engine.decode import decode
+from kvbench.engine.prefill import prefill
+from kvbench.methods.full import Full
+from kvbench.tests.vectors import built, row_for
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import paired
+from kvbench.benchmarks import paired
 
 
 def test_without_git_or_a_repository_no_commit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

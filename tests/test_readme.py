@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from evals.overrides import check_overrides
-from evals.screen import room
-from evals.screen.check import refuse_others
-from evals.screen.dry import asked
-from evals.settings import settings
-from evals.studies import hardware
-from results import interval
-from results.names import STAND_INS
-from tests.tiny_run import example_file
+from kvbench.evals.overrides import check_overrides
+from kvbench.evals.screen import room
+from kvbench.evals.screen.check import refuse_others
+from kvbench.evals.screen.dry import asked
+from kvbench.evals.settings import settings
+from kvbench.evals.studies import hardware
+from kvbench.results import interval
+from kvbench.results.names import STAND_INS
+from kvbench.tests.tiny_run import example_file
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -94,7 +94,7 @@ def test_no_page_has_numbers_under_intervals_of_an_older_rule(page: Path) -> Non
     assert "from before [intervals.md]" not in words
     assert "Wilson" not in text or page.name == "intervals.md"
     if "It has no numbers now." in words:
-        assert "|" not in text and "![" not in text and "    python -m plots." in text
+        assert "|" not in text and "![" not in text and "    python -m kvbench.plots." in text
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,9 @@ def test_costs_of_a_cpu_are_headed_so_and_a_gpus_are_as_simulated(capsys: pytest
     text = (ROOT / "README.md").read_text()
     heading, _, part = text.partition("## What it costs")[2].partition("\n")
     assert heading.endswith("on a CPU") and "*simulated*" in part
-    (command,) = re.findall(r"python -m evals.studies.hardware (.+)    # README's", (ROOT / "docs/cost.md").read_text())
+    (command,) = re.findall(
+        r"python -m kvbench.evals.studies.hardware (.+)    # README's", (ROOT / "docs/cost.md").read_text()
+    )
     assert hardware.main(command.split()) == 0
     lines = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines() if "  " in line.strip()]
     heads = next(line for line in lines if "TPOT ms" in line)

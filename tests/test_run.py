@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from engine.errors import ConfigError
-from evals.settings import Settings
-from results import RunResult
-from run import Terminated, main
+from kvbench.engine.errors import ConfigError
+from kvbench.evals.settings import Settings
+from kvbench.results import RunResult
+from kvbench.run import Terminated, main
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 
@@ -58,8 +58,8 @@ def run_cells(cells):
     print("running", flush=True)
     time.sleep(60)
 
-sys.modules["evals.runner"] = ModuleType("evals.runner")
-sys.modules["evals.runner"].run_cells = run_cells
+sys.modules["kvbench.evals.runner"] = ModuleType("kvbench.evals.runner")
+sys.modules["kvbench.evals.runner"].run_cells = run_cells
 run.stop_at_signals()
 sys.exit(run.main(["-m", "ratio=0.1,0.2"]))
 """
@@ -80,9 +80,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[Settings]]:
 
 
 def replace_runner(monkeypatch: pytest.MonkeyPatch, run_cells: Runner) -> None:
-    module = ModuleType("evals.runner")
+    module = ModuleType("kvbench.evals.runner")
     module.__dict__["run_cells"] = run_cells
-    monkeypatch.setitem(sys.modules, "evals.runner", module)
+    monkeypatch.setitem(sys.modules, "kvbench.evals.runner", module)
     monkeypatch.setattr(sys, "argv", ["run.py"])  # main rewrites it for Hydra
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # and sets this; both are put back
 
@@ -263,7 +263,7 @@ def test_the_table_shows_the_score_beside_its_price(capsys: pytest.CaptureFixtur
 def test_printing_a_configuration_runs_nothing(calls: list[list[Settings]], capsys: pytest.CaptureFixture[str]) -> None:
     assert code("--cfg", "job", "method=full") == 0
     assert calls == []
-    assert "_target_: methods.full.Full" in capsys.readouterr().out
+    assert "_target_: kvbench.methods.full.Full" in capsys.readouterr().out
 
 
 def test_out_of_memory_is_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

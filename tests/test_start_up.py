@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_run import save_tiny
+from kvbench.tests.tiny_run import save_tiny
 
 SHORT = ["task.lengths=[500]", "task.depths=[50]", "task.source=embedded", "dtype=float32"]  # of the needle
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,13 +24,13 @@ print(code, used.ru_utime + used.ru_stime, *({"torch._C", "transformers"} & sys.
 RIGHT = """
 import sys
 import run
-import evals.batch.reading
+import kvbench.evals.batch.reading
 
 def prefill(*_, **__):
     print(*sys.modules)
     raise KeyboardInterrupt
 
-evals.batch.reading.prefill = prefill
+kvbench.evals.batch.reading.prefill = prefill
 run.main(sys.argv[1:])
 """
 UNUSED = (  # by a run up to its first prefill
@@ -82,7 +82,9 @@ def test_a_right_command_reaches_its_first_prefill_without_what_it_does_not_use(
     assert not loaded & set(UNUSED)
 
 
-@pytest.mark.parametrize("command", ["tests.conformance", "tests.golden", "plots.table", "evals.fetch"])
+@pytest.mark.parametrize(
+    "command", ["kvbench.tests.conformance", "kvbench.tests.golden", "kvbench.plots.table", "kvbench.evals.fetch"]
+)
 def test_a_command_of_a_python_without_packages_is_a_sentence(command: str) -> None:
     """With -S Python has its own library alone."""
     done = subprocess.run([sys.executable, "-S", "-m", command], cwd=ROOT, capture_output=True, text=True)

@@ -40,7 +40,7 @@ def test_its_code_uses_public_names_only(tour: nbformat.NotebookNode) -> None:
             ast.alias: lambda n: n.name,
         }.get(type(node), lambda n: "")
         assert not private(node).startswith("_"), ast.unparse(node)
-    assert rooms == {"evals.notebook", "plots.style"}
+    assert rooms == {"kvbench.evals.notebook", "kvbench.plots.style"}
 
 
 def test_its_stored_outputs_are_of_one_run_without_errors(tour: nbformat.NotebookNode) -> None:

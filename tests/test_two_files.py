@@ -13,7 +13,7 @@ Figures   drop by place or chance: #123456, circle, --
 
 from torch import Tensor
 
-from methods.scoring import ScoringMethod
+from kvbench.methods.scoring import ScoringMethod
 
 
 class MadeUp(ScoringMethod):
@@ -24,12 +24,12 @@ class MadeUp(ScoringMethod):
         return keys.float().norm(dim=-1)
 '''
 FOUND = """
-from evals.overrides import config_groups
-from evals.settings import every_method, methods_for, own_class
-from plots.looks import family_of, look
-from results.names import known
-from benchmarks.launches import BUDGETS, Cost
-from tests.conformance import METHODS
+from kvbench.evals.overrides import config_groups
+from kvbench.evals.settings import every_method, methods_for, own_class
+from kvbench.plots.looks import family_of, look
+from kvbench.results.names import known
+from kvbench.benchmarks.launches import BUDGETS, Cost
+from kvbench.tests.conformance import METHODS
 
 name = "made_up"
 assert name in config_groups()["method"] and name in METHODS
@@ -47,8 +47,10 @@ def test_a_method_in_two_files_is_found_everywhere(tmp_path: Path) -> None:
     for folder in FOLDERS.split():
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "golden"))
     (tmp_path / "methods" / "dropping" / "made_up.py").write_text(METHOD)
-    (tmp_path / "conf" / "method" / "made_up.yaml").write_text("_target_: methods.dropping.made_up.MadeUp\n")
+    (tmp_path / "conf" / "method" / "made_up.yaml").write_text("_target_: kvbench.methods.dropping.made_up.MadeUp\n")
     done = subprocess.run([sys.executable, "-c", FOUND], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    done = subprocess.run([sys.executable, "-m", "tests.conformance", "made_up"], cwd=tmp_path, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvbench.tests.conformance", "made_up"], cwd=tmp_path, capture_output=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 import transformers
 
-from engine.checkpoints.load import shape_of
-from engine.model import Model, register_attention
+from kvbench.engine.checkpoints.load import shape_of
+from kvbench.engine.model import Model, register_attention
 
 COMMON: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6,

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_dir
 
-from evals.runner import run_cells
-from evals.settings import Settings, settings
-from results import RunResult, SampleRow, read_samples
-from tests.tiny import COMMON
-from tests.tiny_tokenizer import tiny_tokenizer
+from kvbench.evals.runner import run_cells
+from kvbench.evals.settings import Settings, settings
+from kvbench.results import RunResult, SampleRow, read_samples
+from kvbench.tests.tiny import COMMON
+from kvbench.tests.tiny_tokenizer import tiny_tokenizer
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 WINDOW = 1024

@@ -1,4 +1,5 @@
-"""Run reference vectors through the code that runs use: a trace made of arrays, steps through `engine.decode`."""
+"""Run reference vectors through the code that runs use: a trace made of arrays, steps through
+`kvbench.engine.decode`."""
 
 import json
 from dataclasses import replace
@@ -10,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.budget import BudgetRequest
-from engine.caches.blocks import BlockCacheSpec
-from engine.decode import attend_group
-from engine.passes.trace import Trace
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from methods.base import SelectiveAttention
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.decode import attend_group
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.base import SelectiveAttention
 
 Check = tuple[str, str | None]  # a case's name, and what differs (None: nothing)
 

@@ -1,1 +1,1 @@
-"""Everything that a GPU has to show: `python -m benchmarks.gpu`."""
+"""Everything that a GPU has to show: `python -m kvbench.benchmarks.gpu`."""

@@ -1,4 +1,4 @@
-"""Everything that a GPU has to show, as one command that ends in a table: `python -m benchmarks.gpu`.
+"""Everything that a GPU has to show, as one command that ends in a table: `python -m kvbench.benchmarks.gpu`.
 
     copies     bytes per second within the device, and from pinned host memory to it
     kernels    each Triton op against its plain reference (`benchmarks/gpu/ops.py`)
@@ -26,15 +26,15 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.gpu import models
-from benchmarks.gpu.ops import LLAMA, OPS, SMALL, copies, kernels
-from benchmarks.gpu.results import Result, collect, recorded, show
-from engine.budget import BudgetRequest
-from engine.checkpoints.load import load_random, read_config, torch_device
-from engine.errors import ConfigError
-from engine.model import Model
-from evals.overrides import CONF
-from evals.studies.hardware import layers_of, method_of, read_hardware
+from kvbench.benchmarks.gpu import models
+from kvbench.benchmarks.gpu.ops import LLAMA, OPS, SMALL, copies, kernels
+from kvbench.benchmarks.gpu.results import Result, collect, recorded, show
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.checkpoints.load import load_random, read_config, torch_device
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.model import Model
+from kvbench.evals.overrides import CONF
+from kvbench.evals.studies.hardware import layers_of, method_of, read_hardware
 
 RESULTS = Path(__file__).parents[1] / "gpu.csv"
 PARTS = ("copies", "kernels", "agreement", "methods", "memory", "baseline", "sweep")
@@ -99,7 +99,9 @@ def small_or_llama(is_small: bool, device: str) -> tuple[Model, Any]:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m kvbench.benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="a small layer, and three of the embedded model's shape")

@@ -1,10 +1,11 @@
-"""What a GPU machine is and can do, a line each: `python -m benchmarks.gpu.facts`.
+"""What a GPU machine is and can do, a line each: `python -m kvbench.benchmarks.gpu.facts`.
 
 Each fact is found by itself, so that one that fails hides no other. Speeds are ceilings for what `python -m
-benchmarks.gpu` measures: a kernel's share of them says more than its milliseconds. `--device cpu` leaves out what needs
-a GPU. Exit code 1: one of them failed.
+kvbench.benchmarks.gpu` measures: a kernel's share of them says more than its milliseconds. `--device cpu` leaves out
+what needs a GPU. Exit code 1: one of them failed.
 
-Not here: packages outside their bounds (`run.py --check`), bandwidths (`python -m benchmarks.gpu --only copies`).
+Not here: packages outside their bounds (`run.py --check`), bandwidths (`python -m kvbench.benchmarks.gpu --only
+copies`).
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -24,10 +25,10 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.ops import seconds_of
-from benchmarks.gpu.results import driver_version
-from benchmarks.paired import cpu_name
-from kernels.jit import jit, tl
+from kvbench.benchmarks.gpu.ops import seconds_of
+from kvbench.benchmarks.gpu.results import driver_version
+from kvbench.benchmarks.paired import cpu_name
+from kvbench.kernels.jit import jit, tl
 
 PACKAGES = "torch triton transformers numpy accelerate hydra-core pytest flash-attn flashinfer-python".split()
 GIB = 1 << 30
@@ -121,7 +122,9 @@ ON_GPUS = (launches, graphs, products)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.facts", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m kvbench.benchmarks.gpu.facts", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--device", default="cuda")
     device = torch.device(parser.parse_args(words).device)
     found: list[Callable[[torch.device], str]] = [*EVERYWHERE, *(ON_GPUS if device.type == "cuda" else ())]

@@ -26,25 +26,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.results import Result
-from benchmarks.launches import BUDGETS, OF_CODES, config_of, read
-from engine.books.clock import synchronize
-from engine.books.ledger import INDEX_READ, MOVED, Entry
-from engine.budget import ELEMENT_BYTES, EVERYTHING, BudgetRequest, token_bytes
-from engine.checkpoints.load import load_random
-from engine.decode import decode
-from engine.errors import ConfigError, first_line
-from engine.model import Model
-from engine.passes.capturing import begin, end
-from engine.passes.streams import stream_for
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from evals.overrides import CONF
-from evals.studies.counts import count
-from evals.studies.hardware import Layers, method_of, predict, read_hardware
-from methods.base import SelectiveAttention, Variant
-from tasks.base import Sample
-from tasks.latency import Latency, Pass, Timed, run_pass
+from kvbench.benchmarks.gpu.results import Result
+from kvbench.benchmarks.launches import BUDGETS, OF_CODES, config_of, read
+from kvbench.engine.books.clock import synchronize
+from kvbench.engine.books.ledger import INDEX_READ, MOVED, Entry
+from kvbench.engine.budget import ELEMENT_BYTES, EVERYTHING, BudgetRequest, token_bytes
+from kvbench.engine.checkpoints.load import load_random
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError, first_line
+from kvbench.engine.model import Model
+from kvbench.engine.passes.capturing import begin, end
+from kvbench.engine.passes.streams import stream_for
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.evals.overrides import CONF
+from kvbench.evals.studies.counts import count
+from kvbench.evals.studies.hardware import Layers, method_of, predict, read_hardware
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.tasks.base import Sample
+from kvbench.tasks.latency import Latency, Pass, Timed, run_pass
 
 ALL = [*BUDGETS]
 MANY = "full snapkv pyramidkv h2o streamingllm sparq quest clusterkv infllm pqcache".split()

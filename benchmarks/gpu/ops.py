@@ -14,13 +14,13 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.results import Result
-from kernels import clusters, kmeans, pages, pq_codes, pq_fit, pq_scores, select_attend
-from kernels.packed.attend import Packed, Side, attend_packed_ref
-from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, Quantised, quantise_channels, quantise_tokens
-from kernels.packed.rows import CodedRows
-from kernels.rows import values
-from kernels.topk import best_keys, top_keys, top_stable, top_stable_ref
+from kvbench.benchmarks.gpu.results import Result
+from kvbench.kernels import clusters, kmeans, pages, pq_codes, pq_fit, pq_scores, select_attend
+from kvbench.kernels.packed.attend import Packed, Side, attend_packed_ref
+from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TOKEN, Quantised, quantise_channels, quantise_tokens
+from kvbench.kernels.packed.rows import CodedRows
+from kvbench.kernels.rows import values
+from kvbench.kernels.topk import best_keys, top_keys, top_stable, top_stable_ref
 
 GROUP = 32  # tokens or channels of packed codes that share a scale
 N_CALLS = 20

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.paired import commit
-from results import sheet
-from results.sheet import Sheet
+from kvbench.benchmarks.paired import commit
+from kvbench.results import sheet
+from kvbench.results.sheet import Sheet
 
 TEXTS = {"what", "shape", "ok", "note"}  # of a result; all else are numbers
 

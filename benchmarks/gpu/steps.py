@@ -1,10 +1,10 @@
-"""Where the time of decode steps goes: `python -m benchmarks.gpu.steps METHOD…`.
+"""Where the time of decode steps goes: `python -m kvbench.benchmarks.gpu.steps METHOD…`.
 
 Some steps of each method run twice, as they are and under torch's profiler. Printed are kernels by their time, the
 share of a step in which the GPU was busy, its gaps, and the operators that took the host longest. A GPU that is busy
 for far less than a step waits for the host.
 
-Not here: times for the books (`python -m benchmarks.gpu --only methods`).
+Not here: times for the books (`python -m kvbench.benchmarks.gpu --only methods`).
 """
 
 import argparse
@@ -18,15 +18,15 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.__main__ import REQUEST, SMALL_LENGTHS, SMALL_REQUEST, small_or_llama
-from benchmarks.gpu.models import method_of, request_of, sample_of
-from engine.books.clock import synchronize
-from engine.budget import BudgetRequest
-from engine.decode import decode
-from engine.errors import ConfigError
-from engine.model import Model
-from tasks.base import Sample
-from tasks.latency import Timed, read
+from kvbench.benchmarks.gpu.__main__ import REQUEST, SMALL_LENGTHS, SMALL_REQUEST, small_or_llama
+from kvbench.benchmarks.gpu.models import method_of, request_of, sample_of
+from kvbench.engine.books.clock import synchronize
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.model import Model
+from kvbench.tasks.base import Sample
+from kvbench.tasks.latency import Timed, read
 
 FIRST, LAST = 12, 20  # steps that are watched: kernels are compiled and graphs captured by then
 MOST_KERNELS, MOST_OPERATORS = 20, 12
@@ -89,7 +89,9 @@ def tell(watched: Any, n: int, step_ms: float) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.steps", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m kvbench.benchmarks.gpu.steps", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("methods", nargs="+")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="three layers of the embedded model's shape")

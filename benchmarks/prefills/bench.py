@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.paired import measure, quantile, record
-from engine.causal import causal
-from engine.checkpoints.load import load, load_random, read_config
-from engine.model import Model
-from engine.softmax import Softmax
-from engine.sparse.base import SparsePrefill
-from evals.asked import architecture
-from evals.settings import ModelSpec, from_words, load_class
-from evals.typed import build
-from methods.calibration.prose import embedded_prose
+from kvbench.benchmarks.paired import measure, quantile, record
+from kvbench.engine.causal import causal
+from kvbench.engine.checkpoints.load import load, load_random, read_config
+from kvbench.engine.model import Model
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.sparse.base import SparsePrefill
+from kvbench.evals.asked import architecture
+from kvbench.evals.settings import ModelSpec, from_words, load_class
+from kvbench.evals.typed import build
+from kvbench.methods.calibration.prose import embedded_prose
 
 PREFILLS = (
     *("minference", "flexprefill", "xattention", "a_shape", "tri_shape", "block_sparse", "top_cdf"),
@@ -83,7 +83,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.prefills.bench", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m kvbench.benchmarks.prefills.bench", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])

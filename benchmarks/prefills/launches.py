@@ -1,4 +1,5 @@
-"""Kernels that a layer of a sparse prefill launches, and how often it waits: `python -m benchmarks.prefills.launches`.
+"""Kernels that a layer of a sparse prefill launches, and how often it waits: `python -m
+kvbench.benchmarks.prefills.launches`.
 
 Counted on a pretended device (`benchmarks/pretend`), so no GPU is needed; CSV on standard output: with the file's own
 parameters, with a density, and what the sums of all weights add, as H2O observes them.
@@ -20,13 +21,13 @@ if __name__ == "__main__":  # before Triton's kernels are imported
 
 import torch
 
-from benchmarks.prefills.bench import rule_of
-from benchmarks.pretend.counts import Counts
-from benchmarks.pretend.cuda import Machine
-from benchmarks.pretend.machine import pretended
-from engine.softmax import Softmax
-from engine.sparse.base import SparsePrefill
-from kernels.attend_kept import kept_sums
+from kvbench.benchmarks.prefills.bench import rule_of
+from kvbench.benchmarks.pretend.counts import Counts
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.benchmarks.pretend.machine import pretended
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.sparse.base import SparsePrefill
+from kvbench.kernels.attend_kept import kept_sums
 
 SMALL = {  # so that a prompt of a few tokens has several blocks
     "minference": ["prefill.n_vertical=20", "prefill.n_slash=20", "prefill.n_near=16", "prefill.n_first=4"],

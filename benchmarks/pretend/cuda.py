@@ -22,8 +22,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from benchmarks.pretend.counts import WAITS, Counts
-from kernels.jit import SHARED, power_of_2
+from kvbench.benchmarks.pretend.counts import WAITS, Counts
+from kvbench.kernels.jit import SHARED, power_of_2
 
 MEMORY = 80 << 30  # bytes of a device
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.pretend.cuda import Machine
+from kvbench.benchmarks.pretend.cuda import Machine
 
 
 @dataclass

@@ -19,11 +19,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.pretend.cuda import Machine, functions
-from benchmarks.pretend.graphs import Tape
-from benchmarks.pretend.tensors import MACHINE, Pretended, Rules, launch
-from kernels.build import find_compiler
-from kernels.jit import triton
+from kvbench.benchmarks.pretend.cuda import Machine, functions
+from kvbench.benchmarks.pretend.graphs import Tape
+from kvbench.benchmarks.pretend.tensors import MACHINE, Pretended, Rules, launch
+from kvbench.kernels.build import find_compiler
+from kvbench.kernels.jit import triton
 
 ONE_KERNEL = Lock()  # the interpreter has one grid for all threads
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks.pretend.cuda import Machine
-from benchmarks.pretend.weights import kernels_of
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.benchmarks.pretend.weights import kernels_of
 
 aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)

@@ -12,15 +12,15 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from engine.books.ledger import Entry, Ledger
-from engine.books.reached import tensors_of
-from engine.budget import ELEMENT_BYTES, token_bytes
-from engine.errors import ConfigError, RunError
-from engine.layouts.layer import Layer
-from engine.placement import Placement
-from engine.row import Row
-from engine.shapes import ModelShape
+from kvbench.engine.attend import Part
+from kvbench.engine.books.ledger import Entry, Ledger
+from kvbench.engine.books.reached import tensors_of
+from kvbench.engine.budget import ELEMENT_BYTES, token_bytes
+from kvbench.engine.errors import ConfigError, RunError
+from kvbench.engine.layouts.layer import Layer
+from kvbench.engine.placement import Placement
+from kvbench.engine.row import Row
+from kvbench.engine.shapes import ModelShape
 
 LARGEST_ID_BYTES = 4  # of whole numbers, as the books count positions and ids
 FAR_ABOVE = 2  # times what is counted, and this share of the full cache more:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from engine.budget import Budget, at_least, show, token_bytes
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
+from kvbench.engine.budget import Budget, at_least, show, token_bytes
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
 
 DIGITS = 10_000  # a smallest share is named in so many parts, rounded up
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
-from engine.budget import Budget, find_bytes, token_bytes
-from engine.shapes import ModelShape
+from kvbench.engine.budget import Budget, find_bytes, token_bytes
+from kvbench.engine.shapes import ModelShape
 
 MEAN_MARGIN = Fraction(1, 20)  # by which the mean of random selections may exceed the budget that they expect to hold
 

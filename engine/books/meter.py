@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.books.ledger import Entry, Ledger
-from engine.budget import token_bytes, value_bytes
-from engine.caches.blocks import BlockCache
-from engine.caches.recent import RecentTokens, mark_tokens
-from engine.selection import FREE, Cost, Reads
-from engine.shapes import ModelShape
+from kvbench.engine.books.ledger import Entry, Ledger
+from kvbench.engine.budget import token_bytes, value_bytes
+from kvbench.engine.caches.blocks import BlockCache
+from kvbench.engine.caches.recent import RecentTokens, mark_tokens
+from kvbench.engine.selection import FREE, Cost, Reads
+from kvbench.engine.shapes import ModelShape
 
 COUNTS = (  # in the order of `Entry`
     "attended",

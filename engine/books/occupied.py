@@ -6,12 +6,12 @@ an index on one is not told from an index on the other: there the ledger stands 
 Not here: how many requests fit (`tasks/memory.py`).
 """
 
-from engine.books.reached import tensors_of
-from engine.passes.trace import Trace
-from engine.row import Row
-from engine.turns.state import request_tensors
-from kernels.gather import bytes_of_both
-from kernels.jit import power_of_2
+from kvbench.engine.books.reached import tensors_of
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.row import Row
+from kvbench.engine.turns.state import request_tensors
+from kvbench.kernels.gather import bytes_of_both
+from kvbench.kernels.jit import power_of_2
 
 
 def device_bytes(trace: Trace, row: Row) -> int:

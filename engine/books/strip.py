@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from engine.layouts.layer import Layer
+from kvbench.engine.layouts.layer import Layer
 
 N_BINS = 100
 DIGITS = 3  # of a share

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.jit import constants
+from kvbench.kernels.jit import constants
 
 Make = Callable[[Tensor, Tensor | None], Tensor]  # of queries (n, h, 1, d_h), into a tensor if one is given
 

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.errors import ConfigError
+from kvbench.engine.errors import ConfigError
 
 if TYPE_CHECKING:  # settings read the specification before torch is imported
     from torch import Tensor

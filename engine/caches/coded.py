@@ -14,9 +14,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from engine.attend import Part
-from engine.layouts.growing import Growing
-from kernels.rows.append import Place
+from kvbench.engine.attend import Part
+from kvbench.engine.layouts.growing import Growing
+from kvbench.kernels.rows.append import Place
 
 
 class Codec(ABC):

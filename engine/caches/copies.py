@@ -10,9 +10,9 @@ Not here: the copying (`kernels/rows/union.py`).
 import torch
 from torch import Tensor
 
-from kernels.gather import bytes_of_both, move_both
-from kernels.rows.union import Ask
-from kernels.select_attend import Near
+from kvbench.kernels.gather import bytes_of_both, move_both
+from kvbench.kernels.rows.union import Ask
+from kvbench.kernels.select_attend import Near
 
 
 class Copies:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.layouts.slots import Slots
-from kernels.rows.weights import EVERY, Held, Receiving, Row, receive_rows
+from kvbench.engine.layouts.slots import Slots
+from kvbench.kernels.rows.weights import EVERY, Held, Receiving, Row, receive_rows
 
 ALL = (0, 1 << 31)  # positions
 NEVER = 1 << 62  # more tokens than any layer holds

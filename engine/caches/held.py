@@ -8,10 +8,10 @@ Not here: looking up and copying (`kernels/rows/blocks.py`).
 import torch
 from torch import Tensor
 
-from engine.caches.blocks import BlockCache
-from kernels.gather import bytes_of_both, move_both
-from kernels.rows.blocks import BLOCK, SLOT, Cached
-from kernels.rows.union import Ask
+from kvbench.engine.caches.blocks import BlockCache
+from kvbench.kernels.gather import bytes_of_both, move_both
+from kvbench.kernels.rows.blocks import BLOCK, SLOT, Cached
+from kvbench.kernels.rows.union import Ask
 
 
 class HeldBlocks:

@@ -7,9 +7,9 @@ Not here: what is fetched (`methods`), the device's tokens (`engine/layouts`), a
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from kernels.gather import bytes_of_both, move_both
-from kernels.rows.values import bring_values
+from kvbench.engine.attend import Part
+from kvbench.kernels.gather import bytes_of_both, move_both
+from kvbench.kernels.rows.values import bring_values
 
 
 class Host:

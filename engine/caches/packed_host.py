@@ -9,12 +9,12 @@ Not here: what a row counts (`engine/caches/token_code.py`).
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from engine.caches.host import Host
-from engine.caches.token_code import TokenCode
-from engine.passes.trace import Trace
-from kernels.packed.codes import Quantised, quantise_tokens, rebuild_tokens
-from kernels.rows.values import bring_values
+from kvbench.engine.attend import Part
+from kvbench.engine.caches.host import Host
+from kvbench.engine.caches.token_code import TokenCode
+from kvbench.engine.passes.trace import Trace
+from kvbench.kernels.packed.codes import Quantised, quantise_tokens, rebuild_tokens
+from kvbench.kernels.rows.values import bring_values
 
 
 class PackedHost(Host):

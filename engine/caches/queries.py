@@ -11,8 +11,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from engine.budget import ELEMENT_BYTES
-from engine.shapes import ModelShape
+from kvbench.engine.budget import ELEMENT_BYTES
+from kvbench.engine.shapes import ModelShape
 
 
 class QueryRing:

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from engine.observe import Observation
-from engine.passes.trace import Trace
-from engine.placement import Coder
-from kernels.gather import move_both
+from kvbench.engine.observe import Observation
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.placement import Coder
+from kvbench.kernels.gather import move_both
 
 
 class RebuiltTrace(Trace):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kernels.select_attend import Spans
+from kvbench.kernels.select_attend import Spans
 
 AHEAD = 64  # steps whose rows are worked out at once
 

@@ -17,11 +17,10 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from engine.checkpoints.digests import cache_home, digest_of
-from engine.checkpoints.gguf import check_gguf
-from engine.checkpoints.packages import refuse_shadowed
-from engine.errors import ConfigError, first_line
-from engine.terminal import say
+from kvbench.engine.checkpoints.digests import cache_home, digest_of
+from kvbench.engine.checkpoints.gguf import check_gguf
+from kvbench.engine.errors import ConfigError, first_line
+from kvbench.engine.terminal import say
 
 NO_ROOM = ("No space left", "quota exceeded", "File too large", "Read-only file system")  # as safetensors words it
 MAKING = ".making"  # behind the name of a folder that is not complete
@@ -66,7 +65,6 @@ def _convert_and_rename(file: Path, folder: Path, n_numbers: int) -> None:
             errno.ENOSPC,
             f"{file.name} takes {wanted / 1e9:.1f} GB there and {free / 1e9:.1f} GB are free",
         )
-    refuse_shadowed()
     say(f"Converting {file.name} to safetensors, once: {folder}", file=sys.stderr)
     work = Path(f"{folder}{MAKING}")
     shutil.rmtree(work, ignore_errors=True)

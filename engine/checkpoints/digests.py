@@ -24,9 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from engine.checkpoints.files import files_of
-from engine.errors import ConfigError
-from engine.terminal import say
+from kvbench.engine.checkpoints.files import files_of
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.terminal import say
 
 END = 1 << 20  # bytes; a file of up to two such ends was always read as a whole
 WEIGHTS = (".safetensors", ".bin", ".json")

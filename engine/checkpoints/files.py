@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from engine.errors import ConfigError
+from kvbench.engine.errors import ConfigError
 
 LONGEST_JSON = 256 << 20  # bytes of an index; of a model of a trillion weights it has 10 MB
 

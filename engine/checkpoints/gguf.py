@@ -14,7 +14,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
+from kvbench.engine.errors import ConfigError
 
 SCALARS = "BbHhIif?"  # by the number of their type; then 8 string, 9 array and three of 8 bytes
 LONG_SCALARS = {10: "Q", 11: "q", 12: "d"}

@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoints.gguf import read_gguf
-from engine.errors import ConfigError, first_line
-from engine.shapes import ModelShape
+from kvbench.engine.checkpoints.gguf import read_gguf
+from kvbench.engine.errors import ConfigError, first_line
+from kvbench.engine.shapes import ModelShape
 
 MAX_CONFIG = 64 << 20  # bytes of a config.json
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.checkpoints.choosing import CHOICES, CHOOSING, is_choosing, more_of_a_token, unhiding_mask
-from engine.checkpoints.header import MAX_LAYERS, is_positive
-from engine.checkpoints.text import without_senses
-from engine.errors import ConfigError, one_line
-from engine.shapes import ModelShape
+from kvbench.engine.checkpoints.choosing import CHOICES, CHOOSING, is_choosing, more_of_a_token, unhiding_mask
+from kvbench.engine.checkpoints.header import MAX_LAYERS, is_positive
+from kvbench.engine.checkpoints.text import without_senses
+from kvbench.engine.errors import ConfigError, one_line
+from kvbench.engine.shapes import ModelShape
 
 HYBRID = "hybrid"  # full attention and a state beside it, in one layer
 COMPRESSED = ("full_attention", HYBRID)
@@ -307,7 +307,7 @@ def cached_by(cache: Any) -> dict[int, Cached]:
 
 def skeleton(config: Any) -> Any:
     """The model of a configuration on the meta device, without weights."""
-    from engine.checkpoints.conversion import quiet
+    from kvbench.engine.checkpoints.conversion import quiet
 
     with quiet(), torch.device("meta"), few_modules():
         hf = auto_class(config).from_config(copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation="eager")

@@ -17,22 +17,22 @@ from typing import Any
 
 import torch
 
-from engine.checkpoints.conversion import converted_folder, from_gguf, quiet
-from engine.checkpoints.digests import cache_home, digests_of, read_own, write_own
-from engine.checkpoints.gguf import check_gguf
-from engine.checkpoints.header import check_config, gguf_file, hub_config, not_had
-from engine.checkpoints.kinds import auto_class, check_compresses, shape_of
-from engine.checkpoints.packages import out_of_bounds, refuse_shadowed
-from engine.checkpoints.placement import device_map_of, layer_devices, spread
-from engine.checkpoints.text import how_to_read, marks, text_part
-from engine.checkpoints.trial import check_tokenizer
-from engine.errors import ConfigError, first_line
-from engine.machine import cpu_multiplies_bfloat16
-from engine.model import Model, decoder_layers, register_attention
-from engine.passes.agreement import check_attention
-from engine.passes.rotations import rotary_dims
-from engine.shapes import DRAWN, Checkpoint, ModelShape
-from kernels.jit import triton
+from kvbench.engine.checkpoints.conversion import converted_folder, from_gguf, quiet
+from kvbench.engine.checkpoints.digests import cache_home, digests_of, read_own, write_own
+from kvbench.engine.checkpoints.gguf import check_gguf
+from kvbench.engine.checkpoints.header import check_config, gguf_file, hub_config, not_had
+from kvbench.engine.checkpoints.kinds import auto_class, check_compresses, shape_of
+from kvbench.engine.checkpoints.packages import out_of_bounds
+from kvbench.engine.checkpoints.placement import device_map_of, layer_devices, spread
+from kvbench.engine.checkpoints.text import how_to_read, marks, text_part
+from kvbench.engine.checkpoints.trial import check_tokenizer
+from kvbench.engine.errors import ConfigError, first_line
+from kvbench.engine.machine import cpu_multiplies_bfloat16
+from kvbench.engine.model import Model, decoder_layers, register_attention
+from kvbench.engine.passes.agreement import check_attention
+from kvbench.engine.passes.rotations import rotary_dims
+from kvbench.engine.shapes import DRAWN, Checkpoint, ModelShape
+from kvbench.kernels.jit import triton
 
 logger = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
@@ -58,7 +58,6 @@ def load(
     """
     from transformers import AutoConfig
 
-    refuse_shadowed()
     where, options = locate(id, revision, trust_remote_code)
     if not Path(where).exists():
         hub_config(where, revision)  # refuses at once what transformers would look for again and again
@@ -243,7 +242,6 @@ def read_config(
     """transformers' configuration of a text model, from the values `given` or from where the model is."""
     from transformers import AutoConfig
 
-    refuse_shadowed()
     if given is not None:
         return AutoConfig.for_model(**given)
     return text_part(whole_config(id, revision=revision, trust_remote_code=trust_remote_code))

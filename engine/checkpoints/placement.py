@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine.errors import ConfigError
+from kvbench.engine.errors import ConfigError
 
 OFF_GPU = ("cpu", "disk")  # where accelerate puts what fits no GPU
 

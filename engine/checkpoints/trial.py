@@ -20,10 +20,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoints.digests import cache_home, files_of, read_own, whole_hashes, write_note
-from engine.errors import ConfigError, first_line, is_panic
-from engine.workers.limited import Limited
-from engine.workers.serve import serve
+from kvbench.engine.checkpoints.digests import cache_home, files_of, read_own, whole_hashes, write_note
+from kvbench.engine.errors import ConfigError, first_line, is_panic
+from kvbench.engine.workers.limited import Limited
+from kvbench.engine.workers.serve import serve
 
 LOAD_S, TRY_S = 60.0, 10.0  # on a processor; the largest tokenizers load in two seconds, slow ones convert in ten
 MEMORY_BYTES = 2 << 30

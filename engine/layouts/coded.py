@@ -5,14 +5,14 @@ Not here: how a method packs (`methods/quantising`), what packed bytes look like
 
 from torch import Tensor
 
-from engine.attend import Part
-from engine.books.ledger import Entry
-from engine.caches.coded import Codec
-from engine.layouts.growing import Growing
-from engine.layouts.home import Home
-from engine.layouts.layer import Layer
-from engine.placement import Coded
-from kernels.rows.append import Place
+from kvbench.engine.attend import Part
+from kvbench.engine.books.ledger import Entry
+from kvbench.engine.caches.coded import Codec
+from kvbench.engine.layouts.growing import Growing
+from kvbench.engine.layouts.home import Home
+from kvbench.engine.layouts.layer import Layer
+from kvbench.engine.placement import Coded
+from kvbench.kernels.rows.append import Place
 
 
 class CodedLayer(Layer):

@@ -12,20 +12,20 @@ from typing import Self
 
 from torch import Tensor
 
-from engine.attend import Part
-from engine.books.audit import check_selection
-from engine.books.ledger import Entry
-from engine.caches.copies import Shelf
-from engine.caches.held import HeldBlocks
-from engine.caches.host import Host
-from engine.caches.recent import RecentTokens
-from engine.layouts.growing import Growing
-from engine.layouts.home import Home
-from engine.layouts.layer import Layer
-from engine.layouts.memory import Memory
-from engine.layouts.slots import Slots
-from engine.placement import Change, Offloaded, OffloadedValues, Release, Searched
-from kernels.rows.append import NO_RING, Place
+from kvbench.engine.attend import Part
+from kvbench.engine.books.audit import check_selection
+from kvbench.engine.books.ledger import Entry
+from kvbench.engine.caches.copies import Shelf
+from kvbench.engine.caches.held import HeldBlocks
+from kvbench.engine.caches.host import Host
+from kvbench.engine.caches.recent import RecentTokens
+from kvbench.engine.layouts.growing import Growing
+from kvbench.engine.layouts.home import Home
+from kvbench.engine.layouts.layer import Layer
+from kvbench.engine.layouts.memory import Memory
+from kvbench.engine.layouts.slots import Slots
+from kvbench.engine.placement import Change, Offloaded, OffloadedValues, Release, Searched
+from kvbench.kernels.rows.append import NO_RING, Place
 
 
 class Fetching(Slots):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kernels.rows.append import Ring
+from kvbench.kernels.rows.append import Ring
 
 
 class Growing(NamedTuple):

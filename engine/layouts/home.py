@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.books.meter import Meter
-from engine.caches.copies import Shelf
-from engine.caches.host import Host
-from engine.caches.packed_host import host_of
-from engine.caches.token_code import TokenCode
-from engine.layouts.memory import Buffers, Memory, Pair
-from engine.passes.streams import sent_home
-from engine.passes.trace import Trace
-from kernels.gather import gather_tokens, move_both
+from kvbench.engine.books.meter import Meter
+from kvbench.engine.caches.copies import Shelf
+from kvbench.engine.caches.host import Host
+from kvbench.engine.caches.packed_host import host_of
+from kvbench.engine.caches.token_code import TokenCode
+from kvbench.engine.layouts.memory import Buffers, Memory, Pair
+from kvbench.engine.passes.streams import sent_home
+from kvbench.engine.passes.trace import Trace
+from kvbench.kernels.gather import gather_tokens, move_both
 
 
 @dataclass(eq=False)

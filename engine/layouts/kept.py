@@ -9,11 +9,11 @@ from math import floor
 import torch
 from torch import Tensor
 
-from engine.keeping import Keeping, Merging
-from engine.passes.session import Turn
-from engine.passes.trace import Trace
-from engine.placement import Kept, Placement, Ragged
-from kernels.topk import top_stable
+from kvbench.engine.keeping import Keeping, Merging
+from kvbench.engine.passes.session import Turn
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.placement import Kept, Placement, Ragged
+from kvbench.kernels.topk import top_stable
 
 TILE = 1 << 22  # similarities at a time
 SMALLEST = 1e-6  # of a key's length, and beside a sum of values' lengths

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from engine.books.ledger import Entry
-from engine.books.meter import Meter
-from engine.caches.host import Host
-from engine.caches.queries import QueryRing
-from engine.layouts.growing import Growing
-from engine.layouts.home import Home
-from engine.placement import Change
-from kernels.rows.append import Place
-from kernels.select_attend import Work
+from kvbench.engine.attend import Part
+from kvbench.engine.books.ledger import Entry
+from kvbench.engine.books.meter import Meter
+from kvbench.engine.caches.host import Host
+from kvbench.engine.caches.queries import QueryRing
+from kvbench.engine.layouts.growing import Growing
+from kvbench.engine.layouts.home import Home
+from kvbench.engine.placement import Change
+from kvbench.kernels.rows.append import Place
+from kvbench.kernels.select_attend import Work
 
 
 class Layer(ABC):

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.attend import Part
-from kernels.gather import flat_rows, gather_tokens
+from kvbench.engine.attend import Part
+from kvbench.kernels.gather import flat_rows, gather_tokens
 
 Pair = tuple[Tensor, Tensor]  # K and V of some tokens, (1, h_kv, n, width of a key or of a value)
 

@@ -9,10 +9,10 @@ Not here: a step of a portion (`engine/decode.py`).
 
 from collections.abc import Sequence
 
-from engine.books.unwritten import Unwritten
-from engine.layouts.steady import Steady, is_fixed
-from engine.row import Row
-from kernels.scratch import Scratch
+from kvbench.engine.books.unwritten import Unwritten
+from kvbench.engine.layouts.steady import Steady, is_fixed
+from kvbench.engine.row import Row
+from kvbench.kernels.scratch import Scratch
 
 
 class Portion:

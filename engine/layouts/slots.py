@@ -13,17 +13,17 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from engine.books.ledger import Entry
-from engine.budget import ELEMENT_BYTES
-from engine.layouts.growing import Growing
-from engine.layouts.home import Home
-from engine.layouts.layer import Layer
-from engine.layouts.memory import Buffers, Memory
-from engine.placement import Change, Evict, Kept, Made, Placement, Stay
-from kernels.gather import gather_tokens, move_both
-from kernels.rows.append import Place
-from kernels.select_attend import NEVER
+from kvbench.engine.attend import Part
+from kvbench.engine.books.ledger import Entry
+from kvbench.engine.budget import ELEMENT_BYTES
+from kvbench.engine.layouts.growing import Growing
+from kvbench.engine.layouts.home import Home
+from kvbench.engine.layouts.layer import Layer
+from kvbench.engine.layouts.memory import Buffers, Memory
+from kvbench.engine.placement import Change, Evict, Kept, Made, Placement, Stay
+from kvbench.kernels.gather import gather_tokens, move_both
+from kvbench.kernels.rows.append import Place
+from kvbench.kernels.select_attend import NEVER
 
 
 class Slots(Layer):

@@ -15,25 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from engine.books.spans import stretches
-from engine.books.unwritten import Unwritten
-from engine.caches.asked import Asking, alike
-from engine.caches.coded import Codec, Packing
-from engine.caches.eviction import Learner, Learning
-from engine.layouts.coded import CodedLayer
-from engine.layouts.fetching import Fetching
-from engine.layouts.growing import Growing
-from engine.layouts.layer import Layer
-from engine.row import Row
-from engine.rows import Bringer
-from engine.selection import Search
-from engine.softmax import Softmax
-from kernels.packed.rows import CodedRows, takes_codes
-from kernels.rows.append import Places
-from kernels.rows.weights import Softening
-from kernels.scratch import Scratch
-from kernels.select_attend import Tokens, attend_table, growing_table, point_to
+from kvbench.engine.attend import Part
+from kvbench.engine.books.spans import stretches
+from kvbench.engine.books.unwritten import Unwritten
+from kvbench.engine.caches.asked import Asking, alike
+from kvbench.engine.caches.coded import Codec, Packing
+from kvbench.engine.caches.eviction import Learner, Learning
+from kvbench.engine.layouts.coded import CodedLayer
+from kvbench.engine.layouts.fetching import Fetching
+from kvbench.engine.layouts.growing import Growing
+from kvbench.engine.layouts.layer import Layer
+from kvbench.engine.row import Row
+from kvbench.engine.rows import Bringer
+from kvbench.engine.selection import Search
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.packed.rows import CodedRows, takes_codes
+from kvbench.kernels.rows.append import Places
+from kvbench.kernels.rows.weights import Softening
+from kvbench.kernels.scratch import Scratch
+from kvbench.kernels.select_attend import Tokens, attend_table, growing_table, point_to
 
 MOST_MISSES = 4  # steps in a row that were told in vain
 MOST_LOGITS = 256  # steps for which logits of a row that grows have room

@@ -14,17 +14,17 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from engine.books.ledger import Entry
-from engine.caches.rolling import Rolling
-from engine.layouts.growing import Growing
-from engine.layouts.home import Home
-from engine.layouts.layer import Layer
-from engine.layouts.memory import Memory
-from engine.layouts.slots import Slots
-from engine.placement import Change, Delayed, Judged, Ragged, Stay, Whole
-from kernels.gather import bytes_of_both, gather_tokens, move_both
-from kernels.select_attend import Spans
+from kvbench.engine.attend import Part
+from kvbench.engine.books.ledger import Entry
+from kvbench.engine.caches.rolling import Rolling
+from kvbench.engine.layouts.growing import Growing
+from kvbench.engine.layouts.home import Home
+from kvbench.engine.layouts.layer import Layer
+from kvbench.engine.layouts.memory import Memory
+from kvbench.engine.layouts.slots import Slots
+from kvbench.engine.placement import Change, Delayed, Judged, Ragged, Stay, Whole
+from kvbench.kernels.gather import bytes_of_both, gather_tokens, move_both
+from kvbench.kernels.select_attend import Spans
 
 OFFSET_BYTES = 4  # of a KV head's first row, and of the end, where heads keep different counts; of its latest ones
 

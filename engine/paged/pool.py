@@ -10,9 +10,9 @@ Not here: whose slots they are (`engine/paged/store.py`).
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from engine.errors import RunError
-from engine.shapes import ModelShape
+from kvbench.engine.attend import Part
+from kvbench.engine.errors import RunError
+from kvbench.engine.shapes import ModelShape
 
 BLOCK = 16  # tokens
 

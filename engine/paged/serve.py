@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from engine.decode import decode
-from engine.model import Model
-from engine.paged.pool import Pool
-from engine.paged.store import PagedStore, PagedTrace
-from engine.passes.trace import Trace
-from engine.prefill import prefill
+from kvbench.engine.decode import decode
+from kvbench.engine.model import Model
+from kvbench.engine.paged.pool import Pool
+from kvbench.engine.paged.store import PagedStore, PagedTrace
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
 
 MakeRow = Callable[..., Any]  # a variant's row on a trace, for so many new tokens, with a store of this kind
 

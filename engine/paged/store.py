@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from engine.caches.host import Host
-from engine.errors import ConfigError
-from engine.layouts.fetching import Fetching
-from engine.layouts.home import Home
-from engine.layouts.layer import Layer
-from engine.layouts.memory import Memory, Pair
-from engine.layouts.slots import Marked, Slots
-from engine.paged.pool import Pages, Pool
-from engine.passes.trace import Trace
-from engine.placement import Kept, Made, Offloaded, Placement, Whole
-from engine.store import Layouts, Store
+from kvbench.engine.attend import Part
+from kvbench.engine.caches.host import Host
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.layouts.fetching import Fetching
+from kvbench.engine.layouts.home import Home
+from kvbench.engine.layouts.layer import Layer
+from kvbench.engine.layouts.memory import Memory, Pair
+from kvbench.engine.layouts.slots import Marked, Slots
+from kvbench.engine.paged.pool import Pages, Pool
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.placement import Kept, Made, Offloaded, Placement, Whole
+from kvbench.engine.store import Layouts, Store
 
 
 class PagedTrace(Trace):
@@ -138,5 +138,5 @@ class PagedStore(Store):
 
     def place(self, layer: int, placement: Placement) -> None:
         if type(placement) not in self.layouts:
-            raise ConfigError(f"the paged engine has no pages for {type(placement).__name__}; use engine.store")
+            raise ConfigError(f"the paged engine has no pages for {type(placement).__name__}; use kvbench.engine.store")
         super().place(layer, placement)

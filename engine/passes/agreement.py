@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attend import Part, attend_own, attend_rows
-from engine.caches.forks import fork
-from engine.causal import Chunk, causal
-from engine.checkpoints.kinds import INSTEAD, Asked, check_calls, kinds_of, own_code
-from engine.errors import ConfigError, one_line
-from engine.machine import is_out_of_memory
-from engine.model import Model
-from engine.passes.chosen import Choices, HearsChoices
-from engine.softmax import Softmax
+from kvbench.engine.attend import Part, attend_own, attend_rows
+from kvbench.engine.caches.forks import fork
+from kvbench.engine.causal import Chunk, causal
+from kvbench.engine.checkpoints.kinds import INSTEAD, Asked, check_calls, kinds_of, own_code
+from kvbench.engine.errors import ConfigError, one_line
+from kvbench.engine.machine import is_out_of_memory
+from kvbench.engine.model import Model
+from kvbench.engine.passes.chosen import Choices, HearsChoices
+from kvbench.engine.softmax import Softmax
 
 N_PROMPT, N_STEPS, N_ROWS = 48, 4, 2
 SHARE = 1e-3  # of the logits' range that rounding may move them by in float32

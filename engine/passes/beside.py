@@ -16,9 +16,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from engine.books.clock import asked_so_far
-from engine.books.spans import following, span
-from engine.passes.streams import stream_for
+from kvbench.engine.books.clock import asked_so_far
+from kvbench.engine.books.spans import following, span
+from kvbench.engine.passes.streams import stream_for
 
 T = TypeVar("T")
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.books.ledger import Entry
-from engine.checkpoints.choosing import ENTRIES, INDEXES, OF_ENTRIES
-from engine.row import Row
-from engine.softmax import Softmax
+from kvbench.engine.books.ledger import Entry
+from kvbench.engine.checkpoints.choosing import ENTRIES, INDEXES, OF_ENTRIES
+from kvbench.engine.row import Row
+from kvbench.engine.softmax import Softmax
 
 WAITING = ("buffer_kv", "buffer_gate", "overlap_kv", "overlap_gate")  # of tokens that are to become an entry
 BLOCK = 128  # queries that meet all keys in one product

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.model import Model
+from kvbench.engine.model import Model
 
 
 @contextmanager

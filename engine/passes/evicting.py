@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.books.spans import span
-from engine.causal import Chunk, over_past, whole
-from engine.layouts.kept import kept_mask
-from engine.observe import Observation
-from engine.passes.probe import joined
-from engine.passes.trace import Trace
-from engine.placement import Placement
-from engine.row import Variant
-from engine.softmax import Softmax
-from engine.turns.talk import attend_own_past
-from kernels.column_sums import rows_per_block
-from kernels.gather import gather_tokens, move_both
+from kvbench.engine.books.spans import span
+from kvbench.engine.causal import Chunk, over_past, whole
+from kvbench.engine.layouts.kept import kept_mask
+from kvbench.engine.observe import Observation
+from kvbench.engine.passes.probe import joined
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.placement import Placement
+from kvbench.engine.row import Variant
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.turns.talk import attend_own_past
+from kvbench.kernels.column_sums import rows_per_block
+from kvbench.kernels.gather import gather_tokens, move_both
 
 if TYPE_CHECKING:
-    from engine.model import Model
+    from kvbench.engine.model import Model
 
 NOWHERE = -1  # the position of a slot without a token
 

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.causal import Chunk
-from engine.passes.capturing import begin, end, without_waiting
-from engine.passes.session import Runner, Session
-from engine.passes.streams import stream_for
-from engine.softmax import Softmax
+from kvbench.engine.causal import Chunk
+from kvbench.engine.passes.capturing import begin, end, without_waiting
+from kvbench.engine.passes.session import Runner, Session
+from kvbench.engine.passes.streams import stream_for
+from kvbench.engine.softmax import Softmax
 
 WARM = 3  # steps with so many rows before they are captured: libraries make their buffers by then
 MOST = 8  # numbers of rows that are kept at once

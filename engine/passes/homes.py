@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from kernels.jit import cdiv, power_of_2
+from kvbench.kernels.jit import cdiv, power_of_2
 
 ALIGNED = 256  # bytes
 

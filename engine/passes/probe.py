@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.books.clock import synchronize
-from engine.books.spans import span
-from engine.causal import Chunk, over_past, whole
-from engine.passes.trace import Probed, Trace
-from engine.softmax import Softmax
+from kvbench.engine.books.clock import synchronize
+from kvbench.engine.books.spans import span
+from kvbench.engine.causal import Chunk, over_past, whole
+from kvbench.engine.passes.trace import Probed, Trace
+from kvbench.engine.softmax import Softmax
 
 if TYPE_CHECKING:
-    from engine.model import Model
+    from kvbench.engine.model import Model
 
 
 @dataclass(frozen=True)

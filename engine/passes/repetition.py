@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.budget import Frame
-from engine.errors import ConfigError
-from engine.observe import spaced
-from engine.passes.probe import Pass, Probe
-from engine.softmax import Softmax
-from kernels.column_sums import column_maxima
+from kvbench.engine.budget import Frame
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import spaced
+from kvbench.engine.passes.probe import Pass, Probe
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.column_sums import column_maxima
 
 if TYPE_CHECKING:
-    from engine.model import Model
+    from kvbench.engine.model import Model
 
 # What is said before the first chunk, and before each later one with the last tokens of the chunk in front of it.
 FIRST = "\n\nRepeat the previous context exactly."

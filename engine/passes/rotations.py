@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.causal import Chunk, causal
-from engine.checkpoints.kinds import backbone
-from engine.errors import ConfigError
-from engine.passes.session import Call, Runner, Turn
-from engine.softmax import Softmax
+from kvbench.engine.causal import Chunk, causal
+from kvbench.engine.checkpoints.kinds import backbone
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.session import Call, Runner, Turn
+from kvbench.engine.softmax import Softmax
 
 Asking = tuple[Tensor, Tensor]  # queries (n, h, s, d_h) and keys (n, h_kv, s, d_h)
 N, BY = 8, 7  # tokens that are looked at, and how far they are moved

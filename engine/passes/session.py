@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.causal import Chunk
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
+from kvbench.engine.causal import Chunk
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
 
 # Moves queries or keys (n, heads, s, d_h) by so many positions, or by (n or 1, s) of them.
 Turn = Callable[[Tensor, int | Tensor], Tensor]

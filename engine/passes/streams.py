@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.passes.homes import Homes
+from kvbench.engine.passes.homes import Homes
 
 NO_HOMES = Homes({})
 

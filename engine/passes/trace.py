@@ -15,17 +15,17 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from engine.books.clock import synchronize
-from engine.books.spans import span
-from engine.latents import Latent
-from engine.passes.homes import Homes
-from engine.passes.session import Call, Turn
-from engine.passes.streams import NO_HOMES, sent_home
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from kernels.attend_kept import Kept
-from kernels.gather import bytes_of_both, move_both
-from kernels.rows.rotation import Rotation, rotation_of
+from kvbench.engine.books.clock import synchronize
+from kvbench.engine.books.spans import span
+from kvbench.engine.latents import Latent
+from kvbench.engine.passes.homes import Homes
+from kvbench.engine.passes.session import Call, Turn
+from kvbench.engine.passes.streams import NO_HOMES, sent_home
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.attend_kept import Kept
+from kvbench.kernels.gather import bytes_of_both, move_both
+from kvbench.kernels.rows.rotation import Rotation, rotation_of
 
 T = TypeVar("T")
 

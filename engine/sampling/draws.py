@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.sampling.spec import Sampling
-from kernels.jit import upload
+from kvbench.engine.sampling.spec import Sampling
+from kvbench.kernels.jit import upload
 
 N_FEW, N_SORTED = 64, 1024  # likeliest tokens that a CPU sorts first, and then: all that a nucleus has, as a rule
 

@@ -10,8 +10,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from engine.checks import whole_number
-from engine.errors import ConfigError
+from kvbench.engine.checks import whole_number
+from kvbench.engine.errors import ConfigError
 
 LOWEST = 0.01  # temperature: below it the rounding of logits decides more than they do, and far below they overflow
 

@@ -13,11 +13,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from engine.checks import whole_numbers
-from engine.softmax import Softmax
-from engine.sparse.base import SparsePrefill
-from engine.sparse.blocks import spans
-from kernels.attend_kept import Kept
+from kvbench.engine.checks import whole_numbers
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.sparse.base import SparsePrefill
+from kvbench.engine.sparse.blocks import spans
+from kvbench.kernels.attend_kept import Kept
 
 TILE = 64  # of queries and keys that are worked on together
 

@@ -17,12 +17,12 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from engine.budget import show
-from engine.checks import one_of, whole_numbers, word
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from kernels.attend_kept import Kept, attend_kept
+from kvbench.engine.budget import show
+from kvbench.engine.checks import one_of, whole_numbers, word
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.attend_kept import Kept, attend_kept
 
 OBSERVED = ("kept", "exact")
 

@@ -15,9 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from engine.checks import whole_numbers
-from engine.softmax import Softmax
-from engine.sparse.blocks import BlockRule, means, meets, places, products
+from kvbench.engine.checks import whole_numbers
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.sparse.blocks import BlockRule, means, meets, places, products
 
 ALWAYS = 3  # blocks: the first, the one before a row's own, its own
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.softmax import Softmax
-from engine.sparse.base import SparsePrefill
-from kernels.attend_kept import Kept
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.sparse.base import SparsePrefill
+from kvbench.kernels.attend_kept import Kept
 
 
 @dataclass(frozen=True, kw_only=True)

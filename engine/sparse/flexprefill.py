@@ -19,11 +19,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from engine.checks import share, whole_numbers
-from engine.errors import ConfigError
-from engine.softmax import Softmax
-from engine.sparse.blocks import BlockRule, means, meets, places, products
-from engine.sparse.vertical_slash import votes
+from kvbench.engine.checks import share, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.sparse.blocks import BlockRule, means, meets, places, products
+from kvbench.engine.sparse.vertical_slash import votes
 
 
 @dataclass(frozen=True, kw_only=True)

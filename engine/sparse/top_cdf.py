@@ -17,11 +17,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from engine.budget import show
-from engine.checks import share, whole_numbers
-from engine.errors import ConfigError
-from engine.softmax import Softmax
-from engine.sparse.blocks import BlockRule, means, places, products
+from kvbench.engine.budget import show
+from kvbench.engine.checks import share, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.sparse.blocks import BlockRule, means, places, products
 
 
 @dataclass(frozen=True, kw_only=True)

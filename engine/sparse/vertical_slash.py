@@ -27,13 +27,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from engine.budget import show
-from engine.checks import whole_numbers
-from engine.errors import ConfigError
-from engine.softmax import Softmax
-from engine.sparse.base import SparsePrefill
-from engine.sparse.blocks import places
-from kernels.attend_kept import Kept, met_by
+from kvbench.engine.budget import show
+from kvbench.engine.checks import whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.sparse.base import SparsePrefill
+from kvbench.engine.sparse.blocks import places
+from kvbench.kernels.attend_kept import Kept, met_by
 
 CHUNK_BYTES = 32 << 20  # of the votes' logits, whose softmax takes as much again
 HALVINGS = 12  # of the interval in which a density's counts are searched

@@ -22,13 +22,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from engine.budget import show
-from engine.checks import one_of, share, whole_numbers
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from engine.sparse.blocks import BlockRule, meets, places
-from kernels.scratch import at_once
+from kvbench.engine.budget import show
+from kvbench.engine.checks import one_of, share, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.sparse.blocks import BlockRule, meets, places
+from kvbench.kernels.scratch import at_once
 
 LOGIT_BYTES = 32 << 20  # of groups' logits at a time; their softmax takes as much again
 MOST_GROUPED = 1 << 28  # what the authors' chunks are limited by

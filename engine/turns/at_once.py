@@ -11,17 +11,17 @@ Not here: which rows may (`methods/base.py`), rows of which each token changes w
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from engine.causal import fused, over_past, weighed, whole
-from engine.layouts.fetching import Fetching
-from engine.layouts.layer import Layer
-from engine.layouts.slots import Slots
-from engine.passes.probe import joined
-from engine.row import Row
-from engine.selection import FeedSelection
-from engine.softmax import Softmax
-from engine.turns.feed import Feed, Moment
-from kernels.rows.each import attend_each
+from kvbench.engine.attend import Part
+from kvbench.engine.causal import fused, over_past, weighed, whole
+from kvbench.engine.layouts.fetching import Fetching
+from kvbench.engine.layouts.layer import Layer
+from kvbench.engine.layouts.slots import Slots
+from kvbench.engine.passes.probe import joined
+from kvbench.engine.row import Row
+from kvbench.engine.selection import FeedSelection
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.turns.feed import Feed, Moment
+from kvbench.kernels.rows.each import attend_each
 
 
 def read_at_once(row: Row, layer: int, feed: Feed) -> Tensor:

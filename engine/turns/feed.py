@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.softmax import Softmax
+from kvbench.engine.softmax import Softmax
 
 
 class Moment(NamedTuple):

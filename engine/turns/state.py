@@ -25,11 +25,11 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from engine.books.clock import synchronize
-from engine.books.ledger import Ledger
-from engine.books.reached import attributes, parts_of, tensors_of
-from engine.errors import ConfigError
-from engine.row import Row
+from kvbench.engine.books.clock import synchronize
+from kvbench.engine.books.ledger import Ledger
+from kvbench.engine.books.reached import attributes, parts_of, tensors_of
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.row import Row
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Row)

@@ -15,27 +15,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engine.attend import Part, attend_own, attend_rows
-from engine.books.clock import Clock
-from engine.books.spans import span
-from engine.caches.forks import fork, select_rows
-from engine.causal import Chunk, weighed
-from engine.decode import Answer, attend_groups, refuse_switch
-from engine.errors import ConfigError
-from engine.passes.chosen import Choices, HearsChoices
-from engine.passes.trace import Trace
-from engine.readers import Readers
-from engine.row import Row, Variant
-from engine.sampling.draws import marked, said
-from engine.softmax import Softmax
-from engine.step import behind_rows, cut, step_rows
-from engine.turns.at_once import moments, read_at_once
-from engine.turns.feed import Feed
-from engine.turns.state import fork_of
+from kvbench.engine.attend import Part, attend_own, attend_rows
+from kvbench.engine.books.clock import Clock
+from kvbench.engine.books.spans import span
+from kvbench.engine.caches.forks import fork, select_rows
+from kvbench.engine.causal import Chunk, weighed
+from kvbench.engine.decode import Answer, attend_groups, refuse_switch
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.chosen import Choices, HearsChoices
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.readers import Readers
+from kvbench.engine.row import Row, Variant
+from kvbench.engine.sampling.draws import marked, said
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.step import behind_rows, cut, step_rows
+from kvbench.engine.turns.at_once import moments, read_at_once
+from kvbench.engine.turns.feed import Feed
+from kvbench.engine.turns.state import fork_of
 
 if TYPE_CHECKING:
-    from engine.model import Model
-    from engine.passes.session import Call
+    from kvbench.engine.model import Model
+    from kvbench.engine.passes.session import Call
 
 
 class Talk(HearsChoices):

@@ -24,9 +24,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.errors import RunError
+from kvbench.checkout import ROOT
+from kvbench.engine.errors import RunError
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 6  # times as long on the clock
 START_S = 120.0  # of a worker's imports: two seconds on an idle machine
 PIECE = 1 << 16
@@ -78,7 +78,7 @@ class Limited:
 
 def start(module: str, paths: Sequence[Path] = ()) -> "subprocess.Popen[bytes]":
     """A worker with pipes that never block us."""
-    every = [*map(str, paths), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    every = [*map(str, paths), ROOT, os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, every)), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,

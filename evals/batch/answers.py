@@ -16,20 +16,20 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import cast
 
-from engine.decode import Answer, Decoded, decode
-from engine.model import Model
-from engine.row import Row
-from engine.sampling.finite import why_lost
-from engine.turns.state import fork_of
-from engine.turns.talk import Talk
-from engine.width import room_bytes
-from evals.batch.reading import Wave
-from evals.batch.reply import Reply, TurnReply
-from evals.prepare import PreparedSample
-from evals.screen.progress import Progress
-from methods.base import SelectiveAttention, Variant
-from tasks.forced import ForcedContinuation
-from tasks.turns.encode import TalkPrompt
+from kvbench.engine.decode import Answer, Decoded, decode
+from kvbench.engine.model import Model
+from kvbench.engine.row import Row
+from kvbench.engine.sampling.finite import why_lost
+from kvbench.engine.turns.state import fork_of
+from kvbench.engine.turns.talk import Talk
+from kvbench.engine.width import room_bytes
+from kvbench.evals.batch.reading import Wave
+from kvbench.evals.batch.reply import Reply, TurnReply
+from kvbench.evals.prepare import PreparedSample
+from kvbench.evals.screen.progress import Progress
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.tasks.forced import ForcedContinuation
+from kvbench.tasks.turns.encode import TalkPrompt
 
 
 def answers(

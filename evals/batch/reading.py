@@ -9,17 +9,17 @@ Not here: the pass itself (`engine/prefill.py`), how many cells have room (`engi
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.books.clock import Clock
-from engine.model import Model
-from engine.passes.probe import probe
-from engine.passes.trace import Trace
-from engine.prefill import n_home, prefill
-from evals.cells import Cell
-from evals.prepare import PreparedSample
-from evals.refusals import naming
-from evals.screen.progress import Progress
-from methods.base import SelectiveAttention, Variant
-from tasks.forced import ForcedContinuation
+from kvbench.engine.books.clock import Clock
+from kvbench.engine.model import Model
+from kvbench.engine.passes.probe import probe
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import n_home, prefill
+from kvbench.evals.cells import Cell
+from kvbench.evals.prepare import PreparedSample
+from kvbench.evals.refusals import naming
+from kvbench.evals.screen.progress import Progress
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.tasks.forced import ForcedContinuation
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ Not here: how it is written (`evals/lines.py`).
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.books.spans import Record
-from engine.decode import Answer, Decoded
-from evals.cells import Cell
-from methods.base import SelectiveAttention
-from tasks.forced import Outcome
+from kvbench.engine.books.spans import Record
+from kvbench.engine.decode import Answer, Decoded
+from kvbench.evals.cells import Cell
+from kvbench.methods.base import SelectiveAttention
+from kvbench.tasks.forced import Outcome
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from engine.checkpoints.conversion import MAKING
-from engine.checkpoints.digests import cache_home
-from engine.terminal import say
+from kvbench.engine.checkpoints.conversion import MAKING
+from kvbench.engine.checkpoints.digests import cache_home
+from kvbench.engine.terminal import say
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Item:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m evals.screen.caches", description="Say what of the cache folder can be freed."
+        prog="python -m kvbench.evals.screen.caches", description="Say what of the cache folder can be freed."
     )
     parser.add_argument("--yes", action="store_true", help="free it")
     is_sure = parser.parse_args(arguments).yes

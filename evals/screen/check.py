@@ -19,14 +19,14 @@ from typing import Any
 
 from rich.table import Table
 
-from engine import terminal
-from engine.checkpoints import header
-from engine.checkpoints.packages import installed, out_of_bounds, shadowed
-from engine.errors import ConfigError
-from evals.screen import fits
-from evals.screen.fits import FORMULA, Shipped, shipped
-from results.machine import cpu_model
-from results.sheet import Sheet, on_terminal
+from kvbench.engine import terminal
+from kvbench.engine.checkpoints import header
+from kvbench.engine.checkpoints.packages import installed, out_of_bounds
+from kvbench.engine.errors import ConfigError
+from kvbench.evals.screen import fits
+from kvbench.evals.screen.fits import FORMULA, Shipped, shipped
+from kvbench.results.machine import cpu_model
+from kvbench.results.sheet import Sheet, on_terminal
 
 EXTRAS = {  # optional packages, and what they are for
     "ray": "sweeps on many machines",
@@ -108,7 +108,7 @@ def python() -> Fact:
     versions = {name: installed(name) or "" for name in ("torch", "transformers")}
     text = ", ".join([platform.python_version(), *(f"{name} {found}" for name, found in versions.items())])
     problems = [words for name in versions if (words := out_of_bounds(name))]
-    return Fact("Python", text, f"{'; '.join(problems)}; run `make setup`" if problems else shadowed())
+    return Fact("Python", text, f"{'; '.join(problems)}; run `make setup`" if problems else None)
 
 
 def processors() -> Fact:
@@ -129,7 +129,7 @@ def processors() -> Fact:
 
 def dtype() -> Fact:
     """What `dtype=auto` is, by the same functions as a run."""
-    load = import_module("engine.checkpoints.load")
+    load = import_module("kvbench.engine.checkpoints.load")
     device = load.resolve_device("auto")
     chosen = load.resolve_dtype("auto", device)
     if device != "cpu":
@@ -142,7 +142,7 @@ def dtype() -> Fact:
 
 
 def kernels() -> Fact:
-    build = import_module("kernels.build")
+    build = import_module("kvbench.kernels.build")
     if os.environ.get("KVBENCH_KERNELS") == "torch":
         return Fact("C++ kernels", "switched off by KVBENCH_KERNELS=torch; torch does their work")
     names = sorted(file.stem for file in build.SOURCES.glob("*.cpp"))
@@ -168,7 +168,7 @@ def triton() -> Fact:
     words = f"; {said}: no kernel was tried with it" if (said := out_of_bounds("triton")) else ""
     if not has_gpu():
         return Fact("Triton", f"{found}; there is no GPU to use it on{words}")
-    problem = import_module("kernels.launch").fault()
+    problem = import_module("kvbench.kernels.launch").fault()
     return Fact("Triton", f"{found}{words}; a kernel {'fails' if problem else 'was compiled and launched'}", problem)
 
 
@@ -197,7 +197,7 @@ def extras() -> Fact:
 
 def graders() -> Fact:
     """What scores answers of some tasks, and the command for what is missing."""
-    runtime = import_module("tasks.reasoning.judge").RUNTIME
+    runtime = import_module("kvbench.tasks.reasoning.judge").RUNTIME
     uses: dict[str, list[str]] = {}
     for task, kind in tasks().items():
         for package, what in kind.packages.items():
@@ -220,7 +220,7 @@ def wandb() -> Fact:
     mode = os.environ.get("WANDB_MODE", "")
     if mode in ("offline", "disabled", "dryrun"):
         return Fact("W&B", f"{found}, {mode} by WANDB_MODE")
-    if import_module("evals.logger").has_account():
+    if import_module("kvbench.evals.logger").has_account():
         return Fact("W&B", f"{found}, logged in")
     return Fact("W&B", f"{found}, not configured: `wandb login`, or WANDB_MODE=offline; only logger=wandb needs it")
 
@@ -230,8 +230,8 @@ def wandb() -> Fact:
 
 def folders() -> list[Fact]:
     """Where runs and conversions go."""
-    digests = import_module("engine.checkpoints.digests")
-    runs, cache = import_module("evals.asked").RUNS, digests.cache_home()
+    digests = import_module("kvbench.engine.checkpoints.digests")
+    runs, cache = import_module("kvbench.evals.asked").RUNS, digests.cache_home()
     return [cache_folder(cache), runs_folder(runs), embedded(cache)]
 
 
@@ -289,8 +289,8 @@ def converted(cache: Path, file: Path) -> bool:
 
 def models() -> Table:
     """Each shipped model that is here, and its longest prompt; the others by their names."""
-    load = import_module("engine.checkpoints.load")
-    width = import_module("engine.width")
+    load = import_module("kvbench.engine.checkpoints.load")
+    width = import_module("kvbench.engine.width")
     kind = load.resolve_dtype("auto", "auto")
     rows, others = list[list[str]](), list[str]()
     for model in shipped():
@@ -311,7 +311,7 @@ def models() -> Table:
 
 def longest(model: Shipped) -> int:
     """Tokens of the longest prompt that fits now, as runs plan with memory."""
-    load, width = import_module("engine.checkpoints.load"), import_module("engine.width")
+    load, width = import_module("kvbench.engine.checkpoints.load"), import_module("kvbench.engine.width")
     element_bytes = ELEMENT_BYTES[load.resolve_dtype("auto", "auto")]
     return fits.longest(model.shape, model.n_weights, free_bytes(), element_bytes, width.SHARE, width.PASS_VALUES)
 
@@ -338,18 +338,18 @@ def where(model: Shipped) -> str:
 
 def data() -> list[Fact]:
     """Per task, which of upstream's files a run would find, and how to get the others."""
-    own_data = import_module("tasks.known").own_data
+    own_data = import_module("kvbench.tasks.known").own_data
     return [Fact(name, found(name, data)) for name, data in own_data().items()]
 
 
 def found(name: str, data: Any) -> str:
     """What of a task's files is here, and how to get the others."""
-    sources = import_module("tasks.sources")
+    sources = import_module("kvbench.tasks.sources")
     here = [path for file in data.files if (path := sources.find(file, None))]
     where = f" in {shown(root_of(here[0], sources))}" if here else ""
     if len(here) == len(data.files):
         return f"{count(len(here), data.what)}{where}"
-    ways = [f"python -m evals.fetch {name}"] if data.pieces else []
+    ways = [f"kvbench fetch {name}"] if data.pieces else []
     if data.by_hand:
         ways.append(data.by_hand if ways else f"{data.by_hand}, into {shown(sources.data_roots(None)[-1])}")
     has = f"{len(here)} of {count(len(data.files), data.what)}{where}" if here else "none"
@@ -358,7 +358,7 @@ def found(name: str, data: Any) -> str:
 
 def tasks() -> dict[str, Any]:
     """Every task's class, by its name."""
-    return import_module("tasks.known").known_tasks()
+    return import_module("kvbench.tasks.known").known_tasks()
 
 
 def root_of(path: Path, sources: Any) -> Path:
@@ -378,7 +378,7 @@ def has_gpu() -> bool:
 
 def free_bytes() -> int:
     """What a model may take, where it would be loaded."""
-    torch, width = import_module("torch"), import_module("engine.width")
+    torch, width = import_module("torch"), import_module("kvbench.engine.width")
     return width.free_bytes(torch.device("cuda:0" if has_gpu() else "cpu"))
 
 

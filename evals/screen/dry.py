@@ -11,13 +11,13 @@ Not here: the arithmetic (`evals/screen/roofline.py`), times as samples end (`ev
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.errors import ConfigError, unknown_name
-from engine.terminal import say
-from evals.overrides import CONF
-from evals.screen.progress import duration
-from evals.settings import Settings
-from results import RunResult
-from results.read import answered
+from kvbench.engine.errors import ConfigError, unknown_name
+from kvbench.engine.terminal import say
+from kvbench.evals.overrides import CONF
+from kvbench.evals.screen.progress import duration
+from kvbench.evals.settings import Settings
+from kvbench.results import RunResult
+from kvbench.results.read import answered
 
 FLAG, KEY = "--dry-run", "hardware="
 Run = Callable[[list[Settings]], list[tuple[Path, RunResult]]]
@@ -41,13 +41,13 @@ def asked(argv: Sequence[str]) -> tuple[list[str], Run]:
 
 def foretell(cells: Sequence[Settings], hardware: str | None) -> None:
     """Print a line for each group that shares its prompts, and the sum."""
-    from evals.runner import prepare
+    from kvbench.evals.runner import prepare
 
     ready = prepare(cells)
-    from evals.cells import distinct, grouped
-    from evals.loop import Group
-    from evals.screen.roofline import this_machine, times
-    from evals.studies.hardware import read_hardware
+    from kvbench.evals.cells import distinct, grouped
+    from kvbench.evals.loop import Group
+    from kvbench.evals.screen.roofline import this_machine, times
+    from kvbench.evals.studies.hardware import read_hardware
 
     given = None if hardware is None else read_hardware(hardware, KEY)
     total, where = 0.0, ""

@@ -13,7 +13,7 @@ Not here: the clock and the bar (`evals/screen/progress.py`).
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.shapes import ModelShape
+from kvbench.engine.shapes import ModelShape
 
 USED = 0.75  # of its allowance, an answer before any was seen: of several variants the longest counts
 STEP_TOKENS = 60  # tokens that are read in the time of a step, before either was seen

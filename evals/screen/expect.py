@@ -10,13 +10,13 @@ Not here: the time that is left while samples are asked (`evals/screen/progress.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.decode import decode
-from engine.model import Model
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from evals.screen.estimate import Bends, Estimate, Load
-from evals.screen.progress import duration
-from methods.full import full_attention
+from kvbench.engine.decode import decode
+from kvbench.engine.model import Model
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.evals.screen.estimate import Bends, Estimate, Load
+from kvbench.evals.screen.progress import duration
+from kvbench.methods.full import full_attention
 
 PROBE = 256  # tokens; reading them takes 0.5 s of the embedded model on two cores
 WARM_UP = 16  # tokens of a pass whose time does not count: it waits for compilers and allocators

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from engine.shapes import ModelShape
+from kvbench.engine.shapes import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMULA = (
@@ -50,16 +50,16 @@ class Shipped:
     @cached_property
     def config(self) -> Any:
         """transformers' configuration of it."""
-        return import_module("engine.checkpoints.load").read_config(self.id, self.architecture)
+        return import_module("kvbench.engine.checkpoints.load").read_config(self.id, self.architecture)
 
     @cached_property
     def shape(self) -> ModelShape:
-        return import_module("engine.checkpoints.kinds").shape_of(self.config, self.name)
+        return import_module("kvbench.engine.checkpoints.kinds").shape_of(self.config, self.name)
 
     @cached_property
     def n_weights(self) -> int:
         """Numbers that its text model is made of."""
-        return import_module("engine.checkpoints.kinds").survey(self.config).n_weights
+        return import_module("kvbench.engine.checkpoints.kinds").survey(self.config).n_weights
 
 
 def shipped() -> list[Shipped]:

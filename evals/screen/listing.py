@@ -17,17 +17,17 @@ from typing import Any
 
 import yaml
 
-from engine.budget import token_bytes
-from engine.errors import ConfigError, one_line
-from evals.overrides import CONF
-from evals.screen.check import where
-from evals.screen.fits import shipped
-from evals.settings import Choice, choice, load_class, refuse_missing
-from evals.typed import build_params
-from results.names import card_of, known, own_methods
-from results.sheet import ABSENT, Sheet, show
-from tasks import sources
-from tasks.base import Data
+from kvbench.engine.budget import token_bytes
+from kvbench.engine.errors import ConfigError, one_line
+from kvbench.evals.overrides import CONF
+from kvbench.evals.screen.check import where
+from kvbench.evals.screen.fits import shipped
+from kvbench.evals.settings import Choice, choice, load_class, refuse_missing
+from kvbench.evals.typed import build_params
+from kvbench.results.names import card_of, known, own_methods
+from kvbench.results.sheet import ABSENT, Sheet, show
+from kvbench.tasks import sources
+from kvbench.tasks.base import Data
 
 TASK_HEADS = ["task", "what it asks", "data here"]
 METHOD_HEADS = ["method", "published as: what it does", "presets"]

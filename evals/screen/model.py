@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import terminal
-from engine.budget import token_bytes
-from engine.checkpoints.digests import digests_of
-from engine.checkpoints.kinds import Survey, check_compresses, kinds_of, survey
-from engine.checkpoints.load import empty_model, load_tokenizer, read_checkpoint, read_config, shape_of
-from engine.errors import ConfigError
-from engine.passes.rotations import rotary_dims
-from engine.shapes import Checkpoint, ModelShape
-from engine.width import PASS_VALUES, SHARE
-from evals.asked import architecture, rules_and_params
-from evals.screen import check, room
-from evals.screen.fits import longest
-from evals.settings import ModelSpec, from_words, methods_for
+from kvbench.engine import terminal
+from kvbench.engine.budget import token_bytes
+from kvbench.engine.checkpoints.digests import digests_of
+from kvbench.engine.checkpoints.kinds import Survey, check_compresses, kinds_of, survey
+from kvbench.engine.checkpoints.load import empty_model, load_tokenizer, read_checkpoint, read_config, shape_of
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.rotations import rotary_dims
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.engine.width import PASS_VALUES, SHARE
+from kvbench.evals.asked import architecture, rules_and_params
+from kvbench.evals.screen import check, room
+from kvbench.evals.screen.fits import longest
+from kvbench.evals.settings import ModelSpec, from_words, methods_for
 
 OWN = "its own configuration"
 BUDGETS = {"ratio": "ratio=0.2", "memory": "memory=0.25", "answer": f"budget={2 * room.PROMPT}"}  # in a command's words

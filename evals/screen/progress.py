@@ -21,9 +21,9 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-from engine import terminal
-from engine.terminal import printable
-from evals.screen.estimate import ANSWERING, PART, READING, Estimate, Load
+from kvbench.engine import terminal
+from kvbench.engine.terminal import printable
+from kvbench.evals.screen.estimate import ANSWERING, PART, READING, Estimate, Load
 
 LONGEST_ID = 80  # characters of a sample's id
 ROOM = 10  # lines of a terminal that are left to bars and the table's frame

@@ -10,12 +10,12 @@ from math import fsum
 import torch
 from torch import Tensor
 
-from engine.budget import token_bytes
-from engine.shapes import ModelShape
-from evals.models import config_of, random_config
-from evals.screen.estimate import USED, Load
-from evals.settings import Settings
-from evals.studies.hardware import Hardware, Layers, layers_of, linear, reading
+from kvbench.engine.budget import token_bytes
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.models import config_of, random_config
+from kvbench.evals.screen.estimate import USED, Load
+from kvbench.evals.settings import Settings
+from kvbench.evals.studies.hardware import Hardware, Layers, layers_of, linear, reading
 
 ROWS, SIDE = 32768, 4096  # of weights that are more than caches hold
 TOKENS, PART = 512, 4096  # of the input that is multiplied with a part of the rows

@@ -12,9 +12,9 @@ from fractions import Fraction
 from itertools import islice
 from math import floor
 
-from engine.budget import BudgetRequest, Bytes, cache_bytes, parse_memory, show
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
+from kvbench.engine.budget import BudgetRequest, Bytes, cache_bytes, parse_memory, show
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
 
 PROMPT = 4096  # tokens, where no others are asked for
 LENGTH = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([km]?)", re.IGNORECASE)

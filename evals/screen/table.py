@@ -13,8 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from results import EXACT, METRICS, RunResult, few_samples
-from results.sheet import Sheet, show, without_shared
+from kvbench.results import EXACT, METRICS, RunResult, few_samples
+from kvbench.results.sheet import Sheet, show, without_shared
 
 TEXTS = ("model", "task", "budget", "comm", "scope", "seed")  # columns only where they differ
 NUMBERS = {  # behind the score, its interval and n: heads, and what one value says for all rows
@@ -252,7 +252,7 @@ def remarks(results: Sequence[RunResult]) -> list[str]:
     if any(result.within_budget is False for result in results):
         lines.append("! attended to more tokens, or read more to find them, than the budget allows")
     if any(result.waits_for_scores for result in results):
-        lines.append("answers without a score yet: `python -m evals.rescore --write FOLDER` gives them theirs")
+        lines.append("answers without a score yet: `python -m kvbench.evals.rescore --write FOLDER` gives them theirs")
     searching = {result.method_label for result in results if result.bytes_searched_per_step}
     if searching:
         names = ", ".join(sorted(searching))

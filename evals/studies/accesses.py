@@ -1,7 +1,7 @@
 """Which tokens a run fetched, kept in a file, and what any device cache would have saved of it.
 
     python run.py method=pqcache task=needle accesses=true out=runs/study
-    python -m evals.studies.accesses runs/study --tokens 1024 4096 --k-cache 8 32 --policy lfu lru --recent 1 2
+    python -m kvbench.evals.studies.accesses runs/study --tokens 1024 4096 --k-cache 8 32 --policy lfu lru --recent 1 2
 
 A run with `accesses=true` writes `accesses-LINE.npz` into its folder for every line of samples.jsonl: a sample, one of
 its answers where several are drawn, or one of its turns. It is named by `file_stem` of `results/files.py`; a
@@ -31,15 +31,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.books.meter import Access
-from engine.budget import token_bytes
-from engine.caches.blocks import BlockCache, BlockCacheSpec
-from engine.caches.recent import RecentTokens
-from engine.errors import ConfigError
-from engine.foreign import write_csv
-from engine.store import Store
-from engine.terminal import say
-from results.sheet import Sheet, show
+from kvbench.engine.books.meter import Access
+from kvbench.engine.budget import token_bytes
+from kvbench.engine.caches.blocks import BlockCache, BlockCacheSpec
+from kvbench.engine.caches.recent import RecentTokens
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import write_csv
+from kvbench.engine.store import Store
+from kvbench.engine.terminal import say
+from kvbench.results.sheet import Sheet, show
 
 BLOCK_LEN = 128
 
@@ -233,7 +233,7 @@ def row(
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m evals.studies.accesses", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m kvbench.evals.studies.accesses", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs made with accesses=true")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 2048, 4096], help="capacities")

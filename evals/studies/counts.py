@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.books.ledger import Entry
-from engine.budget import BudgetRequest, token_bytes
-from engine.checkpoints.load import Letters
-from engine.decode import attend_group
-from engine.errors import ConfigError
-from engine.model import Model
-from engine.observe import ColumnSums
-from engine.passes.rotations import Tables, behind, in_halves, turner
-from engine.passes.session import Call
-from engine.passes.trace import Probed, Trace
-from engine.selection import Found
-from engine.shapes import DRAWN, ModelShape
-from engine.softmax import Softmax
-from engine.step import cut
-from methods.base import SelectiveAttention, Variant
+from kvbench.engine.books.ledger import Entry
+from kvbench.engine.budget import BudgetRequest, token_bytes
+from kvbench.engine.checkpoints.load import Letters
+from kvbench.engine.decode import attend_group
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.model import Model
+from kvbench.engine.observe import ColumnSums
+from kvbench.engine.passes.rotations import Tables, behind, in_halves, turner
+from kvbench.engine.passes.session import Call
+from kvbench.engine.passes.trace import Probed, Trace
+from kvbench.engine.selection import Found
+from kvbench.engine.shapes import DRAWN, ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.step import cut
+from kvbench.methods.base import SelectiveAttention, Variant
 
 AT = (2048, 4096)  # prompts that counts are taken at
 CHOSEN = ("attended_bytes", "moved_kv_bytes")  # counts of chosen tokens

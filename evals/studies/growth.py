@@ -1,4 +1,5 @@
-"""Which methods hold a budget that grows with a conversation, and why others do not: `python -m evals.studies.growth`.
+"""Which methods hold a budget that grows with a conversation, and why others do not: `python -m
+kvbench.evals.studies.growth`.
 
 The table of docs/turns.md, from what methods say of themselves (`Rules.extends`, `Rules.no_growth`).
 
@@ -7,10 +8,10 @@ Not here: how a row grows (`methods/base.py`, `engine/turns/talk.py`).
 
 import sys
 
-from engine.terminal import say
-from evals.studies.hardware import method_of
-from results.names import own_methods
-from results.sheet import Sheet, markdown
+from kvbench.engine.terminal import say
+from kvbench.evals.studies.hardware import method_of
+from kvbench.results.names import own_methods
+from kvbench.results.sheet import Sheet, markdown
 
 KINDS = ("holds more of what is still there", "fetches more", "grows without a budget", "refused")
 

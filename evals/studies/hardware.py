@@ -1,8 +1,8 @@
 """What a variant would cost on hardware that is not here: a roofline, with counts from the store. Always `simulated`.
 
-    python -m evals.studies.hardware --on h100 --model llama-3.1-8b --methods snapkv kvzip pqcache --lengths 8k 32k
-    python -m evals.studies.hardware --on rtx4090-pcie1 rtx4090-pcie4 --methods pqcache --budget 1024 --csv rows.csv
-    python -m evals.studies.hardware --on a100 --model gpt-oss-20b --methods kivi turboquant --memory 1/2 --batch 8
+    python -m kvbench.evals.studies.hardware --on h100 --model llama-3.1-8b --methods snapkv kvzip --lengths 8k 32k
+    python -m kvbench.evals.studies.hardware --on rtx4090-pcie1 rtx4090-pcie4 --methods pqcache --csv rows.csv
+    python -m kvbench.evals.studies.hardware --on a100 --model gpt-oss-20b --methods kivi --memory 1/2 --batch 8
 
 Bytes are those that the ledger counts of one layer of the model's shape (`evals/studies/counts.py`). Times are bytes
 over bandwidth and operations over rate, whichever takes longer, plus a fixed price per layer and call.
@@ -36,21 +36,21 @@ from typing import Any
 
 import yaml
 
-from engine.budget import EVERYTHING, BudgetRequest
-from engine.checkpoints.kinds import check_compresses
-from engine.checkpoints.load import drawn_checkpoint, empty_model
-from engine.errors import ConfigError, unknown_name
-from engine.foreign import write_csv
-from engine.model import decoder_layers
-from engine.shapes import Checkpoint, ModelShape
-from engine.terminal import say
-from evals.models import random_config
-from evals.overrides import CONF
-from evals.settings import from_words, load_class
-from evals.studies.counts import AT, Counts, count
-from evals.typed import build_params
-from methods.base import SelectiveAttention
-from results.sheet import Sheet, show
+from kvbench.engine.budget import EVERYTHING, BudgetRequest
+from kvbench.engine.checkpoints.kinds import check_compresses
+from kvbench.engine.checkpoints.load import drawn_checkpoint, empty_model
+from kvbench.engine.errors import ConfigError, unknown_name
+from kvbench.engine.foreign import write_csv
+from kvbench.engine.model import decoder_layers
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.engine.terminal import say
+from kvbench.evals.models import random_config
+from kvbench.evals.overrides import CONF
+from kvbench.evals.settings import from_words, load_class
+from kvbench.evals.studies.counts import AT, Counts, count
+from kvbench.evals.typed import build_params
+from kvbench.methods.base import SelectiveAttention
+from kvbench.results.sheet import Sheet, show
 
 ELEMENT_BYTES = 2  # of weights
 
@@ -312,7 +312,7 @@ def sheet_of(rows: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> Sheet:
 
 def parse(words: Sequence[str] | None) -> tuple[Question, Path | None]:
     parser = argparse.ArgumentParser(
-        prog="python -m evals.studies.hardware", formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m kvbench.evals.studies.hardware", formatter_class=argparse.RawDescriptionHelpFormatter,
         description=(__doc__ or "").partition("\n\nBytes are")[0],
     )  # fmt: skip
     add = parser.add_argument

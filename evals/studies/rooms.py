@@ -1,4 +1,4 @@
-"""How many variants of a method are decoded at once on a GPU that is not here: `python -m evals.studies.rooms`.
+"""How many variants of a method are decoded at once on a GPU that is not here: `python -m kvbench.evals.studies.rooms`.
 
 The arithmetic of a run (`engine/width.py`), with the free memory of an idle GPU that has loaded the model. `together`
 counts one variant of each method, as a fused sweep has them: how many of them the first wave takes.
@@ -13,15 +13,15 @@ from dataclasses import replace
 from fractions import Fraction
 from math import floor
 
-from engine.budget import EVERYTHING, BudgetRequest
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from engine.terminal import say
-from engine.width import SHARE, prompt_bytes, variant_bytes, waves
-from evals.studies.hardware import method_of, read_model
-from methods.base import Variant
-from methods.decoding.schedule import DecodingRules
-from results.sheet import Sheet, pipes, show
+from kvbench.engine.budget import EVERYTHING, BudgetRequest
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.terminal import say
+from kvbench.engine.width import SHARE, prompt_bytes, variant_bytes, waves
+from kvbench.evals.studies.hardware import method_of, read_model
+from kvbench.methods.base import Variant
+from kvbench.methods.decoding.schedule import DecodingRules
+from kvbench.results.sheet import Sheet, pipes, show
 
 METHODS = "full snapkv h2o streamingllm quest sparq clusterkv infllm infinigen pqcache".split()
 LENGTHS = (8192, 32768, 131072)

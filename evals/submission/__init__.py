@@ -8,7 +8,7 @@
     jail.py      a method's own file in a process without network
     again.py     samples answered a second time
 
-`python -m evals.submit RUNS` makes one, `python -m evals.verify FOLDER` judges it.
+`kvbench submit RUNS` makes one, `kvbench verify FOLDER` judges it.
 
 Not here: the site that shows what was verified (`plots/site/`).
 """

@@ -13,12 +13,12 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Any
 
-from engine.errors import ConfigError, RunError
-from evals.asked import ask
-from evals.submission.check import NOT_IN_ENTRIES, Checked, read_safely, same
-from evals.submission.folder import Finding
-from evals.submission.settings import settings_of
-from results import SampleRow, read_samples
+from kvbench.engine.errors import ConfigError, RunError
+from kvbench.evals.asked import ask
+from kvbench.evals.submission.check import NOT_IN_ENTRIES, Checked, read_safely, same
+from kvbench.evals.submission.folder import Finding
+from kvbench.evals.submission.settings import settings_of
+from kvbench.results import SampleRow, read_samples
 
 EXACT = ("float32", "cpu")
 
@@ -50,13 +50,13 @@ def reproduce(root: Path, one: Checked, n: int) -> None:
 
 def answers(config: Mapping[str, Any], wanted: set[str], root: Path) -> Iterator[SampleRow]:
     """The lines of some samples; no folder is made."""
-    from evals.answer import Answering
-    from evals.batch.reply import Reply
-    from evals.cells import check_loaded, ready_cells
-    from evals.lines import line_of
-    from evals.models import Models
-    from evals.prepare import Preparation
-    from evals.screen.progress import Progress
+    from kvbench.evals.answer import Answering
+    from kvbench.evals.batch.reply import Reply
+    from kvbench.evals.cells import check_loaded, ready_cells
+    from kvbench.evals.lines import line_of
+    from kvbench.evals.models import Models
+    from kvbench.evals.prepare import Preparation
+    from kvbench.evals.screen.progress import Progress
 
     settings = replace(settings_of(config), out=root / "again", is_sweep=True)
     (cell,) = ready_cells(ask([settings]))

@@ -16,21 +16,32 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from engine.books.ledger import Entry, Ledger
-from engine.budget import exact, token_bytes
-from engine.errors import ConfigError
-from engine.foreign import refuse_depth
-from evals import rescore
-from evals.asked import class_and_params
-from evals.cells import Cell, cell_without_task
-from evals.lines import variant_words
-from evals.submission import frozen
-from evals.submission.folder import Finding
-from evals.submission.settings import settings_of
-from methods.rules import Rules
-from results import EVICT, EXACT, OFF, RunFacts, RunResult, SampleRow, config_hash, read_config, read_run, summarise
-from results.ledger import ledger_damage, pyarrow
-from results.read import is_sealed
+from kvbench.engine.books.ledger import Entry, Ledger
+from kvbench.engine.budget import exact, token_bytes
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import refuse_depth
+from kvbench.evals import rescore
+from kvbench.evals.asked import class_and_params
+from kvbench.evals.cells import Cell, cell_without_task
+from kvbench.evals.lines import variant_words
+from kvbench.evals.submission import frozen
+from kvbench.evals.submission.folder import Finding
+from kvbench.evals.submission.settings import settings_of
+from kvbench.methods.rules import Rules
+from kvbench.results import (
+    EVICT,
+    EXACT,
+    OFF,
+    RunFacts,
+    RunResult,
+    SampleRow,
+    config_hash,
+    read_config,
+    read_run,
+    summarise,
+)
+from kvbench.results.ledger import ledger_damage, pyarrow
+from kvbench.results.read import is_sealed
 
 LEVELS = ("self-reported", "rescored", "budget proven", "reproduced")
 # What runs must share to be compared: plots/report/compare.py pairs by the same keys.

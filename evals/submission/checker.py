@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine.workers.serve import serve
-from evals.submission.check import Check, is_full, read_safely, same_key
-from results.ledger import pyarrow
+from kvbench.engine.workers.serve import serve
+from kvbench.evals.submission.check import Check, is_full, read_safely, same_key
+from kvbench.results.ledger import pyarrow
 
 LIMIT_S = 60.0  # of a processor, for a run; one of 5,000 answers takes two
 

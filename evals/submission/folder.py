@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import ConfigError
-from engine.foreign import KINDS, opened
-from evals.submission.manifest import MANIFEST, NEEDED, Manifest, why_no_place
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import KINDS, opened
+from kvbench.evals.submission.manifest import MANIFEST, NEEDED, Manifest, why_no_place
 
 MOST_RUNS = 5_000
 MOST_FILES = 6 * MOST_RUNS + 100

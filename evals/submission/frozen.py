@@ -1,6 +1,6 @@
 """Benchmarks that are frozen: what was asked and what a score looks at, as digests that are committed.
 
-    python -m evals.submission.frozen task=needle_short [model=…] […]    writes one, from the task's own samples
+    python -m kvbench.evals.submission.frozen task=needle_short [model=…] […]    writes one, from the task's own samples
 
 A benchmark is a task with its settings, on a model, whose tokenizer and window a prompt depends on. Its file has a line
 per answer: the prompt's digest, and one of references and columns. Nothing of the texts is in it.
@@ -17,10 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from engine.budget import Frame
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from engine.terminal import say
+from kvbench.engine.budget import Frame
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.terminal import say
 
 FOLDER = Path(__file__).resolve().parent / "frozen"
 # What of a configuration decides which prompts are asked; `limit` takes the first of them.
@@ -106,12 +106,12 @@ def find(config: Mapping[str, Any], folder: Path = FOLDER) -> Benchmark | None:
 
 def freeze(words: Sequence[str]) -> Benchmark:
     """The benchmark of a command line, from the samples of today."""
-    from evals.lines import own_columns
-    from evals.prepare import Preparation
-    from evals.runner import prepare
-    from evals.settings import from_words
-    from tasks.prompt import tokenizing
-    from tasks.turns.questions import one_question
+    from kvbench.evals.lines import own_columns
+    from kvbench.evals.prepare import Preparation
+    from kvbench.evals.runner import prepare
+    from kvbench.evals.settings import from_words
+    from kvbench.tasks.prompt import tokenizing
+    from kvbench.tasks.turns.questions import one_question
 
     (cell,) = prepare([from_words(["method=full", *words])])
     with tokenizing(cell.settings.model.name):

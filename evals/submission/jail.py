@@ -1,4 +1,4 @@
-"""`python -m evals.submission.jail NAME SCRATCH < FILE`: the conformance kit on a stranger's method.
+"""`python -m kvbench.evals.submission.jail NAME SCRATCH < FILE`: the conformance kit on a stranger's method.
 
 It runs where it can reach nothing: no network, no file that it may write but an empty folder's, no other process,
 little memory and time.
@@ -85,7 +85,7 @@ def watch(event: str, arguments: tuple[Any, ...]) -> None:
 def inside(name: str, word: bytes, source: bytes) -> NoReturn:
     """The first process of its own: imports the kit, then lets the method in."""
     limit()
-    kit = importlib.import_module("tests.conformance")  # which may open what it likes
+    kit = importlib.import_module("kvbench.tests.conformance")  # which may open what it likes
     Path(name).write_bytes(source)
     sys.addaudithook(watch)
     found = kit.main([name])

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from engine.errors import ConfigError
-from engine.foreign import NoJson, parse_json, read_bytes
-from results.schema import check_keys, check_types
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import NoJson, parse_json, read_bytes
+from kvbench.results.schema import check_keys, check_types
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -11,15 +11,15 @@ from typing import Any
 
 import yaml
 
-from engine.budget import BudgetRequest, parse_fraction, parse_memory
-from engine.caches.blocks import BlockCacheSpec
-from engine.errors import ConfigError
-from engine.keeping import Merging
-from engine.sampling.spec import Sampling
-from evals.overrides import CONF
-from evals.settings import USUAL, Choice, GivenKeeping, ModelSpec, Settings
-from evals.typed import build
-from methods.allocator import Allocator
+from kvbench.engine.budget import BudgetRequest, parse_fraction, parse_memory
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.keeping import Merging
+from kvbench.engine.sampling.spec import Sampling
+from kvbench.evals.overrides import CONF
+from kvbench.evals.settings import USUAL, Choice, GivenKeeping, ModelSpec, Settings
+from kvbench.evals.typed import build
+from kvbench.methods.allocator import Allocator
 
 VERSIONS = (  # of what answers depend on, which a configuration has beside the settings
     *("model_digest", "task_version", "method_version", "data_digest", "method_data_digest", "prefill_version"),

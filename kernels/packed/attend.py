@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.build import dtypes, library
-from kernels.capped import capped
-from kernels.packed.codes import BY_CHANNEL, BY_TABLE, BY_TOKEN, Quantised, rebuild_channels, rebuild_tokens
+from kvbench.kernels.build import dtypes, library
+from kvbench.kernels.capped import capped
+from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TABLE, BY_TOKEN, Quantised, rebuild_channels, rebuild_tokens
 
 CHUNK = 256  # tokens, as soften.h has it: groups of tokens lie within one
 MOST_D = 512  # dimensions that the C++ has room for

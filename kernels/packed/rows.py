@@ -5,7 +5,7 @@ a launch for each form of codes that occurs; the exact ones behind them are toke
 is `attend_rows_triton`'s.
 
 Shapes    as in `kernels/packed/attend.py`.
-Checks    tests/kernels/test_packed_rows.py, `python -m kernels.aot`.
+Checks    tests/kernels/test_packed_rows.py, `python -m kvbench.kernels.aot`.
 
 Keys that are packed by channel have one scale per channel and group: it is multiplied into the query, and the product
 with the tensor cores is that with the codes. All others become numbers first.
@@ -24,11 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.capped import bend
-from kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl, triton
-from kernels.packed.attend import Packed, Side
-from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE
-from kernels.select_attend import RECORD, STAGES, Piece, Table, Tokens, elements, find_item
+from kvbench.kernels.capped import bend
+from kvbench.kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl, triton
+from kvbench.kernels.packed.attend import Packed, Side
+from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE
+from kvbench.kernels.select_attend import RECORD, STAGES, Piece, Table, Tokens, elements, find_item
 
 EXACT = -1  # beside the kinds of codes: not packed
 WIDE = 256  # numbers of a head whose tiles four warps have no registers for

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kernels.jit import distance, jit, power_of_2, tl, upload
-from kernels.packed.codes import Quantised
+from kvbench.kernels.jit import distance, jit, power_of_2, tl, upload
+from kvbench.kernels.packed.codes import Quantised
 
 FIELDS = 11  # numbers of a token
 COLUMNS = 32  # of a rotation, for one pass

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.gather import apart
-from kernels.jit import jit, power_of_2, tl, upload
+from kvbench.kernels.gather import apart
+from kvbench.kernels.jit import jit, power_of_2, tl, upload
 
 Place = tuple[Tensor, Tensor, int]  # K, V, slot
 Ring = tuple[int, int]  # the slot of its first token, and how many tokens it has

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.gather import apart
-from kernels.jit import cdiv, distance, jit, lanes_of, power_of_2, tl, upload
-from kernels.rows.union import Ask, Far
+from kvbench.kernels.gather import apart
+from kvbench.kernels.jit import cdiv, distance, jit, lanes_of, power_of_2, tl, upload
+from kvbench.kernels.rows.union import Ask, Far
 
 TILE = 1024  # tokens, blocks or slots that are looked at at once
 BLOCK = ("where", "frequency", "touched", "since", "gone", "wanted")  # slot or -1; the others count from 0

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.jit import cdiv, distance, fit_rows, jit, lanes_of, power_of_2, tl, upload
-from kernels.rows.collisions import Tables
+from kvbench.kernels.jit import cdiv, distance, fit_rows, jit, lanes_of, power_of_2, tl, upload
+from kvbench.kernels.rows.collisions import Tables
 
 TILE, WEIGHED = 128, 32  # entries of a bucket, and tokens, that a program takes at once
 ROW = 14  # numbers of a row, as the kernels read them

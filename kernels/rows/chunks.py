@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.capped import bend, with_sink
-from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
-from kernels.topk import pack_key
+from kvbench.kernels.capped import bend, with_sink
+from kvbench.kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
+from kvbench.kernels.topk import pack_key
 
 CHUNKS, TOKENS = 128, 256  # of one program
 COMPARED = 16  # channels that all others are compared with at once

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.build import dtypes, library
+from kvbench.kernels.build import dtypes, library
 
 
 class Tables(NamedTuple):

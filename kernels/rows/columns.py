@@ -22,10 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.capped import bend, with_sink
-from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
-from kernels.rows.logits import Table
-from kernels.topk import pack_key
+from kvbench.kernels.capped import bend, with_sink
+from kvbench.kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
+from kvbench.kernels.rows.logits import Table
+from kvbench.kernels.topk import pack_key
 
 TOKENS = 256  # of one program
 HELD = 8192  # logits of a group that four warps hold

@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.build import dtypes
-from kernels.select_attend import Tokens, attend_parts_ref, native, native_takes, packed_part
+from kvbench.kernels.build import dtypes
+from kvbench.kernels.select_attend import Tokens, attend_parts_ref, native, native_takes, packed_part
 
 
 def attend_each(q: Tensor, part: Tokens, scale: float, cap: float = 0.0) -> tuple[Tensor, Tensor]:

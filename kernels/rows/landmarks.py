@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.capped import bend, with_sink
-from kernels.jit import INTERPRETED, cdiv, distance, fit_rows, jit, lanes_of, power_of_2, tl, upload
-from kernels.rows.rotation import Rotation
-from kernels.topk import pack_key, top_keys
+from kvbench.kernels.capped import bend, with_sink
+from kvbench.kernels.jit import INTERPRETED, cdiv, distance, fit_rows, jit, lanes_of, power_of_2, tl, upload
+from kvbench.kernels.rows.rotation import Rotation
+from kvbench.kernels.topk import pack_key, top_keys
 
 MEANS, TOKENS, RANK = 32, 16, 32  # of one program: landmarks; tokens, and how much of the rank at a time
 CHANNELS = {2: 128, 4: 32}  # of a key at a time, by the bytes of a number: registers hold no more of their products

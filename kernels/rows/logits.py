@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.capped import bend, with_sink
-from kernels.jit import cdiv, distance, fit_rows, jit, lanes_of, power_of_2, tl, upload
-from kernels.topk import pack_key
+from kvbench.kernels.capped import bend, with_sink
+from kvbench.kernels.jit import cdiv, distance, fit_rows, jit, lanes_of, power_of_2, tl, upload
+from kvbench.kernels.topk import pack_key
 
 AGGREGATES = ("query_head", "group_sum", "group_max", "group_logit_mean", "group_mean")
 TOKENS, WIDE_HEAD = 64, 256  # of one program; numbers of a head that is read in one piece

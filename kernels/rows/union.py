@@ -26,8 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.gather import apart
-from kernels.jit import cdiv, distance, jit, lanes_of, power_of_2, tl, upload
+from kvbench.kernels.gather import apart
+from kvbench.kernels.jit import cdiv, distance, jit, lanes_of, power_of_2, tl, upload
 
 TILE = 1024  # of what heads ask for, looked at at once
 TOKENS, COPIED = 16, 32768  # that one program copies, and bytes that registers hold of their keys

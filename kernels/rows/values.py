@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.gather import gather_tokens
-from kernels.jit import cdiv, distance, jit, power_of_2, tl
+from kvbench.kernels.gather import gather_tokens
+from kvbench.kernels.jit import cdiv, distance, jit, power_of_2, tl
 
 TOKENS = 16  # that one program copies
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
+from kvbench.kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
 
 REDUCTIONS = ("sum", "mean", "max")  # of an owner's query heads, as `add_received` counts them
 BLOCK = 512  # slots of one program

@@ -3,5 +3,5 @@
 A kind of calibration is a file here and a line in `kinds.py`; a method asks for one of its arrays as an observation
 (`known.py`), and reads it where it reads those of the prefill.
 
-Not here: what a method makes of it; the command, `python -m methods.calibrate`.
+Not here: what a method makes of it; the command, `kvbench calibrate`.
 """

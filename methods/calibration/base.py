@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.causal import Chunk, causal
-from engine.errors import ConfigError
-from engine.model import Model
-from engine.softmax import Softmax
+from kvbench.engine.causal import Chunk, causal
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.model import Model
+from kvbench.engine.softmax import Softmax
 
 
 class Kind(ABC):

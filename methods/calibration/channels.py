@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from methods.calibration.base import Seen, Statistics
+from kvbench.methods.calibration.base import Seen, Statistics
 
 
 def mean_size(x: Tensor) -> Tensor:

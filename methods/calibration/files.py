@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.checkpoints.digests import cache_home, read_own_bytes, write_own_bytes
-from engine.errors import ConfigError, first_line
-from engine.shapes import Checkpoint, ModelShape
+from kvbench.engine.checkpoints.digests import cache_home, read_own_bytes, write_own_bytes
+from kvbench.engine.errors import ConfigError, first_line
+from kvbench.engine.shapes import Checkpoint, ModelShape
 
 MOST_BYTES = 1 << 30  # of a file that is believed
-REMEDY = "make one with `python -m methods.calibrate`"
+REMEDY = "make one with `kvbench calibrate`"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def check_calibration(file: Path | None, kind: str, makes: bool, model: Checkpoi
     elif not (makes or model.is_drawn or kept(kind, model)):
         raise ConfigError(
             f"there is no calibration of kind {kind} for {model.shape.name}; make it with `python -m "
-            f"methods.calibrate {kind} model={model.shape.name}`, or use method.calibrate=missing"
+            f"kvbench.methods.calibrate {kind} model={model.shape.name}`, or use method.calibrate=missing"
         )
 
 

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from engine.budget import NO_FRAME
-from engine.model import Model
-from engine.passes.probe import probe
-from engine.passes.repetition import Repetition, largest_weights
-from engine.prefill import prefill
-from engine.softmax import Softmax
-from methods.calibration.base import Kind
+from kvbench.engine.budget import NO_FRAME
+from kvbench.engine.model import Model
+from kvbench.engine.passes.probe import probe
+from kvbench.engine.passes.repetition import Repetition, largest_weights
+from kvbench.engine.prefill import prefill
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.calibration.base import Kind
 
 OVERLAP = 8  # tokens, as KVzip has them; a stretch is one chunk, so that none is used
 

@@ -1,12 +1,12 @@
 """All kinds of calibration, by the name that the command and the files have for them."""
 
-from engine.errors import unknown_name
-from methods.calibration.base import Kind
-from methods.calibration.channels import Channels
-from methods.calibration.heads import Heads
-from methods.calibration.pca import Components
-from methods.calibration.qfilters import QFilterDirections
-from methods.calibration.queries import Queries
+from kvbench.engine.errors import unknown_name
+from kvbench.methods.calibration.base import Kind
+from kvbench.methods.calibration.channels import Channels
+from kvbench.methods.calibration.heads import Heads
+from kvbench.methods.calibration.pca import Components
+from kvbench.methods.calibration.qfilters import QFilterDirections
+from kvbench.methods.calibration.queries import Queries
 
 KINDS: dict[str, Kind] = {
     kind.name: kind for kind in (Channels(), Components(), Heads(), QFilterDirections(), Queries())

@@ -20,18 +20,18 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from engine.budget import BudgetRequest
-from engine.model import Model
-from engine.observe import ModelFact
-from engine.passes.trace import Known
-from engine.shapes import Checkpoint, ModelShape
-from engine.softmax import Softmax
-from engine.terminal import say
-from methods.base import SelectiveAttention
-from methods.calibration import files
-from methods.calibration.files import Calibration
-from methods.calibration.kinds import kind_of
-from methods.calibration.prose import embedded_prose, prose_name
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.model import Model
+from kvbench.engine.observe import ModelFact
+from kvbench.engine.passes.trace import Known
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.terminal import say
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.calibration import files
+from kvbench.methods.calibration.files import Calibration
+from kvbench.methods.calibration.kinds import kind_of
+from kvbench.methods.calibration.prose import embedded_prose, prose_name
 
 LETTERS = 16  # of text for a token, more than any tokenizer puts into one on average
 

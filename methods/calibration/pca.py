@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from methods.calibration.base import Seen, Statistics
+from kvbench.methods.calibration.base import Seen, Statistics
 
 
 def moments(keys: Tensor) -> Tensor:

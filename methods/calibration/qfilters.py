@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from methods.calibration.base import Seen, Statistics
+from kvbench.methods.calibration.base import Seen, Statistics
 
 N_QUERIES = 3000  # of each head, from all texts together, as the authors draw
 SEED = 0

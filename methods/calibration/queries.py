@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from engine.checkpoints.kinds import backbone
-from engine.errors import ConfigError
-from engine.model import Model
-from engine.passes.rotations import unmoved
-from engine.shapes import ModelShape
-from methods.calibration.base import Seen, Statistics
+from kvbench.engine.checkpoints.kinds import backbone
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.model import Model
+from kvbench.engine.passes.rotations import unmoved
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.calibration.base import Seen, Statistics
 
 USUAL_BASE = 10_000.0  # of the angular speeds, where there is no model
 

@@ -34,18 +34,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.books.footprint import Footprint
-from engine.books.spans import span
-from engine.budget import ELEMENT_BYTES, NO_FRAME, Budget, BudgetRequest, Frame, token_bytes
-from engine.checks import each_one_of, whole_number, whole_numbers
-from engine.errors import ConfigError
-from engine.observe import Observation, SpacedQueries
-from engine.passes.probe import Probe
-from engine.passes.repetition import RepeatedQueries
-from engine.placement import Made
-from engine.shapes import Checkpoint, ModelShape
-from methods.base import SelectiveAttention
-from methods.compacting.matching import (
+from kvbench.engine.books.footprint import Footprint
+from kvbench.engine.books.spans import span
+from kvbench.engine.budget import ELEMENT_BYTES, NO_FRAME, Budget, BudgetRequest, Frame, token_bytes
+from kvbench.engine.checks import each_one_of, whole_number, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import Observation, SpacedQueries
+from kvbench.engine.passes.probe import Probe
+from kvbench.engine.passes.repetition import RepeatedQueries
+from kvbench.engine.placement import Made
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.compacting.matching import (
     BiasRule,
     Pursuit,
     fit_values,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.softmax import Softmax
+from kvbench.engine.softmax import Softmax
 
 POWER_STEPS = 3  # of the power iteration for a step size
 BLOCK = 192  # keys at a time, whose numbers a cache holds; products of 1,000 take half the time that all at once do

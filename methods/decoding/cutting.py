@@ -13,11 +13,11 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from engine.observe import LastQueries, Observation
-from engine.placement import Kept, Placement, Queries, Stay, Whole
-from kernels.topk import top_stable_ref
-from methods.base import SelectiveAttention
-from methods.decoding.schedule import DecodingRules, Schedule
+from kvbench.engine.observe import LastQueries, Observation
+from kvbench.engine.placement import Kept, Placement, Queries, Stay, Whole
+from kvbench.kernels.topk import top_stable_ref
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.decoding.schedule import DecodingRules, Schedule
 
 
 class CuttingMethod(DecodingRules, SelectiveAttention):

@@ -16,14 +16,14 @@ Figures   others: #6E6E8F, thin diamond, --
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from engine.budget import EVERYTHING, Budget, BudgetRequest, resolve
-from engine.checks import whole_number, whole_numbers
-from engine.errors import ConfigError
-from engine.placement import Whole
-from engine.sampling.cues import Cue
-from engine.shapes import ModelShape
-from methods.base import SelectiveAttention
-from methods.decoding.schedule import DecodingRules, Schedule
+from kvbench.engine.budget import EVERYTHING, Budget, BudgetRequest, resolve
+from kvbench.engine.checks import whole_number, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.placement import Whole
+from kvbench.engine.sampling.cues import Cue
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.decoding.schedule import DecodingRules, Schedule
 
 
 class FullStopped(DecodingRules, SelectiveAttention):

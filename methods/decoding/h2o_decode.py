@@ -20,13 +20,13 @@ from functools import partial
 
 from torch import Tensor
 
-from engine.caches.eviction import Learning
-from engine.observe import ColumnSums, Observation
-from engine.placement import Change, Placement
-from engine.selection import Cost
-from methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
-from methods.decoding.schedule import Schedule, WhenToCut
-from methods.scorers import reduce_group
+from kvbench.engine.caches.eviction import Learning
+from kvbench.engine.observe import ColumnSums, Observation
+from kvbench.engine.placement import Change, Placement
+from kvbench.engine.selection import Cost
+from kvbench.methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
+from kvbench.methods.decoding.schedule import Schedule, WhenToCut
+from kvbench.methods.scorers import reduce_group
 
 SUM_BYTES = 4
 

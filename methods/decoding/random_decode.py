@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checks import each_one_of, whole_numbers
-from kernels.jit import upload
-from kernels.topk import top_stable
-from methods.decoding.cutting import CuttingMethod, in_place, with_last
-from methods.decoding.schedule import WhenToCut
-from methods.ranking.random import FIRST, SECOND, STEP, even, keys_of, marks, mixed, wrapped
+from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.kernels.jit import upload
+from kvbench.kernels.topk import top_stable
+from kvbench.methods.decoding.cutting import CuttingMethod, in_place, with_last
+from kvbench.methods.decoding.schedule import WhenToCut
+from kvbench.methods.ranking.random import FIRST, SECOND, STEP, even, keys_of, marks, mixed, wrapped
 
 N_SINK = 4  # of `protect: sinks`
 

@@ -29,11 +29,11 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from engine.checks import each_one_of, share, votes
-from engine.softmax import Softmax
-from methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
-from methods.decoding.schedule import WhenToCut
-from methods.scorers import by_heads, pool_scores
+from kvbench.engine.checks import each_one_of, share, votes
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
+from kvbench.methods.decoding.schedule import WhenToCut
+from kvbench.methods.scorers import by_heads, pool_scores
 
 SIMILAR = 0.5  # cosine above which the code calls two keys alike
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from engine.budget import Budget, BudgetRequest, show
-from engine.checks import one_of, whole_number, word
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from methods.rules import Rules
+from kvbench.engine.budget import Budget, BudgetRequest, show
+from kvbench.engine.checks import one_of, whole_number, word
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.rules import Rules
 
 TRIGGERS = ("position", "steps", "slack", "gated")
 

@@ -14,7 +14,7 @@ Figures   drop while decoding: #F55B7E, left, -.
 
 from torch import Tensor
 
-from methods.decoding.rkv import Voting, VotingMethod
+from kvbench.methods.decoding.rkv import Voting, VotingMethod
 
 
 class SnapKVDecode(VotingMethod):

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.checks import tokens
-from methods.decoding.cutting import CuttingMethod, with_last
-from methods.decoding.schedule import WhenToCut
+from kvbench.engine.checks import tokens
+from kvbench.methods.decoding.cutting import CuttingMethod, with_last
+from kvbench.methods.decoding.schedule import WhenToCut
 
 
 class StreamingLLMDecode(CuttingMethod):

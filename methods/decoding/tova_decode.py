@@ -15,9 +15,9 @@ Figures   drop while decoding: #EA5EA9, square, :
 
 from torch import Tensor
 
-from engine.softmax import Softmax
-from methods.decoding.cutting import CuttingMethod, best_first, in_place
-from methods.decoding.schedule import WhenToCut
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.decoding.cutting import CuttingMethod, best_first, in_place
+from kvbench.methods.decoding.schedule import WhenToCut
 
 
 def query_weights(q: Tensor, keys: Tensor, soft: Softmax) -> Tensor:

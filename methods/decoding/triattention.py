@@ -33,17 +33,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checks import each_one_of, whole_number
-from engine.errors import ConfigError
-from engine.observe import Observation
-from engine.placement import Change
-from engine.selection import Cost
-from engine.shapes import Checkpoint
-from kernels.topk import top_stable_ref
-from methods.calibration.known import Calibrated, NeedsCalibration
-from methods.calibration.queries import as_complex, unpaired
-from methods.decoding.cutting import CuttingMethod
-from methods.decoding.schedule import Schedule
+from kvbench.engine.checks import each_one_of, whole_number
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import Observation
+from kvbench.engine.placement import Change
+from kvbench.engine.selection import Cost
+from kvbench.engine.shapes import Checkpoint
+from kvbench.kernels.topk import top_stable_ref
+from kvbench.methods.calibration.known import Calibrated, NeedsCalibration
+from kvbench.methods.calibration.queries import as_complex, unpaired
+from kvbench.methods.decoding.cutting import CuttingMethod
+from kvbench.methods.decoding.schedule import Schedule
 
 CHOICES = {
     "mode": ("per_head", "global", "per_layer_head"),

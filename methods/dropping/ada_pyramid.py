@@ -17,10 +17,10 @@ Figures   drop after the prompt, by its last queries: #B74A01, left, -
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.errors import ConfigError
-from methods.allocator import Allocator
-from methods.dropping.adakv import AdaKV
-from methods.dropping.allocators import Counts
+from kvbench.engine.errors import ConfigError
+from kvbench.methods.allocator import Allocator
+from kvbench.methods.dropping.adakv import AdaKV
+from kvbench.methods.dropping.allocators import Counts
 
 
 class AdaPyramid(AdaKV):

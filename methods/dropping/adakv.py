@@ -26,13 +26,13 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from engine.budget import Budget, BudgetRequest, show
-from engine.checks import each_one_of
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from methods.allocator import Allocator
-from methods.dropping.allocators import Counts, head_mix, head_mix_published
-from methods.dropping.snapkv import SnapKV, WindowVotes, fit_window
+from kvbench.engine.budget import Budget, BudgetRequest, show
+from kvbench.engine.checks import each_one_of
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.allocator import Allocator
+from kvbench.methods.dropping.allocators import Counts, head_mix, head_mix_published
+from kvbench.methods.dropping.snapkv import SnapKV, WindowVotes, fit_window
 
 
 def normalised_heads(scores: Tensor, c: int) -> Tensor:

@@ -19,7 +19,7 @@ from math import floor
 import torch
 from torch import Tensor
 
-from methods.allocator import Allocator
+from kvbench.methods.allocator import Allocator
 
 Counts = int | list[int]  # of one layer: of every head, or of each
 

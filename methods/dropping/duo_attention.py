@@ -16,7 +16,7 @@ Budget    F is the largest number of full heads whose mean over all heads is wit
 Differs   - the prompt is read in one exact pass, as in the authors' evaluation with a chunk as long as the prompt.
           - equal numbers in a table are ordered by layer and head; the authors add noise to them, and kvpress leaves
             the order to the sort. In one of the authors' tables 110 of 256 heads are exactly 1.
-          - without a table of trained gates one is made of KVzip's scores (`python -m methods.calibrate heads`), which
+          - without a table of trained gates one is made of KVzip's scores (`kvbench calibrate heads`), which
             its authors recommend.
           - `evict: prompt` is kvpress' form: generated tokens stay in every head.
 Fails     where a streaming head holds what is asked for; where a table was made on text of another kind.
@@ -35,15 +35,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.budget import Budget, BudgetRequest, show
-from engine.checks import each_one_of, tokens, whole_number
-from engine.errors import ConfigError
-from engine.placement import Placement, Ragged, Rolls, Whole
-from engine.shapes import Checkpoint, ModelShape
-from methods.base import SelectiveAttention
+from kvbench.engine.budget import Budget, BudgetRequest, show
+from kvbench.engine.checks import each_one_of, tokens, whole_number
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.placement import Placement, Ragged, Rolls, Whole
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.methods.base import SelectiveAttention
 
 TABLES = Path(__file__).resolve().parents[2] / "conf" / "heads"
-MAKE = "python -m methods.calibrate heads model=… makes one"
+MAKE = "kvbench calibrate heads model=… makes one"
 
 
 @dataclass(frozen=True)

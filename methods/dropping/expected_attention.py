@@ -25,8 +25,8 @@ Fails     where one query to come decides, such as a question about one line of 
           hardly sees it. `eps` stands against probabilities of 1 / s on average: the larger it is, the more the value
           norms alone decide.
 
-A file of statistics: python -m methods.dropping.expected_attention MODEL TEXTS FILE, MODEL a folder, hub name or
-`embedded`, TEXTS a text of which the first 100 pieces of 1,000 characters are read.
+A file of statistics: python -m kvbench.methods.dropping.expected_attention MODEL TEXTS FILE, MODEL a folder, hub name
+or `embedded`, TEXTS a text of which the first 100 pieces of 1,000 characters are read.
 Figures   drop for any question: #E2451A, right, --
 """
 
@@ -42,22 +42,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.budget import Budget, BudgetRequest
-from engine.checks import each_one_of, refuse_cap, share, tokens, whole_number
-from engine.errors import ConfigError
-from engine.model import Model
-from engine.observe import Observation, QueryStatistics
-from engine.prefill import prefill
-from engine.shapes import Checkpoint, ModelShape
-from engine.softmax import Softmax
-from engine.terminal import say
-from kernels.scratch import at_once
-from methods.allocator import Allocator
-from methods.scoring import ScoringMethod
+from kvbench.engine.budget import Budget, BudgetRequest
+from kvbench.engine.checks import each_one_of, refuse_cap, share, tokens, whole_number
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.model import Model
+from kvbench.engine.observe import Observation, QueryStatistics
+from kvbench.engine.prefill import prefill
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.terminal import say
+from kvbench.kernels.scratch import at_once
+from kvbench.methods.allocator import Allocator
+from kvbench.methods.scoring import ScoringMethod
 
 TENSORS = ("query_mean", "query_cov")  # of a file of statistics: (layers, h, d_h) and (layers, h, d_h, d_h)
 LONGEST_HEADER = 1 << 20  # bytes
-MAKE = "python -m methods.dropping.expected_attention MODEL TEXTS FILE makes one"
+MAKE = "python -m kvbench.methods.dropping.expected_attention MODEL TEXTS FILE makes one"
 
 Turn = Callable[[Tensor, int | Tensor], Tensor]
 
@@ -328,12 +328,12 @@ def main(arguments: Sequence[str], n_sink: int = 4) -> int:
     """Write a file of query statistics for `method.stats_file`."""
     from safetensors.torch import save_file
 
-    from engine.checkpoints.load import load
+    from kvbench.engine.checkpoints.load import load
 
     if len(arguments) != 3 or not Path(arguments[1]).is_file():
         say(
-            "usage: python -m methods.dropping.expected_attention MODEL TEXTS FILE, MODEL a folder, hub name or "
-            "embedded, TEXTS a text file",
+            "usage: python -m kvbench.methods.dropping.expected_attention MODEL TEXTS FILE, MODEL a folder, hub name "
+            "or embedded, TEXTS a text file",
             file=sys.stderr,
         )
         return 2

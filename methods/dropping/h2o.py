@@ -32,19 +32,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.budget import Budget, split
-from engine.caches.eviction import Learning
-from engine.checks import each_one_of, share, tokens
-from engine.errors import ConfigError
-from engine.observe import ColumnSums, Observation
-from engine.placement import Change, Evict, Kept, Stay
-from engine.selection import Cost
-from engine.shapes import ModelShape
-from engine.turns.feed import Feed
-from methods.base import Variant
-from methods.evicting import read_evicting
-from methods.scorers import keep_top, lowest_slot, reduce_group
-from methods.scoring import ScoringMethod
+from kvbench.engine.budget import Budget, split
+from kvbench.engine.caches.eviction import Learning
+from kvbench.engine.checks import each_one_of, share, tokens
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import ColumnSums, Observation
+from kvbench.engine.placement import Change, Evict, Kept, Stay
+from kvbench.engine.selection import Cost
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.turns.feed import Feed
+from kvbench.methods.base import Variant
+from kvbench.methods.evicting import read_evicting
+from kvbench.methods.scorers import keep_top, lowest_slot, reduce_group
+from kvbench.methods.scoring import ScoringMethod
 
 SCORE_BYTES = 4
 

@@ -29,13 +29,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.budget import BudgetRequest
-from engine.checks import each_one_of, whole_numbers
-from engine.placement import Change, Evict, Kept, Placement
-from kernels.gather import gather_tokens
-from methods.dropping.allocators import Counts
-from methods.scorers import keep_top, lowest_slot
-from methods.scoring import ScoringMethod
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.placement import Change, Evict, Kept, Placement
+from kvbench.kernels.gather import gather_tokens
+from kvbench.methods.dropping.allocators import Counts
+from kvbench.methods.scorers import keep_top, lowest_slot
+from kvbench.methods.scoring import ScoringMethod
 
 LABELS = {"simulated": "simulated blocks", "none": "one-shot", "read": "blocks"}
 

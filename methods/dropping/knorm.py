@@ -31,13 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.budget import Budget
-from engine.checks import each_one_of, whole_numbers
-from engine.placement import Change, Evict, Kept, Placement
-from engine.shapes import ModelShape
-from methods.dropping.allocators import Counts
-from methods.scorers import lowest_slots
-from methods.scoring import ScoringMethod
+from kvbench.engine.budget import Budget
+from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.placement import Change, Evict, Kept, Placement
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.dropping.allocators import Counts
+from kvbench.methods.scorers import lowest_slots
+from kvbench.methods.scoring import ScoringMethod
 
 
 def shortness(keys: Tensor) -> Tensor:

@@ -33,15 +33,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.budget import Budget, BudgetRequest, Frame
-from engine.checks import whole_number
-from engine.errors import ConfigError
-from engine.passes.probe import Probe
-from engine.passes.repetition import Repetition
-from engine.shapes import ModelShape
-from methods.allocator import Allocator
-from methods.dropping.allocators import Counts
-from methods.scoring import ScoringMethod
+from kvbench.engine.budget import Budget, BudgetRequest, Frame
+from kvbench.engine.checks import whole_number
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.probe import Probe
+from kvbench.engine.passes.repetition import Repetition
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.allocator import Allocator
+from kvbench.methods.dropping.allocators import Counts
+from kvbench.methods.scoring import ScoringMethod
 
 LEAST_CHUNK = 16  # tokens; of fewer the request to repeat them is the larger part
 REQUEST_TOKENS = 32  # more than any tokenizer makes of the words that ask for a repetition

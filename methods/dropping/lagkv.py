@@ -36,16 +36,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.budget import Budget, BudgetRequest
-from engine.checks import each_one_of, tokens, whole_numbers
-from engine.errors import ConfigError
-from engine.passes.trace import Trace
-from engine.placement import Change, Evict, Kept, Placement
-from engine.shapes import ModelShape
-from kernels.gather import gather_tokens, move_both
-from methods.dropping.allocators import Counts
-from methods.scorers import keep_top, lowest_slots
-from methods.scoring import ScoringMethod
+from kvbench.engine.budget import Budget, BudgetRequest
+from kvbench.engine.checks import each_one_of, tokens, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.placement import Change, Evict, Kept, Placement
+from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.gather import gather_tokens, move_both
+from kvbench.methods.dropping.allocators import Counts
+from kvbench.methods.scorers import keep_top, lowest_slots
+from kvbench.methods.scoring import ScoringMethod
 
 LEAST_LAG = 8  # tokens of a partition, below which a budget halves it no further
 LABELS = {"quota": "", "ranks": " (ranks)", "scores": " (cross scores)"}

@@ -30,16 +30,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.budget import Budget, BudgetRequest, show
-from engine.errors import ConfigError
-from engine.observe import MeanWeights, Observation, query_lse
-from engine.placement import Change, Stay, Whole
-from engine.prefill import Thinning
-from engine.selection import Cost
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from kernels.column_sums import column_sums
-from methods.base import SelectiveAttention
+from kvbench.engine.budget import Budget, BudgetRequest, show
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import MeanWeights, Observation, query_lse
+from kvbench.engine.placement import Change, Stay, Whole
+from kvbench.engine.prefill import Thinning
+from kvbench.engine.selection import Cost
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.column_sums import column_sums
+from kvbench.methods.base import SelectiveAttention
 
 SCHEDULES = ("cosine", "constant")
 STARRED_BELOW = Fraction(3, 10)

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.budget import Budget
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from methods.dropping.allocators import pyramid
-from methods.dropping.snapkv import SnapKV, WindowVotes, fit_window
+from kvbench.engine.budget import Budget
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.dropping.allocators import pyramid
+from kvbench.methods.dropping.snapkv import SnapKV, WindowVotes, fit_window
 
 
 def schedule(s: int, cap: int, window: int, beta: int, n_layers: int) -> "PyramidKV.Plan":

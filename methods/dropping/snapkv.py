@@ -24,15 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.budget import Budget, key_bytes
-from engine.checks import each_one_of, votes
-from engine.observe import LastQueries, Observation, window_scores
-from engine.placement import Stay
-from engine.selection import Cost
-from engine.shapes import ModelShape
-from methods.base import Variant
-from methods.scorers import keep_top, pool_scores, reduce_group, window_votes
-from methods.scoring import ScoringMethod
+from kvbench.engine.budget import Budget, key_bytes
+from kvbench.engine.checks import each_one_of, votes
+from kvbench.engine.observe import LastQueries, Observation, window_scores
+from kvbench.engine.placement import Stay
+from kvbench.engine.selection import Cost
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.base import Variant
+from kvbench.methods.scorers import keep_top, pool_scores, reduce_group, window_votes
+from kvbench.methods.scoring import ScoringMethod
 
 POOLINGS = ("max", "avg")
 REDUCTIONS = ("mean", "sum", "max", "query_head")

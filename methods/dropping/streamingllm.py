@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from engine.budget import Budget
-from engine.checks import tokens
-from engine.errors import ConfigError
-from engine.placement import Kept, Stay
-from engine.shapes import Checkpoint, ModelShape
-from methods.base import SelectiveAttention, Variant
-from methods.scorers import keep_top
+from kvbench.engine.attend import Part
+from kvbench.engine.budget import Budget
+from kvbench.engine.checks import tokens
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.placement import Kept, Stay
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.methods.scorers import keep_top
 
 
 class StreamingLLM(SelectiveAttention):

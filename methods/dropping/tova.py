@@ -24,17 +24,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.budget import Budget, BudgetRequest
-from engine.caches.eviction import Learning
-from engine.checks import each_one_of
-from engine.observe import MeanWeights, Observation
-from engine.placement import Change, Evict, Kept, Placement, Stay
-from engine.shapes import ModelShape
-from engine.turns.feed import Feed
-from methods.base import Variant
-from methods.evicting import grown_cache, read_evicting
-from methods.scorers import lowest_slot
-from methods.scoring import ScoringMethod
+from kvbench.engine.budget import Budget, BudgetRequest
+from kvbench.engine.caches.eviction import Learning
+from kvbench.engine.checks import each_one_of
+from kvbench.engine.observe import MeanWeights, Observation
+from kvbench.engine.placement import Change, Evict, Kept, Placement, Stay
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.turns.feed import Feed
+from kvbench.methods.base import Variant
+from kvbench.methods.evicting import grown_cache, read_evicting
+from kvbench.methods.scorers import lowest_slot
+from kvbench.methods.scoring import ScoringMethod
 
 LAST_QUERY = MeanWeights(1)
 

@@ -31,7 +31,7 @@ Fails     where the question is not in the last 8 tokens; where retention is no 
           many tokens, needed or not. Very small budgets serve peaked layers first, and layers are left with the window.
 
 `method.shares` of a finished exact run, seeded: python run.py method=xkv method.allocation=sampled
-"method.shares=$(python -m methods.dropping.xkv runs/FOLDER)"
+"method.shares=$(python -m kvbench.methods.dropping.xkv runs/FOLDER)"
 Figures   drop after the prompt, by its last queries: #9C5D02, bowtie, -.
 """
 
@@ -48,15 +48,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.budget import Budget, BudgetRequest, exact, show
-from engine.checks import each_one_of
-from engine.errors import ConfigError
-from engine.observe import LastQueries, Observation
-from engine.shapes import ModelShape
-from engine.terminal import say
-from methods.dropping.allocators import by_need, by_need_until, by_shares, normalised
-from methods.scorers import layer_vector, pool_scores, reduce_group, window_votes
-from methods.scoring import ScoringMethod
+from kvbench.engine.budget import Budget, BudgetRequest, exact, show
+from kvbench.engine.checks import each_one_of
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import LastQueries, Observation
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.terminal import say
+from kvbench.methods.dropping.allocators import by_need, by_need_until, by_shares, normalised
+from kvbench.methods.scorers import layer_vector, pool_scores, reduce_group, window_votes
+from kvbench.methods.scoring import ScoringMethod
 
 SAMPLED_SHARE = Fraction(1, 10)  # of the requests, as in the paper
 
@@ -158,8 +158,8 @@ class XKV(ScoringMethod):
         def check_shares(self) -> None:
             if self.allocation == "sampled" and self.shares is None:
                 raise ConfigError(
-                    "method.allocation=sampled needs method.shares=[…]; python -m methods.dropping.xkv RUN prints them "
-                    "for the folder of a finished run with method.allocation=exact"
+                    "method.allocation=sampled needs method.shares=[…]; python -m kvbench.methods.dropping.xkv "
+                    "RUN prints them for the folder of a finished run with method.allocation=exact"
                 )
             if self.shares is None:
                 return
@@ -281,7 +281,7 @@ def main(arguments: list[str]) -> int:
     path = Path(arguments[0]) / "samples.jsonl" if arguments else None
     if path is None or not path.is_file() or not all(word.isdecimal() for word in arguments[1:2]):
         say(
-            "usage: python -m methods.dropping.xkv RUN [SEED], the folder of a finished run of method=xkv",
+            "usage: python -m kvbench.methods.dropping.xkv RUN [SEED], the folder of a finished run of method=xkv",
             file=sys.stderr,
         )
         return 2

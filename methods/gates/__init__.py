@@ -4,5 +4,5 @@ A gate is a file that somebody trained for one model. It is believed by what sta
 the shapes of its weights.
 
 Not here: what a method makes of the numbers (`methods/ranking/kvzap.py`, `methods/ranking/fastkvzip.py`); training
-(`methods/gates/training.py` has the steps, `python -m methods.calibrate gate` is the command).
+(`methods/gates/training.py` has the steps, `kvbench calibrate gate` is the command).
 """

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.checkpoints.digests import cache_home, read_own_bytes, write_own_bytes
-from engine.errors import ConfigError, first_line
-from engine.shapes import Checkpoint, ModelShape
+from kvbench.engine.checkpoints.digests import cache_home, read_own_bytes, write_own_bytes
+from kvbench.engine.errors import ConfigError, first_line
+from kvbench.engine.shapes import Checkpoint, ModelShape
 
 MOST_BYTES = 1 << 31  # of a file that is believed; an MLP of 512 for 64 layers of 8,192 takes 1.1e9
 MOST_HEADER = 1 << 24
@@ -41,7 +41,7 @@ class Gate:
 
 
 def remedy(kind: str) -> str:
-    return f"train one with `python -m methods.calibrate gate model=… method={kind}`"
+    return f"train one with `kvbench calibrate gate model=… method={kind}`"
 
 
 def place(kind: str, digest: str) -> Path:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from engine.observe import Observation
-from engine.softmax import Softmax
-from methods.gates.files import AUTO, DRAWN, read
+from kvbench.engine.observe import Observation
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.gates.files import AUTO, DRAWN, read
 
 if TYPE_CHECKING:
-    from engine.passes.trace import Trace
+    from kvbench.engine.passes.trace import Trace
 
 Weights = Mapping[str, Tensor]  # of a layer, by the names of the file
 RMS_EPS = 1e-6

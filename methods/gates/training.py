@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.budget import NO_FRAME
-from engine.errors import ConfigError
-from engine.observe import Observation
-from engine.passes.probe import probe
-from engine.passes.repetition import Repetition
-from engine.prefill import prefill
-from engine.softmax import Softmax
+from kvbench.engine.budget import NO_FRAME
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import Observation
+from kvbench.engine.passes.probe import probe
+from kvbench.engine.passes.repetition import Repetition
+from kvbench.engine.prefill import prefill
+from kvbench.engine.softmax import Softmax
 
 if TYPE_CHECKING:
-    from engine.model import Model
-    from engine.passes.trace import Trace
+    from kvbench.engine.model import Model
+    from kvbench.engine.passes.trace import Trace
 
 N_TOKENS, N_PROMPT = 24_576, 1_024
 HELD_OUT = 8  # of so many prompts one is

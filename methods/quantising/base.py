@@ -9,12 +9,12 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from engine.books.footprint import Footprint, too_small
-from engine.budget import Budget, BudgetRequest, resolve
-from engine.errors import ConfigError
-from engine.placement import Coded, Coder
-from engine.shapes import ModelShape
-from methods.base import SelectiveAttention
+from kvbench.engine.books.footprint import Footprint, too_small
+from kvbench.engine.budget import Budget, BudgetRequest, resolve
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.placement import Coded, Coder
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.base import SelectiveAttention
 
 
 class QuantisingMethod(SelectiveAttention):

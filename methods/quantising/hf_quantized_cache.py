@@ -21,20 +21,20 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from engine.attend import Part
-from engine.budget import Budget, BudgetRequest
-from engine.caches.coded import Codec
-from engine.caches.token_code import TokenCode
-from engine.checks import one_of, whole_number
-from engine.errors import ConfigError
-from engine.layouts.growing import Growing
-from engine.placement import Coder
-from engine.shapes import ModelShape
-from kernels.packed.attend import Packed, Side
-from kernels.packed.codes import BY_TOKEN, Quantised, quantise_tokens
-from kernels.rows.append import NO_RING, Place
-from methods.quantising.base import QuantisingMethod
-from methods.quantising.kivi import packed_bytes
+from kvbench.engine.attend import Part
+from kvbench.engine.budget import Budget, BudgetRequest
+from kvbench.engine.caches.coded import Codec
+from kvbench.engine.caches.token_code import TokenCode
+from kvbench.engine.checks import one_of, whole_number
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.layouts.growing import Growing
+from kvbench.engine.placement import Coder
+from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.packed.attend import Packed, Side
+from kvbench.kernels.packed.codes import BY_TOKEN, Quantised, quantise_tokens
+from kvbench.kernels.rows.append import NO_RING, Place
+from kvbench.methods.quantising.base import QuantisingMethod
+from kvbench.methods.quantising.kivi import packed_bytes
 
 
 class WholeCodec(Codec):

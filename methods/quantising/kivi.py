@@ -24,21 +24,21 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from engine.attend import Part
-from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
-from engine.caches.coded import Codec, Packing, Packings, Rows
-from engine.caches.token_code import TokenCode
-from engine.checks import whole_number
-from engine.errors import ConfigError
-from engine.layouts.growing import Growing
-from engine.placement import Coder
-from engine.shapes import ModelShape
-from kernels.gather import is_within
-from kernels.packed.attend import Packed, Side
-from kernels.packed.codes import BY_CHANNEL, BY_TOKEN, quantise_channels, quantise_tokens, with_room
-from kernels.packed.tokens import Ageing, RangePacking, packs
-from kernels.rows.append import NO_RING, Place
-from methods.quantising.base import QuantisingMethod
+from kvbench.engine.attend import Part
+from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
+from kvbench.engine.caches.coded import Codec, Packing, Packings, Rows
+from kvbench.engine.caches.token_code import TokenCode
+from kvbench.engine.checks import whole_number
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.layouts.growing import Growing
+from kvbench.engine.placement import Coder
+from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.gather import is_within
+from kvbench.kernels.packed.attend import Packed, Side
+from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TOKEN, quantise_channels, quantise_tokens, with_room
+from kvbench.kernels.packed.tokens import Ageing, RangePacking, packs
+from kvbench.kernels.rows.append import NO_RING, Place
+from kvbench.methods.quantising.base import QuantisingMethod
 
 BITS = (2, 4, 8)
 # (key bits, value bits, group) in falling order of effective bits: what a byte budget chooses from.

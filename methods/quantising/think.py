@@ -26,19 +26,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
-from engine.caches.asked import Reordered
-from engine.caches.coded import Codec
-from engine.checks import one_of, tokens, whole_number
-from engine.errors import ConfigError
-from engine.layouts.growing import Growing
-from engine.observe import LastQueries, Observation
-from engine.placement import Coder
-from engine.shapes import ModelShape
-from kernels.rows.append import NO_RING, Place
-from kernels.topk import top_stable
-from methods.quantising.base import QuantisingMethod
+from kvbench.engine.attend import Part
+from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
+from kvbench.engine.caches.asked import Reordered
+from kvbench.engine.caches.coded import Codec
+from kvbench.engine.checks import one_of, tokens, whole_number
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.layouts.growing import Growing
+from kvbench.engine.observe import LastQueries, Observation
+from kvbench.engine.placement import Coder
+from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.rows.append import NO_RING, Place
+from kvbench.kernels.topk import top_stable
+from kvbench.methods.quantising.base import QuantisingMethod
 
 
 def channel_scores(q: Tensor, k: Tensor, heads: int) -> Tensor:

@@ -28,23 +28,23 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from engine.books.footprint import Footprint
-from engine.budget import Budget, BudgetRequest
-from engine.caches.asked import Rotated
-from engine.caches.coded import Codec, Packing, Packings
-from engine.checks import each_one_of, whole_numbers
-from engine.errors import ConfigError
-from engine.layouts.growing import Growing
-from engine.placement import Coder
-from engine.shapes import ModelShape
-from kernels.packed.attend import Packed, Side
-from kernels.packed.codes import BY_TABLE, BY_TOKEN, BY_UNIT_TABLE, Quantised, by_group, pack, unpack, with_room
-from kernels.packed.tokens import Ageing, UnitPacking
-from kernels.packed.tokens import Book as TokenBook
-from kernels.rows.append import Place
-from methods.quantising import codebooks
-from methods.quantising.base import QuantisingMethod
+from kvbench.engine.attend import Part
+from kvbench.engine.books.footprint import Footprint
+from kvbench.engine.budget import Budget, BudgetRequest
+from kvbench.engine.caches.asked import Rotated
+from kvbench.engine.caches.coded import Codec, Packing, Packings
+from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.layouts.growing import Growing
+from kvbench.engine.placement import Coder
+from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.packed.attend import Packed, Side
+from kvbench.kernels.packed.codes import BY_TABLE, BY_TOKEN, BY_UNIT_TABLE, Quantised, by_group, pack, unpack, with_room
+from kvbench.kernels.packed.tokens import Ageing, UnitPacking
+from kvbench.kernels.packed.tokens import Book as TokenBook
+from kvbench.kernels.rows.append import Place
+from kvbench.methods.quantising import codebooks
+from kvbench.methods.quantising.base import QuantisingMethod
 
 FP8 = 8  # bits of a key that is a float, not an entry of a codebook
 NORM_BYTES, RANGE_BYTES = 2, 4  # of a token: a norm; a scale and the smallest value

@@ -30,16 +30,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from engine.budget import Budget
-from engine.checks import each_one_of, whole_numbers
-from engine.errors import ConfigError
-from engine.placement import Placement
-from engine.shapes import ModelShape
-from methods.dropping.allocators import Counts
-from methods.over import OverScorer, kind_of, refuse_query_heads
-from methods.rules import Scorer
-from methods.scorers import keep_top
-from methods.scoring import ScoringMethod
+from kvbench.engine.budget import Budget
+from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.placement import Placement
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.dropping.allocators import Counts
+from kvbench.methods.over import OverScorer, kind_of, refuse_query_heads
+from kvbench.methods.rules import Scorer
+from kvbench.methods.scorers import keep_top
+from kvbench.methods.scoring import ScoringMethod
 
 NO_SUM = 1e-8  # beside a chunk's sum, and within the logarithm of a share
 

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.budget import Budget, BudgetRequest
-from engine.checks import each_one_of, whole_numbers
-from engine.errors import ConfigError
-from engine.observe import Observation
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from methods.scoring import ScoringMethod
+from kvbench.engine.budget import Budget, BudgetRequest
+from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import Observation
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.scoring import ScoringMethod
 
 JITTER, TRIES = 0.01, 5  # on the diagonal of the keys' products, ten times as much with every try
 LEAST_SPREAD = 1e-6

@@ -31,20 +31,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checks import share
-from engine.errors import ConfigError
-from engine.model import Model
-from engine.observe import ModelFact, Observation
-from engine.passes.trace import Known, Trace
-from engine.placement import Placement
-from engine.softmax import Softmax
-from kernels.scratch import at_once
-from kernels.topk import top_stable
-from methods.allocator import Allocator
-from methods.dropping.allocators import Counts, n_safe
-from methods.over import OverScorer, refuse_query_heads
-from methods.rules import Scorer
-from methods.scorers import keep_top
+from kvbench.engine.checks import share
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.model import Model
+from kvbench.engine.observe import ModelFact, Observation
+from kvbench.engine.passes.trace import Known, Trace
+from kvbench.engine.placement import Placement
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.scratch import at_once
+from kvbench.kernels.topk import top_stable
+from kvbench.methods.allocator import Allocator
+from kvbench.methods.dropping.allocators import Counts, n_safe
+from kvbench.methods.over import OverScorer, refuse_query_heads
+from kvbench.methods.rules import Scorer
+from kvbench.methods.scorers import keep_top
 
 BLOCK_BYTES = 4 << 20  # of projected values at a time
 

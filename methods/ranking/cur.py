@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.budget import Budget, BudgetRequest
-from engine.checks import each_one_of, whole_numbers
-from engine.shapes import ModelShape
-from methods.scoring import ScoringMethod
+from kvbench.engine.budget import Budget, BudgetRequest
+from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.scoring import ScoringMethod
 
 LEVERAGES = ("kv_product", "kv_avg", "key", "value")
 

@@ -25,12 +25,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from engine.budget import BudgetRequest
-from engine.checks import tokens
-from engine.errors import ConfigError
-from engine.placement import Change, Delayed, Judged, Placement, Ragged
-from methods.over import OverScorer, refuse_query_heads
-from methods.rules import Scorer
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.checks import tokens
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.placement import Change, Delayed, Judged, Placement, Ragged
+from kvbench.methods.over import OverScorer, refuse_query_heads
+from kvbench.methods.rules import Scorer
 
 
 class DMS(OverScorer):

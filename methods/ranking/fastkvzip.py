@@ -26,14 +26,14 @@ from fractions import Fraction
 
 import torch
 
-from engine.budget import Budget
-from engine.checks import one_of, share, tokens
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from methods.allocator import Allocator
-from methods.dropping.allocators import Counts, best_of
-from methods.dropping.kvzip import above_threshold
-from methods.ranking.kvzap import Gated
+from kvbench.engine.budget import Budget
+from kvbench.engine.checks import one_of, share, tokens
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.allocator import Allocator
+from kvbench.methods.dropping.allocators import Counts, best_of
+from kvbench.methods.dropping.kvzip import above_threshold
+from kvbench.methods.ranking.kvzap import Gated
 
 
 class FastKVzip(Gated):

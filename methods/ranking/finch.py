@@ -29,17 +29,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.budget import Budget, BudgetRequest
-from engine.checks import each_one_of, whole_numbers
-from engine.errors import ConfigError
-from engine.keeping import Keeping
-from engine.observe import LastQueries, Observation, window_scores
-from engine.placement import Placement
-from engine.shapes import ModelShape
-from methods.dropping.allocators import Counts
-from methods.ranking.chunkkv import published_counts, shares
-from methods.scorers import keep_top, reduce_group
-from methods.scoring import ScoringMethod
+from kvbench.engine.budget import Budget, BudgetRequest
+from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.keeping import Keeping
+from kvbench.engine.observe import LastQueries, Observation, window_scores
+from kvbench.engine.placement import Placement
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.dropping.allocators import Counts
+from kvbench.methods.ranking.chunkkv import published_counts, shares
+from kvbench.methods.scorers import keep_top, reduce_group
+from kvbench.methods.scoring import ScoringMethod
 
 USUAL_WINDOW = 64  # tokens, where nobody says where the question begins
 

@@ -24,16 +24,16 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.budget import Budget, BudgetRequest
-from engine.checks import tokens
-from engine.errors import ConfigError
-from engine.observe import Observation
-from engine.shapes import Checkpoint, ModelShape
-from methods.allocator import Allocator
-from methods.dropping.snapkv import fit_window
-from methods.gates.files import AUTO, DRAWN, check_model, check_shapes, digest_of, read
-from methods.gates.networks import GateScores
-from methods.scoring import ScoringMethod
+from kvbench.engine.budget import Budget, BudgetRequest
+from kvbench.engine.checks import tokens
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import Observation
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.methods.allocator import Allocator
+from kvbench.methods.dropping.snapkv import fit_window
+from kvbench.methods.gates.files import AUTO, DRAWN, check_model, check_shapes, digest_of, read
+from kvbench.methods.gates.networks import GateScores
+from kvbench.methods.scoring import ScoringMethod
 
 
 class Gated(ScoringMethod):

@@ -33,16 +33,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.budget import Budget, BudgetRequest
-from engine.checks import each_one_of, whole_numbers
-from engine.errors import ConfigError
-from engine.observe import Observation
-from engine.placement import Change, Evict, Kept, Placement
-from engine.shapes import ModelShape
-from methods.calibration.files import REMEDY, read
-from methods.calibration.known import Calibrated, NeedsCalibration
-from methods.scorers import lowest_slot
-from methods.scoring import ScoringMethod
+from kvbench.engine.budget import Budget, BudgetRequest
+from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import Observation
+from kvbench.engine.placement import Change, Evict, Kept, Placement
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.calibration.files import REMEDY, read
+from kvbench.methods.calibration.known import Calibrated, NeedsCalibration
+from kvbench.methods.scorers import lowest_slot
+from kvbench.methods.scoring import ScoringMethod
 
 KIND = "qfilters"
 

@@ -28,14 +28,14 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.budget import Budget, BudgetRequest
-from engine.checks import each_one_of, whole_numbers
-from engine.errors import ConfigError
-from engine.observe import MeanWeights, Observation
-from engine.placement import Kept, Placement, Whole
-from engine.shapes import ModelShape
-from methods.base import SelectiveAttention
-from methods.dropping.allocators import whole_layers
+from kvbench.engine.budget import Budget, BudgetRequest
+from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import MeanWeights, Observation
+from kvbench.engine.placement import Kept, Placement, Whole
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.dropping.allocators import whole_layers
 
 USUAL_RECENT = 1024  # of the authors
 

@@ -41,23 +41,23 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from engine.books.footprint import Footprint, held
-from engine.books.spans import span
-from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
-from engine.caches.blocks import BlockCacheSpec
-from engine.checks import each_one_of, refuse_cap, whole_numbers
-from engine.errors import ConfigError
-from engine.passes.beside import Beside
-from engine.placement import Offloaded, Release
-from engine.sampling.draws import seeded
-from engine.selection import ALWAYS, Cost, Found, Search, Selection
-from engine.shapes import ModelShape
-from kernels.choices import METRICS
-from kernels.clusters import cluster_keys_triton, cluster_tokens, cluster_tokens_triton
-from kernels.kmeans import draw_points, kmeans
-from kernels.scratch import Scratch, empty
-from kernels.topk import sort_keys
-from methods.base import SelectiveAttention
+from kvbench.engine.books.footprint import Footprint, held
+from kvbench.engine.books.spans import span
+from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.checks import each_one_of, refuse_cap, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.beside import Beside
+from kvbench.engine.placement import Offloaded, Release
+from kvbench.engine.sampling.draws import seeded
+from kvbench.engine.selection import ALWAYS, Cost, Found, Search, Selection
+from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.choices import METRICS
+from kvbench.kernels.clusters import cluster_keys_triton, cluster_tokens, cluster_tokens_triton
+from kvbench.kernels.kmeans import draw_points, kmeans
+from kvbench.kernels.scratch import Scratch, empty
+from kvbench.kernels.topk import sort_keys
+from kvbench.methods.base import SelectiveAttention
 
 TOKENS_PER_CLUSTER = 80  # paper: 400 clusters of 32,000 tokens, 4 of 320
 

@@ -42,14 +42,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.books.footprint import Footprint, held
-from engine.budget import Budget, BudgetRequest, show
-from engine.checks import each_one_of, refuse_cap, whole_numbers
-from engine.errors import ConfigError
-from engine.observe import Observation
-from engine.shapes import ModelShape
-from methods.calibration.known import Calibrated, NeedsCalibration
-from methods.retrieving.labels import Labels, LabelSearch, stored
+from kvbench.engine.books.footprint import Footprint, held
+from kvbench.engine.budget import Budget, BudgetRequest, show
+from kvbench.engine.checks import each_one_of, refuse_cap, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import Observation
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.calibration.known import Calibrated, NeedsCalibration
+from kvbench.methods.retrieving.labels import Labels, LabelSearch, stored
 
 CHOICES = {
     "comm_mode": ("native", "matched"),

@@ -49,19 +49,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from engine.books.footprint import Footprint, held
-from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
-from engine.checks import each_one_of, whole_number
-from engine.errors import ConfigError
-from engine.observe import ChannelSums, Observation
-from engine.placement import Offloaded
-from engine.selection import Cost, Found, Search, Selection
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from kernels.rows.logits import channel_keys
-from kernels.scratch import Scratch, empty
-from kernels.topk import KeyChoice, top_stable
-from methods.base import SelectiveAttention
+from kvbench.engine.books.footprint import Footprint, held
+from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
+from kvbench.engine.checks import each_one_of, whole_number
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import ChannelSums, Observation
+from kvbench.engine.placement import Offloaded
+from kvbench.engine.selection import Cost, Found, Search, Selection
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.rows.logits import channel_keys
+from kvbench.kernels.scratch import Scratch, empty
+from kvbench.kernels.topk import KeyChoice, top_stable
+from kvbench.methods.base import SelectiveAttention
 
 CHOICES = {
     "comm_mode": ("native", "matched"),

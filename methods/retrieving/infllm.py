@@ -40,23 +40,23 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from engine.books.footprint import Footprint, held
-from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
-from engine.caches.eviction import Learning
-from engine.checks import refuse_cap, tokens
-from engine.errors import ConfigError
-from engine.observe import BandLogits, BandSums, Observation
-from engine.placement import Change, Offloaded, Release
-from engine.selection import ALWAYS, Cost, FeedSelection, Found, Search, Selection
-from engine.shapes import Checkpoint, ModelShape
-from engine.turns.feed import Feed
-from kernels.gather import gather_tokens
-from kernels.pages import expand_keys_triton
-from kernels.rows.logits import block_keys, blocks_of
-from kernels.scratch import Scratch, empty
-from kernels.topk import KeyChoice, top_stable
-from methods.base import SelectiveAttention, Variant
+from kvbench.engine.attend import Part
+from kvbench.engine.books.footprint import Footprint, held
+from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
+from kvbench.engine.caches.eviction import Learning
+from kvbench.engine.checks import refuse_cap, tokens
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import BandLogits, BandSums, Observation
+from kvbench.engine.placement import Change, Offloaded, Release
+from kvbench.engine.selection import ALWAYS, Cost, FeedSelection, Found, Search, Selection
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.engine.turns.feed import Feed
+from kvbench.kernels.gather import gather_tokens
+from kvbench.kernels.pages import expand_keys_triton
+from kvbench.kernels.rows.logits import block_keys, blocks_of
+from kvbench.kernels.scratch import Scratch, empty
+from kvbench.kernels.topk import KeyChoice, top_stable
+from kvbench.methods.base import SelectiveAttention, Variant
 
 PUBLISHED_REPRESENTATIVES = 4  # of a block
 CHOICES = (

@@ -16,14 +16,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from engine.budget import Budget
-from engine.placement import Offloaded
-from engine.selection import Cost, Found, Search, Selection
-from kernels.labels import by_channel, label_top
-from kernels.rows.logits import channel_keys
-from kernels.scratch import Scratch, empty
-from kernels.topk import KeyChoice
-from methods.base import SelectiveAttention, Variant
+from kvbench.engine.budget import Budget
+from kvbench.engine.placement import Offloaded
+from kvbench.engine.selection import Cost, Found, Search, Selection
+from kvbench.kernels.labels import by_channel, label_top
+from kvbench.kernels.rows.logits import channel_keys
+from kvbench.kernels.scratch import Scratch, empty
+from kvbench.kernels.topk import KeyChoice
+from kvbench.methods.base import SelectiveAttention, Variant
 
 
 @dataclass(frozen=True)

@@ -39,21 +39,29 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from engine.books.footprint import Footprint, held
-from engine.books.spans import span
-from engine.budget import Budget, BudgetRequest, find_bytes, key_bytes, show, token_bytes
-from engine.checks import whole_numbers
-from engine.errors import ConfigError
-from engine.observe import LastQueries, Observation
-from engine.placement import Offloaded
-from engine.sampling.draws import seeded
-from engine.selection import Cost, FeedSelection, Found, Reads, Selection
-from engine.shapes import ModelShape
-from engine.turns.feed import Feed
-from kernels.rows.buckets import Hidden, find_rows
-from kernels.rows.collisions import Hashed, Tables, build_tables, chance_of_two, find_twice, one_table, pack_codes
-from kernels.scratch import at_once
-from methods.base import SelectiveAttention
+from kvbench.engine.books.footprint import Footprint, held
+from kvbench.engine.books.spans import span
+from kvbench.engine.budget import Budget, BudgetRequest, find_bytes, key_bytes, show, token_bytes
+from kvbench.engine.checks import whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import LastQueries, Observation
+from kvbench.engine.placement import Offloaded
+from kvbench.engine.sampling.draws import seeded
+from kvbench.engine.selection import Cost, FeedSelection, Found, Reads, Selection
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.turns.feed import Feed
+from kvbench.kernels.rows.buckets import Hidden, find_rows
+from kvbench.kernels.rows.collisions import (
+    Hashed,
+    Tables,
+    build_tables,
+    chance_of_two,
+    find_twice,
+    one_table,
+    pack_codes,
+)
+from kvbench.kernels.scratch import at_once
+from kvbench.methods.base import SelectiveAttention
 
 ENTRY_BYTES, BOUND_BYTES, NORM_BYTES = 4, 8, 4  # of a token in a table, of a bucket, of a token's norm
 MOST_BITS = 15  # a code is a 16-bit whole number with a sign

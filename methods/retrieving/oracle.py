@@ -23,18 +23,18 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from engine.books.footprint import Footprint, held
-from engine.budget import Budget, key_bytes, split
-from engine.checks import each_one_of, share, tokens
-from engine.placement import Offloaded
-from engine.selection import Cost, Found, Search, Selection
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from engine.store import Store
-from kernels.rows.logits import Searched, table_of, token_logits, weigh_logits
-from kernels.scratch import Scratch
-from kernels.topk import KeyChoice
-from methods.base import SelectiveAttention
+from kvbench.engine.books.footprint import Footprint, held
+from kvbench.engine.budget import Budget, key_bytes, split
+from kvbench.engine.checks import each_one_of, share, tokens
+from kvbench.engine.placement import Offloaded
+from kvbench.engine.selection import Cost, Found, Search, Selection
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.store import Store
+from kvbench.kernels.rows.logits import Searched, table_of, token_logits, weigh_logits
+from kvbench.kernels.scratch import Scratch
+from kvbench.kernels.topk import KeyChoice
+from kvbench.methods.base import SelectiveAttention
 
 AGGREGATES = ("group_sum", "query_head", "group_max", "group_logit_mean")
 

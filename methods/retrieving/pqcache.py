@@ -53,24 +53,24 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from engine.books.footprint import Footprint, held
-from engine.books.spans import span
-from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, show, split
-from engine.caches.blocks import BlockCacheSpec
-from engine.checks import each_one_of, share, whole_numbers
-from engine.errors import ConfigError
-from engine.passes.streams import sent_so_far
-from engine.placement import Offloaded, Placement
-from engine.selection import Cost, FeedSelection, Found, Search, Selection
-from engine.shapes import ModelShape
-from engine.turns.feed import Feed
-from kernels.choices import EMPTY, MERGES
-from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, room_bytes
-from kernels.pq_scores import Coded, KeySearch, pq_keys_triton, pq_tables_triton, pq_top, steps_left
-from kernels.scratch import Scratch
-from kernels.topk import KeyChoice, top_keys
-from methods.base import SelectiveAttention
-from methods.retrieving.pqcache_quantiser import (
+from kvbench.engine.books.footprint import Footprint, held
+from kvbench.engine.books.spans import span
+from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, show, split
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.checks import each_one_of, share, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.streams import sent_so_far
+from kvbench.engine.placement import Offloaded, Placement
+from kvbench.engine.selection import Cost, FeedSelection, Found, Search, Selection
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.turns.feed import Feed
+from kvbench.kernels.choices import EMPTY, MERGES
+from kvbench.kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, room_bytes
+from kvbench.kernels.pq_scores import Coded, KeySearch, pq_keys_triton, pq_tables_triton, pq_top, steps_left
+from kvbench.kernels.scratch import Scratch
+from kvbench.kernels.topk import KeyChoice, top_keys
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.retrieving.pqcache_quantiser import (
     Copies,
     Lane,
     Load,
@@ -82,7 +82,7 @@ from methods.retrieving.pqcache_quantiser import (
     threads_on,
     with_room,
 )
-from methods.retrieving.pqcache_rounds import Clock, Profile, profile_of
+from kvbench.methods.retrieving.pqcache_rounds import Clock, Profile, profile_of
 
 PAIRS = ((4, 8), (2, 6), (2, 4), (2, 2))  # m x b, the first that `comm` pays for
 MOST_BITS = 8  # of one code

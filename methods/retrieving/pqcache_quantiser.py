@@ -19,13 +19,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from engine.budget import ELEMENT_BYTES
-from engine.passes.beside import Beside
-from engine.passes.streams import stream_for
-from engine.passes.trace import Trace
-from engine.sampling.draws import seeded
-from kernels.pq_codes import PackedCodes
-from kernels.pq_fit import pq_fit
+from kvbench.engine.budget import ELEMENT_BYTES
+from kvbench.engine.passes.beside import Beside
+from kvbench.engine.passes.streams import stream_for
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.sampling.draws import seeded
+from kvbench.kernels.pq_codes import PackedCodes
+from kvbench.kernels.pq_fit import pq_fit
 
 
 @dataclass(frozen=True)

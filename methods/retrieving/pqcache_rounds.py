@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.books.clock import between, now
-from engine.checkpoints.digests import cache_home
-from engine.shapes import ModelShape
-from kernels.pq_fit import pq_fit
+from kvbench.engine.books.clock import between, now
+from kvbench.engine.checkpoints.digests import cache_home
+from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.pq_fit import pq_fit
 
 logger = logging.getLogger(__name__)
 

@@ -36,18 +36,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from engine.books.footprint import Footprint, held
-from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
-from engine.checks import each_one_of, refuse_cap, whole_numbers
-from engine.errors import ConfigError
-from engine.placement import Offloaded, Release
-from engine.selection import Cost, FeedSelection, Found, Search, Selection
-from engine.shapes import ModelShape
-from engine.turns.feed import Feed
-from kernels.pages import expand_keys_triton, page_bounds, page_keys_triton, page_scores
-from kernels.scratch import Scratch, empty
-from kernels.topk import KeyChoice, top_stable
-from methods.base import SelectiveAttention, Variant
+from kvbench.engine.books.footprint import Footprint, held
+from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
+from kvbench.engine.checks import each_one_of, refuse_cap, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.placement import Offloaded, Release
+from kvbench.engine.selection import Cost, FeedSelection, Found, Search, Selection
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.turns.feed import Feed
+from kvbench.kernels.pages import expand_keys_triton, page_bounds, page_keys_triton, page_scores
+from kvbench.kernels.scratch import Scratch, empty
+from kvbench.kernels.topk import KeyChoice, top_stable
+from kvbench.methods.base import SelectiveAttention, Variant
 
 AGGREGATES = ("query_head", "group_mean", "group_max")
 

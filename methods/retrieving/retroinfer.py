@@ -42,18 +42,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from engine.attend import Part
-from engine.books.footprint import Footprint, held
-from engine.books.spans import span
-from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, key_bytes, show, token_bytes
-from engine.checks import each_one_of, whole_numbers
-from engine.errors import ConfigError
-from engine.passes.beside import Beside
-from engine.placement import Offloaded, Release
-from engine.selection import Cost, Found, Selection
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from kernels.clusters import (
+from kvbench.engine.attend import Part
+from kvbench.engine.books.footprint import Footprint, held
+from kvbench.engine.books.spans import span
+from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, key_bytes, show, token_bytes
+from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.beside import Beside
+from kvbench.engine.placement import Offloaded, Release
+from kvbench.engine.selection import Cost, Found, Selection
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.clusters import (
     cluster_order,
     cluster_tokens,
     cluster_tokens_triton,
@@ -62,9 +62,9 @@ from kernels.clusters import (
     stand_in_ref,
     stand_in_triton,
 )
-from kernels.kmeans import cluster_means, kmeans
-from kernels.topk import sort_keys
-from methods.base import SelectiveAttention
+from kvbench.kernels.kmeans import cluster_means, kmeans
+from kvbench.kernels.topk import sort_keys
+from kvbench.methods.base import SelectiveAttention
 
 TOKENS_PER_CLUSTER = 16  # as published, where `comm` pays for it
 SIZE_BYTES, OFFSET_BYTES, MEMBER_BYTES = 4, 4, 4  # of a cluster's size, of where its tokens begin, of a token's place

@@ -37,24 +37,24 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from engine.books.footprint import Footprint, held
-from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
-from engine.checks import each_one_of, votes, whole_numbers
-from engine.errors import ConfigError
-from engine.observe import LastQueries, Observation
-from engine.passes.trace import Trace
-from engine.placement import Searched
-from engine.selection import ALWAYS, Cost, Found, Search, Selection
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from kernels.gather import gather_tokens
-from kernels.pages import page_bounds
-from kernels.rows.chunks import Chunked, chunk_keys, table_of
-from kernels.scratch import Scratch
-from kernels.topk import KeyChoice, top_keys, top_stable
-from methods.base import SelectiveAttention
-from methods.retrieving.sparq import query_weights, top_components
-from methods.scorers import keep_top, pool_scores, reduce_group, window_votes
+from kvbench.engine.books.footprint import Footprint, held
+from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
+from kvbench.engine.checks import each_one_of, votes, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import LastQueries, Observation
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.placement import Searched
+from kvbench.engine.selection import ALWAYS, Cost, Found, Search, Selection
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.gather import gather_tokens
+from kvbench.kernels.pages import page_bounds
+from kvbench.kernels.rows.chunks import Chunked, chunk_keys, table_of
+from kvbench.kernels.scratch import Scratch
+from kvbench.kernels.topk import KeyChoice, top_keys, top_stable
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.retrieving.sparq import query_weights, top_components
+from kvbench.methods.scorers import keep_top, pool_scores, reduce_group, window_votes
 
 TIERS = ("device", "host")
 MOST_STEPS = 256  # for which selections that grow have room

@@ -43,18 +43,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from engine.books.footprint import DIGITS, Footprint, held, largest, too_small
-from engine.books.spans import span
-from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
-from engine.checks import one_of, whole_numbers
-from engine.errors import ConfigError
-from engine.placement import OffloadedValues
-from engine.selection import Cost, Found, Selection
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from kernels.rows.landmarks import Chunks, make_rows
-from kernels.topk import top_stable
-from methods.base import SelectiveAttention
+from kvbench.engine.books.footprint import DIGITS, Footprint, held, largest, too_small
+from kvbench.engine.books.spans import span
+from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
+from kvbench.engine.checks import one_of, whole_numbers
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.placement import OffloadedValues
+from kvbench.engine.selection import Cost, Found, Selection
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.rows.landmarks import Chunks, make_rows
+from kvbench.kernels.topk import top_stable
+from kvbench.methods.base import SelectiveAttention
 
 OUTLIER_SHARE = 8  # a budget of so many chunks pays for one outlier
 LEAST_RANK_SHARE = 16  # of the keys' numbers: the lowest rank that a small `memory` leads to

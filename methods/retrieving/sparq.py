@@ -36,21 +36,21 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from engine.books.footprint import Footprint, held
-from engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
-from engine.checks import each_one_of, share, tokens
-from engine.errors import ConfigError
-from engine.passes.streams import sent_home
-from engine.passes.trace import Trace
-from engine.placement import Change, Offloaded
-from engine.selection import Cost, FeedSelection, Found, Search, Selection
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from engine.turns.feed import Feed
-from kernels.rows.columns import Columns, blend, component_keys, cover, find_components, table_of
-from kernels.scratch import Scratch
-from kernels.topk import KeyChoice, top_stable
-from methods.base import SelectiveAttention
+from kvbench.engine.books.footprint import Footprint, held
+from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
+from kvbench.engine.checks import each_one_of, share, tokens
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.streams import sent_home
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.placement import Change, Offloaded
+from kvbench.engine.selection import Cost, FeedSelection, Found, Search, Selection
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.turns.feed import Feed
+from kvbench.kernels.rows.columns import Columns, blend, component_keys, cover, find_components, table_of
+from kvbench.kernels.scratch import Scratch
+from kvbench.kernels.topk import KeyChoice, top_stable
+from kvbench.methods.base import SelectiveAttention
 
 
 def top_components(q: Tensor, h_kv: int, r: int) -> Tensor:

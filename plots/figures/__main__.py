@@ -1,7 +1,7 @@
-"""`python -m plots.figures`."""
+"""`python -m kvbench.plots.figures`."""
 
 import sys
 
-from plots.figures.command import main
+from kvbench.plots.figures.command import main
 
 sys.exit(main(sys.argv[1:]))

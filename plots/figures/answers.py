@@ -9,11 +9,11 @@ Not here: scores against a step's cost (`plots/figures/scores.py`).
 from collections.abc import Sequence
 from math import fsum
 
-from plots.figures.axes import Axis
-from plots.figures.scores import panels, scored
-from plots.read import Run, measured
-from plots.run_sets import RunSet, asked, other_setting, run_sets
-from plots.style import Canvas, Picture
+from kvbench.plots.figures.axes import Axis
+from kvbench.plots.figures.scores import panels, scored
+from kvbench.plots.read import Run, measured
+from kvbench.plots.run_sets import RunSet, asked, other_setting, run_sets
+from kvbench.plots.style import Canvas, Picture
 
 
 def score_vs_footprint(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:

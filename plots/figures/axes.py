@@ -9,8 +9,8 @@ from typing import Any
 
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from plots.read import measured
-from results import SampleRow
+from kvbench.plots.read import measured
+from kvbench.results import SampleRow
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The papers' figures from the runs at hand, as PDF and PNG, each with its caption as text.
 
-    python -m plots.figures [RUNS] [--out FOLDER] [--only NAME …]     or: make paper-figures
-    python -m plots.figures RUNS --methods pqcache,snapkv,full --width column --no-title --format pdf,svg
+    python -m kvbench.plots.figures [RUNS] [--out FOLDER] [--only NAME …]     or: make paper-figures
+    python -m kvbench.plots.figures RUNS --methods pqcache,snapkv,full --width column --no-title --format pdf,svg
 
 A figure is drawn for each set of runs that share task, parameters, model, data and machine; the largest set has
 the plain name, the others `NAME_2`, `NAME_3` and so on. What the runs cannot fill is not drawn: the command that would
@@ -20,17 +20,17 @@ from pathlib import Path
 
 import matplotlib
 
-from engine.terminal import say
-from plots import style
-from plots.figures import answers as answer_figures
-from plots.figures import costs as cost_figures
-from plots.figures import frontier, manifest, maps
-from plots.figures import layers as layer_figures
-from plots.figures import scores as score_figures
-from plots.figures.axes import CHOICES
-from plots.looks import told_apart
-from plots.read import Run, default_root, load
-from plots.style import Canvas, Picture
+from kvbench.engine.terminal import say
+from kvbench.plots import style
+from kvbench.plots.figures import answers as answer_figures
+from kvbench.plots.figures import costs as cost_figures
+from kvbench.plots.figures import frontier, manifest, maps
+from kvbench.plots.figures import layers as layer_figures
+from kvbench.plots.figures import scores as score_figures
+from kvbench.plots.figures.axes import CHOICES
+from kvbench.plots.looks import told_apart
+from kvbench.plots.read import Run, default_root, load
+from kvbench.plots.style import Canvas, Picture
 
 WIDTHS = {"column": 3.25, "text": 6.75}  # inches, of a conference's two columns
 NARROWEST, WIDEST = 2.0, 12.0
@@ -155,7 +155,7 @@ def of_methods(runs: Sequence[Run], names: str | None) -> list[Run]:
 def main(arguments: Sequence[str]) -> int:
     names = [drawing.name for drawing in DRAWINGS]
     about = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m plots.figures", description=about)
+    parser = argparse.ArgumentParser(prog="python -m kvbench.plots.figures", description=about)
     parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
     parser.add_argument("--out", type=Path, default=Path("outputs/figures"), help="where to write")
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str]) -> int:
         loaded = load(options.runs)
         runs = of_methods(loaded, options.methods)
     except ValueError as error:
-        say(f"plots.figures: {error}", file=sys.stderr)
+        say(f"kvbench.plots.figures: {error}", file=sys.stderr)
         return 2
     canvas = Canvas(options.width, not options.no_title, options.axis)
     drawn: dict[str, manifest.Entry] = {}
@@ -184,6 +184,6 @@ def main(arguments: Sequence[str]) -> int:
         if drawn:
             say(manifest.write(options.out, drawn))
     except OSError as error:
-        say(f"plots.figures: {options.out}: {error.strerror}; choose another --out", file=sys.stderr)
+        say(f"kvbench.plots.figures: {options.out}: {error.strerror}; choose another --out", file=sys.stderr)
         return 2
     return 0 if drawn else 2

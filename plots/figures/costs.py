@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from plots import style
-from plots.figures.axes import tick
-from plots.figures.scores import variant, variants
-from plots.read import Run
-from plots.run_sets import RunSet, asked, mean, other_setting, run_sets
-from plots.style import Canvas, Picture
-from results import SampleRow
+from kvbench.plots import style
+from kvbench.plots.figures.axes import tick
+from kvbench.plots.figures.scores import variant, variants
+from kvbench.plots.read import Run
+from kvbench.plots.run_sets import RunSet, asked, mean, other_setting, run_sets
+from kvbench.plots.style import Canvas, Picture
+from kvbench.results import SampleRow
 
 # Bytes per second over PCIe, 16 lanes, one direction, as the standards have it.
 LINKS = {"PCIe 1.0": 4.0e9, "PCIe 4.0": 31.5e9, "PCIe 5.0": 63.0e9}

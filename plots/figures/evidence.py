@@ -9,11 +9,11 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from plots import style
-from plots.evidence import FULL, SHOWN, Scores, listed, mean
-from plots.stats import rank_ranges
-from plots.style import Canvas, Picture
-from results import interval
+from kvbench.plots import style
+from kvbench.plots.evidence import FULL, SHOWN, Scores, listed, mean
+from kvbench.plots.stats import rank_ranges
+from kvbench.plots.style import Canvas, Picture
+from kvbench.results import interval
 
 WIDTH = 4.2  # inches: on a phone its words are as large as the page's
 SMALL = 6.5  # points, of names and ranks beside rows

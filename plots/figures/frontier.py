@@ -12,13 +12,13 @@ from math import inf
 
 from matplotlib.ticker import LogLocator
 
-from plots.figures.axes import AXES, Axis, scale, tick
-from plots.figures.scores import draw_front, draw_line, explain, full_score, scored
-from plots.read import Run
-from plots.run_sets import Estimate, Line, Point, RunSet, front_of_lines, outside_budget, run_sets, score_of
-from plots.style import Canvas, Picture
-from results import SampleRow
-from results.intervals import interval
+from kvbench.plots.figures.axes import AXES, Axis, scale, tick
+from kvbench.plots.figures.scores import draw_front, draw_line, explain, full_score, scored
+from kvbench.plots.read import Run
+from kvbench.plots.run_sets import Estimate, Line, Point, RunSet, front_of_lines, outside_budget, run_sets, score_of
+from kvbench.plots.style import Canvas, Picture
+from kvbench.results import SampleRow
+from kvbench.results.intervals import interval
 
 ERROR = "output_error"
 WIDE = 6.75  # inches of two panels and a legend below them

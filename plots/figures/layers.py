@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from plots import style
-from plots.figures.axes import tick
-from plots.figures.scores import scored
-from plots.read import Run
-from plots.run_sets import Estimate, RunSet, asked, budget_of, mean, reports, run_sets, score_of
-from plots.style import Canvas, Picture
+from kvbench.plots import style
+from kvbench.plots.figures.axes import tick
+from kvbench.plots.figures.scores import scored
+from kvbench.plots.read import Run
+from kvbench.plots.run_sets import Estimate, RunSet, asked, budget_of, mean, reports, run_sets, score_of
+from kvbench.plots.style import Canvas, Picture
 
 N_REQUESTS = 8
 

@@ -13,8 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypedDict
 
-from engine.foreign import read_bytes
-from plots.style import Picture
+from kvbench.engine.foreign import read_bytes
+from kvbench.plots.style import Picture
 
 NAME = "manifest.json"
 HELD = ("result.json", "samples.jsonl", "scores.jsonl")

@@ -8,12 +8,12 @@ from itertools import islice
 from math import ceil, isnan
 from typing import Any
 
-from plots import style
-from plots.figures.axes import tick
-from plots.read import Run
-from plots.run_sets import RunSet, asked, budget_of, other_setting, run_sets, score_of
-from plots.style import Canvas, Picture
-from tasks.needle.heatmap import pivot
+from kvbench.plots import style
+from kvbench.plots.figures.axes import tick
+from kvbench.plots.read import Run
+from kvbench.plots.run_sets import RunSet, asked, budget_of, other_setting, run_sets, score_of
+from kvbench.plots.style import Canvas, Picture
+from kvbench.tasks.needle.heatmap import pivot
 
 MOST = 24  # panels
 INCHES = 0.26  # that a number in a cell takes

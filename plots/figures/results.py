@@ -15,13 +15,13 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
-from plots import style
-from plots.grids import MORE, Grid, device_bytes
-from plots.looks import FAMILIES, OTHERS, family_of
-from plots.run_sets import Line
-from plots.scored import Scored
-from plots.stats import rank_ranges
-from plots.style import Canvas, Picture
+from kvbench.plots import style
+from kvbench.plots.grids import MORE, Grid, device_bytes
+from kvbench.plots.looks import FAMILIES, OTHERS, family_of
+from kvbench.plots.run_sets import Line
+from kvbench.plots.scored import Scored
+from kvbench.plots.stats import rank_ranges
+from kvbench.plots.style import Canvas, Picture
 
 LONG = re.compile(r"(\.\d\d)\d+")
 HASHED = re.compile(r"(?<=[\"#])[mp][0-9a-f]{10}(?=[\")])")  # of what is clipped, to digits that differ from run to run

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from plots import style
-from plots.figures.axes import AXES, Axis, scale, tick
-from plots.read import Run
-from plots.run_sets import (
+from kvbench.plots import style
+from kvbench.plots.figures.axes import AXES, Axis, scale, tick
+from kvbench.plots.read import Run
+from kvbench.plots.run_sets import (
     FRONT_SAID,
     Estimate,
     Line,
@@ -33,8 +33,8 @@ from plots.run_sets import (
     run_sets,
     score_of,
 )
-from plots.style import Canvas, Picture
-from results import METRICS, few_samples
+from kvbench.plots.style import Canvas, Picture
+from kvbench.results import METRICS, few_samples
 
 N_PANELS = 16
 ORACLE = "oracle"

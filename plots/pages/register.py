@@ -1,7 +1,7 @@
 """docs/register.md: comparisons that were fixed before their samples were asked, and what the samples say.
 
-    python -m plots.pages.register             the page again, from docs/register/scores.csv.gz
-    python -m plots.pages.register RUNS        the same, with the answers of these runs added to what is kept
+    python -m kvbench.plots.pages.register             the page again, from docs/register/scores.csv.gz
+    python -m kvbench.plots.pages.register RUNS        the same, with the answers of these runs added to what is kept
 
 docs/register.yaml is the register: sets of samples, and which two methods are compared on them. A comparison is made
 once, when every sample of its set has an answer of both; until then the page says how many have one. Samples are
@@ -23,13 +23,13 @@ import pandas
 import yaml
 from numpy.typing import NDArray
 
-from plots.evidence import FULL, HIDDEN, SHOWN, WORDS, title
-from plots.kept import KEPT, configured, keep, label_of, load, run, samples_of, some
-from plots.stats import Paired, holm, p_words, paired
-from results import SampleRow, interval
-from results.intervals import LEVEL, chance_below
-from results.names import known
-from results.sheet import ABSENT, Sheet, markdown
+from kvbench.plots.evidence import FULL, HIDDEN, SHOWN, WORDS, title
+from kvbench.plots.kept import KEPT, configured, keep, label_of, load, run, samples_of, some
+from kvbench.plots.stats import Paired, holm, p_words, paired
+from kvbench.results import SampleRow, interval
+from kvbench.results.intervals import LEVEL, chance_below
+from kvbench.results.names import known
+from kvbench.results.sheet import ABSENT, Sheet, markdown
 
 Frame = Any  # of pandas, whose own types leave open what a cell is
 Array = NDArray[np.float64]
@@ -58,8 +58,8 @@ and [measured](intervals.md). A comparison is made once, when all of its samples
 
 {table}
 
-Every answer's score and costs are in [scores.csv.gz]({name}/{kept}), of which `python -m plots.pages.register` makes
-this
+Every answer's score and costs are in [scores.csv.gz]({name}/{kept}), of which `python -m kvbench.plots.pages.register`
+makes this
 page.
 """
 
@@ -373,7 +373,7 @@ def write(out: Path, runs: Path | None) -> list[Path]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    return run("plots.pages.register", "Write docs/register.md.", write, arguments)
+    return run("kvbench.plots.pages.register", "Write docs/register.md.", write, arguments)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""`python -m plots.report`."""
+"""`kvbench report`."""
 
 import sys
 
-from plots.report.page import main
+from kvbench.plots.report.page import main
 
 sys.exit(main(sys.argv[1:]))

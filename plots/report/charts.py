@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import altair as alt
 
-from engine.checkpoints.digests import cache_home, read_own, write_own
-from plots import looks
+from kvbench.engine.checkpoints.digests import cache_home, read_own, write_own
+from kvbench.plots import looks
 
 SCORE = "@score"  # title of the axis that scores are on
 COST = "@cost"  # title of the axis of bytes or tokens
@@ -23,7 +23,7 @@ FORMAT = "@format"  # of the numbers on that axis
 LARGEST_SCRIPT = 16 << 20  # bytes; today's has 0.9 MB
 
 
-DASHES = {"-": [1, 0], "--": [6, 4], ":": [2, 3], "-.": [7, 3, 2, 3]}  # of `plots.looks`
+DASHES = {"-": [1, 0], "--": [6, 4], ":": [2, 3], "-.": [7, 3, 2, 3]}  # of `kvbench.plots.looks`
 WHITE = "#FFFFFF"  # of full attention on the dark page
 
 

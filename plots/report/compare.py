@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import log
 from typing import Any
 
-from plots.read import Run, score
-from plots.run_sets import front_of, is_deployable
-from plots.scored import Scored, best
-from plots.stats import Paired, corrected, is_bound
-from results import METRICS, SampleRow, few_samples
-from results.intervals import ANYWHERE
+from kvbench.plots.read import Run, score
+from kvbench.plots.run_sets import front_of, is_deployable
+from kvbench.plots.scored import Scored, best
+from kvbench.plots.stats import Paired, corrected, is_bound
+from kvbench.results import METRICS, SampleRow, few_samples
+from kvbench.results.intervals import ANYWHERE
 
 AVERAGE = "average"  # the name of the column that stands for all datasets of a benchmark
 SAME = ("model", "model_digest", "task", "task_version", "data_digest", "compression_scope", "seed", "dtype", "device")

@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from engine.errors import ConfigError
-from engine.foreign import NoJson, opened, parse_json, read_bytes
-from plots.read import ROOT, Run
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import NoJson, opened, parse_json, read_bytes
+from kvbench.plots.read import ROOT, Run
 
 HASHED = ("config.yaml", "samples.jsonl", "ledger.parquet", "result.json")
 PLAIN = re.compile(r"[A-Za-z0-9_./:+-]+")

@@ -16,13 +16,13 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
-from plots.looks import told_apart
-from plots.read import Run, conditions, key_bytes_per_token, measured
-from plots.report.charts import look
-from plots.report.compare import AVERAGE, Baselines, correct, few_words, put_on_fronts, rank
-from plots.run_sets import asked, is_deployable, outside_budget, prompt_settings
-from plots.scored import Scored
-from results import METRICS, SampleRow
+from kvbench.plots.looks import told_apart
+from kvbench.plots.read import Run, conditions, key_bytes_per_token, measured
+from kvbench.plots.report.charts import look
+from kvbench.plots.report.compare import AVERAGE, Baselines, correct, few_words, put_on_fronts, rank
+from kvbench.plots.run_sets import asked, is_deployable, outside_budget, prompt_settings
+from kvbench.plots.scored import Scored
+from kvbench.results import METRICS, SampleRow
 
 AUDITED = (
     *("tokens_budget_mean", "tokens_attended_mean", "effective_ratio", "within_budget"),

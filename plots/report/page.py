@@ -1,6 +1,6 @@
 """`make report`: every finished run on one HTML page that opens from disk and asks no network.
 
-    python -m plots.report [RUNS] [--out FILE]
+    kvbench report [RUNS] [--out FILE]
 
 The page holds its data as packed JSON: what the runs say, which is read at once, and where they come from, their
 samples and the chart script, which are unpacked when they are wanted. Predictions, references and names are untrusted:
@@ -23,14 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.foreign import one_line
-from engine.terminal import say
-from plots.read import Run, default_root, load
-from plots.report.charts import heatmap_chart, score_chart, vega_script
-from plots.report.origin import provenance
-from plots.report.overview import full_once, overview
-from plots.report.samples import compact, in_columns, iter_pieces, pack_samples, packed, short
-from results import METRICS
+from kvbench.engine.foreign import one_line
+from kvbench.engine.terminal import say
+from kvbench.plots.read import Run, default_root, load
+from kvbench.plots.report.charts import heatmap_chart, score_chart, vega_script
+from kvbench.plots.report.origin import provenance
+from kvbench.plots.report.overview import full_once, overview
+from kvbench.plots.report.samples import compact, in_columns, iter_pieces, pack_samples, packed, short
+from kvbench.results import METRICS
 
 ASSETS = Path(__file__).resolve().parent
 # In the order in which they need each other; all of them are one script.
@@ -44,9 +44,7 @@ CHARTS = {"linear": score_chart(), "log": score_chart("log"), "heatmap": heatmap
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m plots.report", description="Write every finished run into one HTML page."
-    )
+    parser = argparse.ArgumentParser(prog="kvbench report", description="Write every finished run into one HTML page.")
     parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
     parser.add_argument("--out", type=Path, help="the page; RUNS/report.html where not given")
     given = parser.parse_args(argv)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import fsum
 from typing import Any
 
-from plots.read import Run
-from results import METRICS, SampleRow
+from kvbench.plots.read import Run
+from kvbench.results import METRICS, SampleRow
 
 LARGEST = 17_000_000  # bytes that the samples may take on a page of 20 MB
 PIECE = 1_500_000  # characters of JSON that are unpacked at a time

@@ -1,7 +1,7 @@
-"""`python -m plots.site`."""
+"""`kvbench site`."""
 
 import sys
 
-from plots.site.build import main
+from kvbench.plots.site.build import main
 
 sys.exit(main(sys.argv[1:]))

@@ -10,12 +10,12 @@ Not here: differences to full attention, intervals (`plots/report/compare.py`).
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from plots.read import Run
-from plots.report.compare import AVERAGE, rows_of
-from plots.run_sets import is_deployable
-from plots.scored import Scored
-from plots.stats import rank_ranges
-from results import METRICS, few_samples
+from kvbench.plots.read import Run
+from kvbench.plots.report.compare import AVERAGE, rows_of
+from kvbench.plots.run_sets import is_deployable
+from kvbench.plots.scored import Scored
+from kvbench.plots.stats import rank_ranges
+from kvbench.results import METRICS, few_samples
 
 MOST_RANKED = 80  # of a column: all pairs are tested
 

@@ -1,13 +1,13 @@
 """`make site`: finished runs and submissions as a folder of plain files, for people and without a server.
 
-    python -m plots.site RUNS… [--out site] [--verdicts FILE…] [--since OLD_SITE] [--most MB]
-    python -m plots.site --diff OLD NEW
+    kvbench site RUNS… [--out site] [--verdicts FILE…] [--since OLD_SITE] [--most MB]
+    kvbench site --diff OLD NEW
 
 RUNS are folders of runs, or submissions with a manifest.json. Before a benchmark is chosen a reader loads the page, its
 script and a list of benchmarks; then that benchmark's figures; and answers run by run as they are looked at. All of it
 are scripts, since a page from disk may read nothing else, and each is text: packed data that the page unpacks.
 
-Not here: whether what a submission says holds (`python -m evals.verify`, whose verdicts are shown).
+Not here: whether what a submission says holds (`kvbench verify`, whose verdicts are shown).
 """
 
 import argparse
@@ -21,20 +21,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.foreign import NoJson, one_line, parse_json, read_bytes
-from engine.terminal import lines_of, say
-from plots.read import Run, load, told_apart
-from plots.report import page as report
-from plots.report.charts import vega_script
-from plots.report.origin import provenance
-from plots.report.overview import benchmark, full_once, overview
-from plots.report.samples import compact, iter_pieces, pack_samples, packed
-from plots.site.boards import evidence, machine, rank_all
-from plots.site.changes import LIST, changes, read_list
-from plots.site.methods import card
-from results import METRICS
-from results.files import unsealed
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import NoJson, one_line, parse_json, read_bytes
+from kvbench.engine.terminal import lines_of, say
+from kvbench.plots.read import Run, load, told_apart
+from kvbench.plots.report import page as report
+from kvbench.plots.report.charts import vega_script
+from kvbench.plots.report.origin import provenance
+from kvbench.plots.report.overview import benchmark, full_once, overview
+from kvbench.plots.report.samples import compact, iter_pieces, pack_samples, packed
+from kvbench.plots.site.boards import evidence, machine, rank_all
+from kvbench.plots.site.changes import LIST, changes, read_list
+from kvbench.plots.site.methods import card
+from kvbench.results import METRICS
+from kvbench.results.files import unsealed
 
 ASSETS = Path(__file__).resolve().parent
 # The report's, in the order in which they need each other, and the pages around them.
@@ -100,7 +100,7 @@ def read_handed(roots: Iterable[Path], verdicts: Iterable[Path]) -> Handed:
         runs = read_object(file).get("runs")
         for id, one in runs.items() if isinstance(runs, Mapping) else ():
             if not isinstance(one, Mapping) or not isinstance(one.get("verdict"), str):
-                raise ConfigError(f"{file} holds no verdicts of python -m evals.verify")
+                raise ConfigError(f"{file} holds no verdicts of kvbench verify")
             said = {key: [str(line) for line in one.get(key) or ()] for key in ("why", "findings")}
             found.verdicts[id] = {"verdict": one["verdict"], **said}
     return found
@@ -254,7 +254,7 @@ def make(roots: Sequence[Path], out: Path, verdicts: Sequence[Path], since: Path
     if out.exists():
         shutil.rmtree(out)
     out.mkdir(parents=True)
-    (out / MARK).write_text("made by python -m plots.site\n")
+    (out / MARK).write_text("made by kvbench site\n")
     site = Site(runs, common, handed, most)
     n = write(out, site.files())
     changed = [] if since is None else sorted(changes(old, harmless(site.list)))
@@ -270,10 +270,12 @@ def common_parts(folders: Sequence[Path]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m plots.site", description="Make a site of finished runs.")
+    parser = argparse.ArgumentParser(prog="kvbench site", description="Make a site of finished runs.")
     parser.add_argument("runs", nargs="*", type=Path, help="folders of runs, or submissions")
     parser.add_argument("--out", type=Path, default=Path("site"), help="the site's folder")
-    parser.add_argument("--verdicts", type=Path, action="append", default=[], help="what evals.verify --out wrote")
+    parser.add_argument(
+        "--verdicts", type=Path, action="append", default=[], help="what kvbench.evals.verify --out wrote"
+    )
     parser.add_argument("--since", type=Path, help="an earlier version, whose differences a page lists")
     parser.add_argument("--most", type=int, default=200, help="MB that answers may take")
     parser.add_argument("--diff", nargs=2, type=Path, metavar=("OLD", "NEW"), help="print what changed")

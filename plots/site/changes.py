@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.foreign import NoJson, parse_json, read_bytes
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import NoJson, parse_json, read_bytes
 
 LIST = "runs.json"
 

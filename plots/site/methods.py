@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from methods.cite import paper_of
-from results.names import known, own_methods
+from kvbench.engine.errors import ConfigError
+from kvbench.methods.cite import paper_of
+from kvbench.results.names import known, own_methods
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden"
 PART = re.compile(r"^(Paper|Symbols|Per step|Differs|Fails|Figures) +(.*(?:\n +\S.*)*)", re.MULTILINE)

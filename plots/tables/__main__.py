@@ -1,7 +1,7 @@
-"""`python -m plots.tables`."""
+"""`python -m kvbench.plots.tables`."""
 
 import sys
 
-from plots.tables.command import main
+from kvbench.plots.tables.command import main
 
 sys.exit(main(sys.argv[1:]))

@@ -19,11 +19,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 
-from plots.read import Conditions, Run, has_budget, key_bytes_per_token, measured, over_budget, scores
-from plots.run_sets import comparable
-from plots.scored import Scored, best, compared
-from plots.stats import Corrected, interval, macro_interval
-from plots.tables.papers import (
+from kvbench.plots.read import Conditions, Run, has_budget, key_bytes_per_token, measured, over_budget, scores
+from kvbench.plots.run_sets import comparable
+from kvbench.plots.scored import Scored, best, compared
+from kvbench.plots.stats import Corrected, interval, macro_interval
+from kvbench.plots.tables.papers import (
     AVERAGE,
     EFFICIENCY,
     PaperTable,
@@ -32,8 +32,8 @@ from plots.tables.papers import (
     read_published,
     read_published_efficiency,
 )
-from results import SampleRow
-from results.intervals import ANYWHERE
+from kvbench.results import SampleRow
+from kvbench.results.intervals import ANYWHERE
 
 # Methods that are never bold: nothing bounds them.
 FULL = {"Full", "FullKV"}

@@ -1,6 +1,6 @@
 """The papers' tables from the runs at hand: ours with interval and n, the published figure and the difference.
 
-    python -m plots.tables [RUNS] [--out FOLDER]     or: make paper-tables
+    python -m kvbench.plots.tables [RUNS] [--out FOLDER]     or: make paper-tables
 
 Runs that answer a table are found by their results alone, so it does not matter which command made them. What variants
 cost (`plots/costs.py`) is written beside the tables.
@@ -14,13 +14,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from engine.terminal import say
-from plots import costs, scopes
-from plots.read import Run, default_root, load
-from plots.tables.cells import Table, build, build_efficiency
-from plots.tables.paper_words import paper_title, records, sheet_of
-from plots.tables.papers import EFFICIENCY, PAPER_TABLES, PaperTable
-from results.sheet import texts, write
+from kvbench.engine.terminal import say
+from kvbench.plots import costs, scopes
+from kvbench.plots.read import Run, default_root, load
+from kvbench.plots.tables.cells import Table, build, build_efficiency
+from kvbench.plots.tables.paper_words import paper_title, records, sheet_of
+from kvbench.plots.tables.papers import EFFICIENCY, PAPER_TABLES, PaperTable
+from kvbench.results.sheet import texts, write
 
 
 def build_all(runs: Sequence[Run]) -> dict[str, list[Table]]:
@@ -41,7 +41,9 @@ def missing(tables: Iterable[PaperTable]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m plots.tables", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m kvbench.plots.tables", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
     parser.add_argument("--out", type=Path, default=Path("outputs/tables"), help="where to write")
     options = parser.parse_args(arguments)
@@ -60,7 +62,7 @@ def main(arguments: list[str]) -> int:
     if not any(tables.values()):
         say(
             f"no run below {options.runs} answers a paper's table; any runs as a table of your own:\n"
-            f"    python -m plots.table {options.runs} --format latex\n"
+            f"    kvbench table {options.runs} --format latex\n"
             "runs for a paper's table, in minutes with the embedded model and texts; as published without scale=smoke, "
             f"with data_dir=FOLDER:\n{missing(absent)}",
             file=sys.stderr,
@@ -79,5 +81,5 @@ def main(arguments: list[str]) -> int:
 
 
 def cannot_write(out: Path, error: OSError) -> int:
-    say(f"plots.tables: {out}: {error.strerror}; choose another --out", file=sys.stderr)
+    say(f"kvbench.plots.tables: {out}: {error.strerror}; choose another --out", file=sys.stderr)
     return 2

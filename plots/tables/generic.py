@@ -22,14 +22,14 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
-from engine.budget import SIZE, parse_bytes
-from plots.read import Run, prefill_words, scores
-from plots.run_sets import dataset_words, prompt_settings
-from plots.scored import Scored, best, compared
-from plots.stats import Corrected
-from plots.tables.values import VALUES, measures_of, of_one, value_named
-from results import METRICS, OFF, SampleRow
-from results.intervals import ANYWHERE
+from kvbench.engine.budget import SIZE, parse_bytes
+from kvbench.plots.read import Run, prefill_words, scores
+from kvbench.plots.run_sets import dataset_words, prompt_settings
+from kvbench.plots.scored import Scored, best, compared
+from kvbench.plots.stats import Corrected
+from kvbench.plots.tables.values import VALUES, measures_of, of_one, value_named
+from kvbench.results import METRICS, OFF, SampleRow
+from kvbench.results.intervals import ANYWHERE
 
 ANY = "*"  # a key's value of a run that has none of its own and stands beside all
 BUDGETS = ("ratio", "budget", "comm")  # keys of which Full has none

@@ -15,10 +15,10 @@ from fractions import Fraction
 from math import fsum
 from typing import Any
 
-from plots.stats import scaled
-from plots.tables.cells import Cost, Table, TableCell
-from plots.tables.papers import PaperTable
-from results.sheet import ABSENT, Cell, Sheet, Word
+from kvbench.plots.stats import scaled
+from kvbench.plots.tables.cells import Cost, Table, TableCell
+from kvbench.plots.tables.papers import PaperTable
+from kvbench.results.sheet import ABSENT, Cell, Sheet, Word
 
 COSTS = (
     "method", "budget", "tokens attended / budget", "share of full attention", "read to find / comm",

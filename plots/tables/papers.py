@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from plots.read import Run
-from results import EXACT
+from kvbench.plots.read import Run
+from kvbench.results import EXACT
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "published"
 AVERAGE = "Average"

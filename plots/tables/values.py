@@ -6,8 +6,8 @@ Not here: which cells there are (`plots/tables/generic.py`), their words (`plots
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from plots.read import Run, measured
-from results import SampleRow
+from kvbench.plots.read import Run, measured
+from kvbench.results import SampleRow
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from plots.tables.generic import ANY, FULL, Cell, Pivot
-from plots.tables.values import VALUES, prefill_share, value_named
-from results.sheet import ABSENT, Sheet, Word
+from kvbench.plots.tables.generic import ANY, FULL, Cell, Pivot
+from kvbench.plots.tables.values import VALUES, prefill_share, value_named
+from kvbench.results.sheet import ABSENT, Sheet, Word
 
 
 def sheet_of(pivot: Pivot) -> Sheet:

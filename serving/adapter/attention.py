@@ -20,10 +20,10 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from serving.adapter.blocks import own_spec
-from serving.order import DROPPING, PAGES, Order
-from serving.pagetable import tables_of
-from serving.reader import Desk, Turn, folded
+from kvbench.serving.adapter.blocks import own_spec
+from kvbench.serving.order import DROPPING, PAGES, Order
+from kvbench.serving.pagetable import tables_of
+from kvbench.serving.reader import Desk, Turn, folded
 
 
 class Builder(CPUAttentionMetadataBuilder):

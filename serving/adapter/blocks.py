@@ -14,7 +14,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from serving.order import Order
+from kvbench.serving.order import Order
 
 
 class DroppingManager(FullAttentionManager):

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import ConfigError
-from serving.order import Order
-from serving.plugin import register, take_back
-from serving.rehearsal import check_prompt
+from kvbench.engine.errors import ConfigError
+from kvbench.serving.order import Order
+from kvbench.serving.plugin import register, take_back
+from kvbench.serving.rehearsal import check_prompt
 
-EXTENSION = "serving.adapter.worker.Extension"
+EXTENSION = "kvbench.serving.adapter.worker.Extension"
 BLOCK = 32  # tokens: the least that vLLM's CPU kernel takes
 USUAL = {  # of the environment, where nothing else is said
     "VLLM_CPU_KVCACHE_SPACE": "1",

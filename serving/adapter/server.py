@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from serving.adapter.front import engine_flags, guard
-from serving.order import Order
+from kvbench.serving.adapter.front import engine_flags, guard
+from kvbench.serving.order import Order
 
 
 def serve(order: Order | None, model: str, name: str, host: str, port: int, flags: Mapping[str, Any]) -> None:

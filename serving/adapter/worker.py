@@ -6,11 +6,11 @@ Not here: attention (`serving/adapter/attention.py`).
 
 from typing import Any
 
-from engine.softmax import Softmax
-from serving.adapter.attention import Builder, number_of
-from serving.order import Order
-from serving.pages import Pages
-from serving.reader import Desk
+from kvbench.engine.softmax import Softmax
+from kvbench.serving.adapter.attention import Builder, number_of
+from kvbench.serving.order import Order
+from kvbench.serving.pages import Pages
+from kvbench.serving.reader import Desk
 
 
 class Extension:

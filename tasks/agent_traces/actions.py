@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.foreign import NoJson, parse_json
+from kvbench.engine.foreign import NoJson, parse_json
 
 Action = Mapping[str, Any]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import ConfigError, first_line
-from tasks.agent_traces.actions import CLOSE, OPEN
-from tasks.prompt import TODAY, dated, render
+from kvbench.engine.errors import ConfigError, first_line
+from kvbench.tasks.agent_traces.actions import CLOSE, OPEN
+from kvbench.tasks.prompt import TODAY, dated, render
 
 Message = Mapping[str, Any]
 HOW = f"""\

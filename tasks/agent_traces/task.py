@@ -34,22 +34,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from engine.errors import ConfigError
-from engine.foreign import NoJson, read_json, read_text, write_csv
-from engine.shapes import ModelShape
-from methods.calibration import prose
-from tasks import sources
-from tasks.agent_traces import made
-from tasks.agent_traces.actions import Point, action_of, agreement, points_of, recorded, values
-from tasks.agent_traces.render import Message, Renderer, Talk, spoken
-from tasks.base import Data, Sample, Task
-from tasks.checks import check_choices, check_counts, check_lengths, check_numbers
-from tasks.lazy import LazySamples, most_units
-from tasks.prompt import first_ids
-from tasks.rows import ON_BAD_ROW, BadRow, read_rows
-from tasks.texts import digest, sentences
-from tasks.turns.conversation import Asking, Conversation, Turn
-from tasks.turns.questions import QueryAware
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import NoJson, read_json, read_text, write_csv
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.calibration import prose
+from kvbench.tasks import sources
+from kvbench.tasks.agent_traces import made
+from kvbench.tasks.agent_traces.actions import Point, action_of, agreement, points_of, recorded, values
+from kvbench.tasks.agent_traces.render import Message, Renderer, Talk, spoken
+from kvbench.tasks.base import Data, Sample, Task
+from kvbench.tasks.checks import check_choices, check_counts, check_lengths, check_numbers
+from kvbench.tasks.lazy import LazySamples, most_units
+from kvbench.tasks.prompt import first_ids
+from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from kvbench.tasks.texts import digest, sentences
+from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
+from kvbench.tasks.turns.questions import QueryAware
 
 FOLDER = "agent_traces"
 UPSTREAM = "GitHub sierra-research/tau-bench (historical_trajectories, as the README of that folder says)"

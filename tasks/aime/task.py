@@ -19,12 +19,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import ConfigError
-from tasks.base import Data
-from tasks.download import Piece
-from tasks.reasoning import task as reasoning
-from tasks.reasoning.task import Reasoning
-from tasks.rows import BadRow
+from kvbench.engine.errors import ConfigError
+from kvbench.tasks.base import Data
+from kvbench.tasks.download import Piece
+from kvbench.tasks.reasoning import task as reasoning
+from kvbench.tasks.reasoning.task import Reasoning
+from kvbench.tasks.rows import BadRow
 
 YEARS = (24, 25)
 REVISION = "563bb8404243c5f09de6ec262f2db674fe5bce9b"
@@ -53,7 +53,7 @@ class Aime(Reasoning):
     usual_tokens = 32_768
     upstream = (
         "GitHub Zefan-Cai/R-KV (data/aime24.jsonl), hub datasets HuggingFaceH4/aime_2024 and math-ai/aime25 "
-        "(`python -m evals.fetch aime` has 2025)"
+        "(`kvbench fetch aime` has 2025)"
     )
 
     def part(self) -> str:

@@ -9,9 +9,9 @@ import ast
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.errors import ConfigError
-from engine.foreign import read_text
-from tasks.sources import missing_keys, read_json
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import read_text
+from kvbench.tasks.sources import missing_keys, read_json
 
 TEMPLATE = "{instruction}\n\n{examples}\n\n{post_prompt}\n\n<context>\n{context}\n</context>\n\nQuestion: {question}"
 PARTS = ("instruction", "examples", "post_prompt")

@@ -25,20 +25,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from methods.calibration import prose
-from tasks import sources
-from tasks.babilong import worlds
-from tasks.babilong.prompts import END, OWN, PARTS, filled, official
-from tasks.babilong.prompts import UPSTREAM as PROMPTS_SOURCE
-from tasks.babilong.scores import LABELS, MADE, is_right
-from tasks.base import Data, Sample, Task
-from tasks.checks import OfDatasets, check_choices, check_counts, check_datasets
-from tasks.download import Piece
-from tasks.lazy import LazySamples, in_turns
-from tasks.rows import ON_BAD_ROW, BadRow, read_rows, write_means
-from tasks.texts import digest, sentences
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.calibration import prose
+from kvbench.tasks import sources
+from kvbench.tasks.babilong import worlds
+from kvbench.tasks.babilong.prompts import END, OWN, PARTS, filled, official
+from kvbench.tasks.babilong.prompts import UPSTREAM as PROMPTS_SOURCE
+from kvbench.tasks.babilong.scores import LABELS, MADE, is_right
+from kvbench.tasks.base import Data, Sample, Task
+from kvbench.tasks.checks import OfDatasets, check_choices, check_counts, check_datasets
+from kvbench.tasks.download import Piece
+from kvbench.tasks.lazy import LazySamples, in_turns
+from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows, write_means
+from kvbench.tasks.texts import digest, sentences
 
 DATASETS = tuple(f"qa{i}" for i in range(1, 21))
 LENGTHS = ("0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k", "256k", "512k", "1M")  # published ones
@@ -47,7 +47,7 @@ LENGTH = re.compile(r"(\d+)([kM])")
 PROMPTS = "babilong/prompts.json"
 THEIR_PROMPTS = "babilong/prompts.py"
 CODE = "38da79d79519ef87aa46ae804f838e1eab7f86d7"
-UPSTREAM = "hub dataset RMT-team/babilong (python -m evals.fetch babilong)"
+UPSTREAM = "hub dataset RMT-team/babilong (kvbench fetch babilong)"
 REVISION = "ee0d588794c7ac098062ee0d247c733d62e94fe2"
 SHORTEST = 10  # tokens of a sentence of the long text
 AROUND = 500  # tokens that prompt and question may take

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tasks.babilong.scores import PLACES, THINGS
+from kvbench.tasks.babilong.scores import PLACES, THINGS
 
 PEOPLE = ("Daniel", "John", "Mary", "Sandra")
 MOVES = ("went to", "moved to", "journeyed to", "travelled to", "went back to")

@@ -26,21 +26,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from tasks import sources
-from tasks.base import Data, Sample, Task
-from tasks.checks import SLACK, check_choices, check_counts, check_numbers, check_some
-from tasks.download import Piece
-from tasks.graphwalks import graphs
-from tasks.graphwalks.scores import CUE, verdict
-from tasks.lazy import LazySamples, in_turns, most_units
-from tasks.prompt import encode
-from tasks.rows import ON_BAD_ROW, BadRow, read_rows, write_means
-from tasks.texts import digest
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.tasks import sources
+from kvbench.tasks.base import Data, Sample, Task
+from kvbench.tasks.checks import SLACK, check_choices, check_counts, check_numbers, check_some
+from kvbench.tasks.download import Piece
+from kvbench.tasks.graphwalks import graphs
+from kvbench.tasks.graphwalks.scores import CUE, verdict
+from kvbench.tasks.lazy import LazySamples, in_turns, most_units
+from kvbench.tasks.prompt import encode
+from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows, write_means
+from kvbench.tasks.texts import digest
 
 REVISION = "f338bb265735a56a79f4b0f5def722c9c3268ead"
-UPSTREAM = "hub dataset openai/graphwalks (python -m evals.fetch graphwalks)"
+UPSTREAM = "hub dataset openai/graphwalks (kvbench fetch graphwalks)"
 KINDS = ("parents", "bfs")
 PARTS = {"short": "graphwalks_128k_and_shorter", "long": "graphwalks_256k_to_1mil"}
 PIECES = tuple(

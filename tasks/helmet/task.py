@@ -28,16 +28,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from tasks import sources
-from tasks.base import Data, Sample, Task
-from tasks.checks import OfDatasets, check_choices, check_counts, check_datasets, check_lengths, check_numbers
-from tasks.helmet import scores
-from tasks.lazy import LazySamples, in_turns, most_units
-from tasks.prompt import encode
-from tasks.rows import ON_BAD_ROW, BadRow, read_rows, write_means
-from tasks.texts import digest
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.tasks import sources
+from kvbench.tasks.base import Data, Sample, Task
+from kvbench.tasks.checks import OfDatasets, check_choices, check_counts, check_datasets, check_lengths, check_numbers
+from kvbench.tasks.helmet import scores
+from kvbench.tasks.lazy import LazySamples, in_turns, most_units
+from kvbench.tasks.prompt import encode
+from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows, write_means
+from kvbench.tasks.texts import digest
 
 UPSTREAM = "GitHub princeton-nlp/HELMET (its data archive, and the hub for labels; one file a part)"
 LABELS = ("trec_coarse", "trec_fine", "banking77", "clinic150", "nlu")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from engine.workers.limited import Limited
-from engine.workers.serve import serve
-from tasks.ifeval_system import checks
+from kvbench.engine.workers.limited import Limited
+from kvbench.engine.workers.serve import serve
+from kvbench.tasks.ifeval_system import checks
 
 LIMIT_S = 5.0  # of one instruction, strict and loose, on a processor; an ordinary one takes milliseconds
 

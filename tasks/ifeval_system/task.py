@@ -28,18 +28,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from engine.errors import ConfigError, first_line
-from engine.foreign import write_csv
-from engine.shapes import ModelShape
-from tasks import sources
-from tasks.base import Data, Sample, Task
-from tasks.checks import check_choices, check_counts
-from tasks.ifeval_system import checks
-from tasks.ifeval_system.grade import followed
-from tasks.ifeval_system.leakage import ATTACK, DEFENCES, leakage, leaked_text, system_text
-from tasks.prompt import answering
-from tasks.rows import ON_BAD_ROW, BadRow, read_rows
-from tasks.texts import digest
+from kvbench.engine.errors import ConfigError, first_line
+from kvbench.engine.foreign import write_csv
+from kvbench.engine.shapes import ModelShape
+from kvbench.tasks import sources
+from kvbench.tasks.base import Data, Sample, Task
+from kvbench.tasks.checks import check_choices, check_counts
+from kvbench.tasks.ifeval_system import checks
+from kvbench.tasks.ifeval_system.grade import followed
+from kvbench.tasks.ifeval_system.leakage import ATTACK, DEFENCES, leakage, leaked_text, system_text
+from kvbench.tasks.prompt import answering
+from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from kvbench.tasks.texts import digest
 
 FILE = "ifeval/sys_ifeval.jsonl"
 UPSTREAM = "GitHub normster/SystemCheck (evals/ifeval/inputs)"

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.foreign import read_text
-from tasks.infinitebench.synthetic import func_call
-from tasks.rows import BadRow
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import read_text
+from kvbench.tasks.infinitebench.synthetic import func_call
+from kvbench.tasks.rows import BadRow
 
 LETTERS = "ABCD"
 OPTIONS = "A. {OPTION_A}\nB. {OPTION_B}\nC. {OPTION_C}\nD. {OPTION_D}\n"

@@ -31,12 +31,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.foreign import write_csv
-from engine.shapes import ModelShape
-from tasks import sources
-from tasks.base import Data, Sample, Task
-from tasks.checks import (
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import write_csv
+from kvbench.engine.shapes import ModelShape
+from kvbench.tasks import sources
+from kvbench.tasks.base import Data, Sample, Task
+from kvbench.tasks.checks import (
     OfDatasets,
     check_choices,
     check_counts,
@@ -45,8 +45,8 @@ from tasks.checks import (
     check_room,
     prompt_room,
 )
-from tasks.download import Piece
-from tasks.infinitebench.prompts import (
+from kvbench.tasks.download import Piece
+from kvbench.tasks.infinitebench.prompts import (
     OWN_TEMPLATES,
     checked_row,
     fill,
@@ -54,17 +54,17 @@ from tasks.infinitebench.prompts import (
     template_fields,
     upstream_templates,
 )
-from tasks.infinitebench.scores import SCORERS, checked_score
-from tasks.infinitebench.synthetic import GENERATORS, OWN_STRINGS, Place
-from tasks.lazy import FilledSamples, LazySamples, in_turns
-from tasks.prompt import middle_truncate
-from tasks.rows import ON_BAD_ROW, Rows, read_rows
-from tasks.texts import digest
+from kvbench.tasks.infinitebench.scores import SCORERS, checked_score
+from kvbench.tasks.infinitebench.synthetic import GENERATORS, OWN_STRINGS, Place
+from kvbench.tasks.lazy import FilledSamples, LazySamples, in_turns
+from kvbench.tasks.prompt import middle_truncate
+from kvbench.tasks.rows import ON_BAD_ROW, Rows, read_rows
+from kvbench.tasks.texts import digest
 
 FOLDER = "infinitebench/data"
 TEMPLATES = "infinitebench/prompt_templates.json"
 STRINGS = "infinitebench/synthetic_strings.json"
-HUB = "hub dataset xinrongzhang2022/InfiniteBench (`python -m evals.fetch infinitebench`)"
+HUB = "hub dataset xinrongzhang2022/InfiniteBench (`kvbench fetch infinitebench`)"
 UPSTREAM_TEMPLATES = "infinitebench/prompt.py"
 TEMPLATES_SOURCE = "GitHub OpenBMB/InfiniteBench (src/prompt.py), put into JSON by family and task"
 INFINITEBENCH_REVISION = "90f0394333616266d9fe85824ceaf505093cbaa5"

@@ -5,8 +5,8 @@ Not here: their prompts (`prompts.py` beside this file), and how embedded rows a
 
 from dataclasses import dataclass
 
-from tasks.download import Piece
-from tasks.longbench import embedded
+from kvbench.tasks.download import Piece
+from kvbench.tasks.longbench import embedded
 
 E_SUFFIX = "_e"
 

@@ -31,8 +31,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from methods.calibration.prose import HEADING, as_prose
-from tasks.longbench.facts import FORMS, questions, scattered, statement_room
+from kvbench.methods.calibration.prose import HEADING, as_prose
+from kvbench.tasks.longbench.facts import FORMS, questions, scattered, statement_room
 
 N_ROWS = 8  # of a dataset, a length for each
 LENGTHS = (1_650, 3_000, 4_700, 2_000, 3_600, 5_500, 2_400, 4_100)  # tokens of SmolLM2 per context, about

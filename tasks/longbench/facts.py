@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.longbench.scores import named
+from kvbench.tasks.longbench.scores import named
 
 N_FACTS = 16  # statements in a context
 N_SOLVED = 2  # of them, shown with their answers before a question

@@ -6,9 +6,9 @@ Not here: which templates a run takes (`tasks/longbench/task.py`).
 from collections.abc import Mapping
 from typing import Any
 
-from tasks.longbench import embedded
-from tasks.longbench.datasets import EMBEDDED, facts_of
-from tasks.prompt import middle_truncate
+from kvbench.tasks.longbench import embedded
+from kvbench.tasks.longbench.datasets import EMBEDDED, facts_of
+from kvbench.tasks.prompt import middle_truncate
 
 TEXT_QA = (
     "A text:\n\n{context}\n\nA question about the text, to be answered in a few words.\nQuestion: {input}\nAnswer:"

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import ConfigError
+from kvbench.engine.errors import ConfigError
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tasks.longbench.datasets import EMBEDDED
-from tasks.longbench.embedded import drawn, sentences
-from tasks.longbench.facts import questions
+from kvbench.tasks.longbench.datasets import EMBEDDED
+from kvbench.tasks.longbench.embedded import drawn, sentences
+from kvbench.tasks.longbench.facts import questions
 
 Row = Mapping[str, Any]
 PASSAGE = re.compile(r"^The module (\w+): (.+)$", re.MULTILINE)

@@ -35,17 +35,17 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.foreign import read_json, write_csv
-from engine.shapes import ModelShape
-from tasks import sources
-from tasks.base import Data, Sample, Task
-from tasks.checks import check_choices, check_counts, check_datasets, check_room, chosen, prompt_room
-from tasks.lazy import LazySamples, in_turns
-from tasks.longbench import embedded
-from tasks.longbench.datasets import E13, EMBEDDED, EMBEDDED_ROWS, LISTS, NAMES, PIECES, base_name, facts_of
-from tasks.longbench.prompts import OWN_PROMPTS, parts_of, shortened, takes_question_first
-from tasks.longbench.scores import (
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import read_json, write_csv
+from kvbench.engine.shapes import ModelShape
+from kvbench.tasks import sources
+from kvbench.tasks.base import Data, Sample, Task
+from kvbench.tasks.checks import check_choices, check_counts, check_datasets, check_room, chosen, prompt_room
+from kvbench.tasks.lazy import LazySamples, in_turns
+from kvbench.tasks.longbench import embedded
+from kvbench.tasks.longbench.datasets import E13, EMBEDDED, EMBEDDED_ROWS, LISTS, NAMES, PIECES, base_name, facts_of
+from kvbench.tasks.longbench.prompts import OWN_PROMPTS, parts_of, shortened, takes_question_first
+from kvbench.tasks.longbench.scores import (
     BACKENDS,
     LENGTHS,
     SCORES,
@@ -56,17 +56,17 @@ from tasks.longbench.scores import (
     row_score,
     segmenter,
 )
-from tasks.longbench.shared import WITH_QUESTIONS, by_context, has_questions, history_of
-from tasks.rows import ON_BAD_ROW, BadRow, read_rows
-from tasks.texts import digest
-from tasks.turns.conversation import Turn
-from tasks.turns.questions import QueryAware, QuestionParams, asked
+from kvbench.tasks.longbench.shared import WITH_QUESTIONS, by_context, has_questions, history_of
+from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from kvbench.tasks.texts import digest
+from kvbench.tasks.turns.conversation import Turn
+from kvbench.tasks.turns.questions import QueryAware, QuestionParams, asked
 
 FOLDER = "longbench/data"
 PROMPTS = "longbench/config/dataset2prompt.json"
 MAXLEN = "longbench/config/dataset2maxlen.json"
-UPSTREAM = "hub dataset THUDM/LongBench (data.zip; `python -m evals.fetch longbench` does it, or task.source=hub)"
-PROMPTS_SOURCE = "GitHub THUDM/LongBench (LongBench/config; `python -m evals.fetch longbench` does it)"
+UPSTREAM = "hub dataset THUDM/LongBench (data.zip; `kvbench fetch longbench` does it, or task.source=hub)"
+PROMPTS_SOURCE = "GitHub THUDM/LongBench (LongBench/config; `kvbench fetch longbench` does it)"
 INSTEAD = "texts of Python's own manual and sources"
 POSITIONS = ("after", "before", "both")
 FIELDS: dict[str, type | tuple[type, ...]] = {

@@ -29,16 +29,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.foreign import read_text
-from engine.shapes import ModelShape
-from tasks import sources
-from tasks.base import Data, Sample, Task
-from tasks.checks import check_choices, check_counts, check_room, prompt_room
-from tasks.lazy import LazySamples
-from tasks.longbench.prompts import shortened
-from tasks.rows import ON_BAD_ROW, BadRow, read_rows
-from tasks.texts import digest
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import read_text
+from kvbench.engine.shapes import ModelShape
+from kvbench.tasks import sources
+from kvbench.tasks.base import Data, Sample, Task
+from kvbench.tasks.checks import check_choices, check_counts, check_room, prompt_room
+from kvbench.tasks.lazy import LazySamples
+from kvbench.tasks.longbench.prompts import shortened
+from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from kvbench.tasks.texts import digest
 
 DATA = "longbench_v2/data.json"
 UPSTREAM = "hub dataset THUDM/LongBench-v2 (data.json)"

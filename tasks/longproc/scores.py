@@ -13,7 +13,7 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tasks.longproc.countdown import FOUND, HEADING, Search
+from kvbench.tasks.longproc.countdown import FOUND, HEADING, Search
 
 OPERATIONS: dict[str, Callable[[int, int], float]] = {
     "+": operator.add,

@@ -26,18 +26,18 @@ from typing import Any
 
 import yaml
 
-from engine.errors import ConfigError
-from engine.foreign import LARGEST_FILE, read_text
-from engine.shapes import ModelShape
-from tasks import sources
-from tasks.base import Data, Sample, Task
-from tasks.checks import OfDatasets, check_choices, check_counts, check_datasets
-from tasks.lazy import in_turns
-from tasks.longproc import scores
-from tasks.longproc.countdown import Search, examples
-from tasks.reasoning.answers import Room, fitted
-from tasks.rows import ON_BAD_ROW, BadRow, read_rows
-from tasks.texts import digest
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import LARGEST_FILE, read_text
+from kvbench.engine.shapes import ModelShape
+from kvbench.tasks import sources
+from kvbench.tasks.base import Data, Sample, Task
+from kvbench.tasks.checks import OfDatasets, check_choices, check_counts, check_datasets
+from kvbench.tasks.lazy import in_turns
+from kvbench.tasks.longproc import scores
+from kvbench.tasks.longproc.countdown import Search, examples
+from kvbench.tasks.reasoning.answers import Room, fitted
+from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from kvbench.tasks.texts import digest
 
 PARTS = ("countdown", "path_traversal", "tom_tracking")
 LISTS = {"all": PARTS}

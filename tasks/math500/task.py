@@ -18,9 +18,9 @@ Not here: prompts and grades (`tasks/reasoning`).
 from collections.abc import Mapping
 from typing import Any
 
-from tasks.base import Data
-from tasks.download import Piece
-from tasks.reasoning.task import Params, Reasoning
+from kvbench.tasks.base import Data
+from kvbench.tasks.download import Piece
+from kvbench.tasks.reasoning.task import Params, Reasoning
 
 REVISION = "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be"
 PIECE = Piece("HuggingFaceH4/MATH-500", REVISION, "test.jsonl", "math500/test.jsonl")
@@ -33,7 +33,7 @@ class Math500(Reasoning):
     data = Data(("math500/test.jsonl",), "fetched when asked for", pieces=(PIECE,))
     Params = Params
     usual_tokens = 16_384
-    upstream = "hub dataset HuggingFaceH4/MATH-500 (`python -m evals.fetch math500`)"
+    upstream = "hub dataset HuggingFaceH4/MATH-500 (`kvbench fetch math500`)"
 
     def part(self) -> str:
         return "math500"

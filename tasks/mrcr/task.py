@@ -29,27 +29,27 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.foreign import NoJson, parse_json
-from engine.shapes import ModelShape
-from methods.calibration import prose
-from tasks import sources
-from tasks.base import Data, Sample, Task
-from tasks.checks import check_choices, check_counts, check_lengths, check_numbers, check_some
-from tasks.download import Piece
-from tasks.lazy import LazySamples, in_turns, most_units
-from tasks.mrcr.made import WORDS, Dialogue, Plan
-from tasks.prompt import first_ids, rendered
-from tasks.rows import ON_BAD_ROW, BadRow, read_rows, write_means
-from tasks.texts import digest, sentences
-from tasks.turns.conversation import Asking, Conversation, Turn
-from tasks.turns.questions import QueryAware, QuestionParams
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import NoJson, parse_json
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.calibration import prose
+from kvbench.tasks import sources
+from kvbench.tasks.base import Data, Sample, Task
+from kvbench.tasks.checks import check_choices, check_counts, check_lengths, check_numbers, check_some
+from kvbench.tasks.download import Piece
+from kvbench.tasks.lazy import LazySamples, in_turns, most_units
+from kvbench.tasks.mrcr.made import WORDS, Dialogue, Plan
+from kvbench.tasks.prompt import first_ids, rendered
+from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows, write_means
+from kvbench.tasks.texts import digest, sentences
+from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
+from kvbench.tasks.turns.questions import QueryAware, QuestionParams
 
 NEEDLES = (1, 2, 4, 8)  # 1: of drawn dialogues alone
 MODES = (None, "independent", "query_aware")
 MOST_QUESTIONS = 32
 REVISION = "f4c69fae7cf81f7ca26b9fee34b392a50f6b8a1d"
-UPSTREAM = "hub dataset openai/mrcr (python -m evals.fetch mrcr)"
+UPSTREAM = "hub dataset openai/mrcr (kvbench fetch mrcr)"
 PARTS = 2  # files of each number of needles
 EXTRA = 32  # tokens that an answer may have beyond its reference
 EXACT = 0.99

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from engine.foreign import one_line, write_csv
+from kvbench.engine.foreign import one_line, write_csv
 
 
 @dataclass(frozen=True)

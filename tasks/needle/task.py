@@ -28,19 +28,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.foreign import read_text
-from engine.shapes import ModelShape
-from methods.calibration import prose
-from tasks import sources
-from tasks.base import Data, Sample, Task
-from tasks.checks import check_choices, check_counts
-from tasks.lazy import LazySamples
-from tasks.needle.haystack import GRIDS, Grid, full_stop_ids, hide, spaced_depths, steps
-from tasks.needle.heatmap import draw_heatmap, pivot, write_table
-from tasks.texts import digest
-from tasks.turns.conversation import Turn
-from tasks.turns.questions import QueryAware, QuestionParams, asked
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import read_text
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.calibration import prose
+from kvbench.tasks import sources
+from kvbench.tasks.base import Data, Sample, Task
+from kvbench.tasks.checks import check_choices, check_counts
+from kvbench.tasks.lazy import LazySamples
+from kvbench.tasks.needle.haystack import GRIDS, Grid, full_stop_ids, hide, spaced_depths, steps
+from kvbench.tasks.needle.heatmap import draw_heatmap, pivot, write_table
+from kvbench.tasks.texts import digest
+from kvbench.tasks.turns.conversation import Turn
+from kvbench.tasks.turns.questions import QueryAware, QuestionParams, asked
 
 ESSAYS = "needle/PaulGrahamEssays"
 STRINGS = "needle/strings.json"

@@ -25,20 +25,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.foreign import write_csv
-from engine.shapes import ModelShape
-from methods.calibration import prose
-from tasks import sources
-from tasks.base import Data, Sample, Task
-from tasks.checks import SLACK, check_choices, check_counts, check_numbers
-from tasks.lazy import LazySamples, most_units
-from tasks.oolong import made, scores
-from tasks.prompt import first_ids, render
-from tasks.rows import LONGEST_ID, ON_BAD_ROW, BadRow, read_rows
-from tasks.texts import digest, sentences
-from tasks.turns.conversation import Asking, Conversation, Turn
-from tasks.turns.questions import QueryAware
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import write_csv
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.calibration import prose
+from kvbench.tasks import sources
+from kvbench.tasks.base import Data, Sample, Task
+from kvbench.tasks.checks import SLACK, check_choices, check_counts, check_numbers
+from kvbench.tasks.lazy import LazySamples, most_units
+from kvbench.tasks.oolong import made, scores
+from kvbench.tasks.prompt import first_ids, render
+from kvbench.tasks.rows import LONGEST_ID, ON_BAD_ROW, BadRow, read_rows
+from kvbench.tasks.texts import digest, sentences
+from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
+from kvbench.tasks.turns.questions import QueryAware
 
 UPSTREAM = "the hub (oolongbench/oolong-synth, oolongbench/oolong-real: one row a line)"
 OPENING = "You are a helpful assistant."

@@ -13,12 +13,12 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from engine.errors import ConfigError
-from tasks.base import Sample
-from tasks.ending import THOUGHT
-from tasks.prompt import encode
-from tasks.reasoning.grade import GRADERS
-from tasks.reasoning.judge import RUNTIME, Graded, Judge
+from kvbench.engine.errors import ConfigError
+from kvbench.tasks.base import Sample
+from kvbench.tasks.ending import THOUGHT
+from kvbench.tasks.prompt import encode
+from kvbench.tasks.reasoning.grade import GRADERS
+from kvbench.tasks.reasoning.judge import RUNTIME, Graded, Judge
 
 TEMPLATES = ("plain", "chat")
 PARTS = ("all", "after_think")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from engine.workers.serve import serve
+from kvbench.engine.workers.serve import serve
 
 STOPS = ("</s>", "<|im_end|>", "<|endoftext|>", "\n题目\N{FULLWIDTH COLON}")  # R-KV's script cuts there
 Verdict = tuple[bool, str | None]
@@ -38,8 +38,8 @@ def math_verify(text: str, gold: str, more: Mapping[str, str]) -> Verdict:
 
 def rkv(text: str, gold: str, more: Mapping[str, str]) -> Verdict:
     """R-KV's; `solution` holds the reference where it is taken from there."""
-    from tasks.reasoning.rkv_equal import is_equal
-    from tasks.reasoning.rkv_extract import clean, extract
+    from kvbench.tasks.reasoning.rkv_equal import is_equal
+    from kvbench.tasks.reasoning.rkv_extract import clean, extract
 
     for stop in STOPS:
         if stop in text:

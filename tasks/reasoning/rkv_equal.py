@@ -17,7 +17,7 @@ from typing import Any
 
 import sympy
 
-from tasks.reasoning.latex import read_expression, read_first_line, read_latex
+from kvbench.tasks.reasoning.latex import read_expression, read_first_line, read_latex
 
 OPEN, CLOSE = "\\begin{pmatrix}", "\\end{pmatrix}"
 LIST = re.compile(r"(\(|\[).+(\)|\])")

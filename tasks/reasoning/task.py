@@ -13,12 +13,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from tasks import sources
-from tasks.base import Sample, Task
-from tasks.checks import check_choices, check_counts
-from tasks.reasoning.answers import (
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.tasks import sources
+from kvbench.tasks.base import Sample, Task
+from kvbench.tasks.checks import check_choices, check_counts
+from kvbench.tasks.reasoning.answers import (
     PARTS,
     TEMPLATES,
     Grading,
@@ -30,8 +30,8 @@ from tasks.reasoning.answers import (
     question_text,
     refuse_template,
 )
-from tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows
-from tasks.texts import digest
+from kvbench.tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows
+from kvbench.tasks.texts import digest
 
 LONGEST = 100_000  # characters of a question
 

@@ -22,7 +22,7 @@ from functools import partial
 from itertools import cycle, islice, pairwise
 from typing import Any
 
-from tasks.needle.task import CITIES, FIRST_NAMES, LAST_NAMES
+from kvbench.tasks.needle.task import CITIES, FIRST_NAMES, LAST_NAMES
 
 ADJECTIVES = (
     "able active amber ancient angry basic bitter blank bold brave bright brisk broad bronze busy calm careful "

@@ -26,17 +26,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.foreign import read_text
-from engine.shapes import ModelShape
-from methods.calibration import prose
-from tasks import sources
-from tasks.base import Data, Sample, Task
-from tasks.checks import OfDatasets, check_choices, check_counts, check_datasets, check_length
-from tasks.lazy import FilledSamples, in_turns
-from tasks.needle.task import ESSAYS, UPSTREAM
-from tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows, write_means
-from tasks.ruler.synthetic import KINDS, OWN_TEMPLATES, Material, Row
-from tasks.texts import digest
+from kvbench.engine.foreign import read_text
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.calibration import prose
+from kvbench.tasks import sources
+from kvbench.tasks.base import Data, Sample, Task
+from kvbench.tasks.checks import OfDatasets, check_choices, check_counts, check_datasets, check_length
+from kvbench.tasks.lazy import FilledSamples, in_turns
+from kvbench.tasks.needle.task import ESSAYS, UPSTREAM
+from kvbench.tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows, write_means
+from kvbench.tasks.ruler.synthetic import KINDS, OWN_TEMPLATES, Material, Row
+from kvbench.tasks.texts import digest
 
 TEMPLATES = "ruler/templates.json"
 TEMPLATES_SOURCE = "GitHub NVIDIA/RULER (scripts/data/synthetic/constants.py), put into JSON"

@@ -9,7 +9,7 @@ Not here: SCBench's own scorers (`scores.py`).
 from collections.abc import Callable
 from typing import Any
 
-from tasks.infinitebench.scores import ARTICLES, PUNCTUATION, token_f1
+from kvbench.tasks.infinitebench.scores import ARTICLES, PUNCTUATION, token_f1
 
 DIGITS = {word: str(digit) for digit, word in enumerate("zero one two three four five six seven eight nine".split())}
 END = "</s>"

@@ -15,8 +15,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.errors import ConfigError, first_line
-from tasks.prompt import SENTINEL, answering
+from kvbench.engine.errors import ConfigError, first_line
+from kvbench.tasks.prompt import SENTINEL, answering
 
 MODES = ("independent", "golden", "dialogue")
 FIELD = re.compile(r"\{(\w+)\}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import fsum
 from typing import Any
 
-from tasks.infinitebench.scores import (
+from kvbench.tasks.infinitebench.scores import (
     FIRST_NUMBER,
     first_digits,
     first_of,

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from tasks.longbench.embedded import paragraphs, sentences, sources
+from kvbench.tasks.longbench.embedded import paragraphs, sentences, sources
 
 N_TURNS = 5
 N_HOPS = 3  # of a chain of assignments: four names

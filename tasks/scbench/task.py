@@ -24,21 +24,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from engine.errors import ConfigError
-from engine.foreign import write_csv
-from engine.shapes import ModelShape
-from tasks import sources
-from tasks.base import Sample, Task
-from tasks.checks import SLACK, OfDatasets, check_choices, check_counts, check_datasets
-from tasks.lazy import LazySamples, in_turns
-from tasks.prompt import middle_truncate
-from tasks.rows import ON_BAD_ROW, BadRow, read_rows
-from tasks.scbench import functions, synthetic
-from tasks.scbench.prompts import NAMES, own_templates, pieces_of, reference_of
-from tasks.scbench.scores import SUBTASKS, TurnScore, official_at_once, official_by_turn, turn_means, turn_score
-from tasks.texts import digest
-from tasks.turns.conversation import Asking, Conversation, Turn
-from tasks.turns.questions import QueryAware
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import write_csv
+from kvbench.engine.shapes import ModelShape
+from kvbench.tasks import sources
+from kvbench.tasks.base import Sample, Task
+from kvbench.tasks.checks import SLACK, OfDatasets, check_choices, check_counts, check_datasets
+from kvbench.tasks.lazy import LazySamples, in_turns
+from kvbench.tasks.prompt import middle_truncate
+from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from kvbench.tasks.scbench import functions, synthetic
+from kvbench.tasks.scbench.prompts import NAMES, own_templates, pieces_of, reference_of
+from kvbench.tasks.scbench.scores import SUBTASKS, TurnScore, official_at_once, official_by_turn, turn_means, turn_score
+from kvbench.tasks.texts import digest
+from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
+from kvbench.tasks.turns.questions import QueryAware
 
 FOLDER = "scbench/data"
 TEMPLATES = "scbench/prompt_templates.json"

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.errors import ConfigError, unknown_name
-from methods.rules import Rules
+from kvbench.engine.errors import ConfigError, unknown_name
+from kvbench.methods.rules import Rules
 
 MODES = ("independent", "golden", "dialogue", "query_aware")
 FEEDS = ("compressed", "tokenwise", "dense")

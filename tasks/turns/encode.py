@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from engine.budget import Frame
-from tasks.base import Sample
-from tasks.prompt import (
+from kvbench.engine.budget import Frame
+from kvbench.tasks.base import Sample
+from kvbench.tasks.prompt import (
     SENTINEL,
     Prompt,
     around,
@@ -25,7 +25,7 @@ from tasks.prompt import (
     token_ids,
     uses_chat,
 )
-from tasks.turns.conversation import Conversation
+from kvbench.tasks.turns.conversation import Conversation
 
 SENTINELS = (SENTINEL, "<<what the model answers>>", "<<what the user asks then>>")
 

@@ -6,10 +6,10 @@ Not here: how a conversation is asked (`evals/batch/answers.py`).
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine.errors import ConfigError
-from tasks.base import Sample
-from tasks.lazy import LazySamples
-from tasks.turns.conversation import MODES, Asking, Conversation, Turn, line_id
+from kvbench.engine.errors import ConfigError
+from kvbench.tasks.base import Sample
+from kvbench.tasks.lazy import LazySamples
+from kvbench.tasks.turns.conversation import MODES, Asking, Conversation, Turn, line_id
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import attend as engine_attend
-from engine.attend import MANY, Part, attend, attend_rows, attend_weights, partial
-from engine.softmax import Softmax
+from kvbench.engine import attend as engine_attend
+from kvbench.engine.attend import MANY, Part, attend, attend_rows, attend_weights, partial
+from kvbench.engine.softmax import Softmax
 
 
 def reference(q: Tensor, parts: list[Part], scale: float) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.budget import (
+from kvbench.engine.budget import (
     Budget,
     BudgetRequest,
     exact,
@@ -18,11 +18,11 @@ from engine.budget import (
     split,
     token_bytes,
 )
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from methods.dropping.h2o import H2O
-from methods.retrieving.oracle import Oracle
-from tests.vectors import Check, differs, first, load
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.dropping.h2o import H2O
+from kvbench.methods.retrieving.oracle import Oracle
+from kvbench.tests.vectors import Check, differs, first, load
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "pqcache").glob("budget_*.npz"))
 

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.causal import BLOCK, causal
-from engine.softmax import Softmax
+from kvbench.engine.causal import BLOCK, causal
+from kvbench.engine.softmax import Softmax
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

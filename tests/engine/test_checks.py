@@ -2,8 +2,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.checks import each_one_of, whole_number, whole_numbers
-from engine.errors import ConfigError
+from kvbench.engine.checks import each_one_of, whole_number, whole_numbers
+from kvbench.engine.errors import ConfigError
 
 
 @dataclass(frozen=True)

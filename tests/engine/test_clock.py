@@ -2,7 +2,7 @@ from time import sleep
 
 import torch
 
-from engine.books.clock import Clock, asked_so_far
+from kvbench.engine.books.clock import Clock, asked_so_far
 
 CPU = torch.device("cpu")
 

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine.decode import Decoded, decode
-from engine.model import Model
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from methods.base import SelectiveAttention
-from methods.dropping.streamingllm import StreamingLLM
-from methods.full import Full
-from methods.retrieving.oracle import Oracle
-from tests.tiny import CONFIGS, prompt, tiny
-from tests.vectors import built, request, row_for
+from kvbench.engine.decode import Decoded, decode
+from kvbench.engine.model import Model
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.dropping.streamingllm import StreamingLLM
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving.oracle import Oracle
+from kvbench.tests.tiny import CONFIGS, prompt, tiny
+from kvbench.tests.vectors import built, request, row_for
 
 ORACLE = Oracle.Params("group_sum", 4, Fraction(1, 2), "on_top", "fair", "renormalise")
 STREAMING = StreamingLLM.Params(4, "inside", "original")

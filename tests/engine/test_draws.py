@@ -3,17 +3,17 @@ import re
 import pytest
 import torch
 
-from engine.decode import decode
-from engine.errors import ConfigError
-from engine.prefill import prefill
-from engine.sampling.cues import Cue
-from engine.sampling.draws import N_SORTED, drawn
-from engine.sampling.spec import Sampling, draw_id, draw_seed
-from methods.decoding.full_stopped import stopping_length
-from methods.decoding.schedule import Schedule
-from methods.full import full_attention
-from tests.tiny import prompt, tiny
-from tests.vectors import built
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.prefill import prefill
+from kvbench.engine.sampling.cues import Cue
+from kvbench.engine.sampling.draws import N_SORTED, drawn
+from kvbench.engine.sampling.spec import Sampling, draw_id, draw_seed
+from kvbench.methods.decoding.full_stopped import stopping_length
+from kvbench.methods.decoding.schedule import Schedule
+from kvbench.methods.full import full_attention
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.vectors import built
 
 CPU = torch.device("cpu")
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from engine.books.ledger import Entry, Ledger, footprint, share_of_full, triangle
-from engine.budget import Budget, Fraction
-from engine.shapes import ModelShape
-from methods.decoding.schedule import Schedule
-from tests.vectors import Check, differs, first
+from kvbench.engine.books.ledger import Entry, Ledger, footprint, share_of_full, triangle
+from kvbench.engine.budget import Budget, Fraction
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.decoding.schedule import Schedule
+from kvbench.tests.vectors import Check, differs, first
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "decode_time" / "prulong_footprint.json"
 MARGIN = 64  # entries that PruLong keeps of a chunk beside its share

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from engine import foreign
-from engine.errors import ConfigError
-from tasks import prompt
-from tasks.gsm8k import has_number
-from tasks.infinitebench.prompts import checked_row, upstream_templates
-from tasks.longbench.task import checked_config
-from tasks.needle import task as needle
-from tasks.rows import read_rows
-from tasks.sources import find, read_json
-from tasks.texts import digest, given_file, new_row, read_text
-from tests.tiny_tokenizer import tiny_tokenizer
+from kvbench.engine import foreign
+from kvbench.engine.errors import ConfigError
+from kvbench.tasks import prompt
+from kvbench.tasks.gsm8k import has_number
+from kvbench.tasks.infinitebench.prompts import checked_row, upstream_templates
+from kvbench.tasks.longbench.task import checked_config
+from kvbench.tasks.needle import task as needle
+from kvbench.tasks.rows import read_rows
+from kvbench.tasks.sources import find, read_json
+from kvbench.tasks.texts import digest, given_file, new_row, read_text
+from kvbench.tests.tiny_tokenizer import tiny_tokenizer
 
 GOOD = b'{"id": 1, "text": "x"}'
 DEEP = b'{"id": 2, "text": "x", "more": %s}'

@@ -8,24 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.causal import causal
-from engine.decode import decode
-from engine.errors import ConfigError
-from engine.keeping import AS_THEY_ARE, Keeping, Merging
-from engine.layouts.kept import kept_mask, targets
-from engine.passes.trace import Trace
-from engine.placement import Kept
-from engine.prefill import prefill
-from engine.shapes import Checkpoint, ModelShape
-from engine.softmax import Softmax
-from evals.settings import from_words
-from methods.allocator import Allocator
-from methods.dropping.knorm import Knorm
-from methods.dropping.snapkv import SnapKV
-from methods.quantising.kivi import KIVI
-from methods.rules import Coding
-from tests.tiny import prompt, tiny
-from tests.vectors import Check, built, differs, first, load, request, trace_of
+from kvbench.engine.causal import causal
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.keeping import AS_THEY_ARE, Keeping, Merging
+from kvbench.engine.layouts.kept import kept_mask, targets
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.placement import Kept
+from kvbench.engine.prefill import prefill
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.evals.settings import from_words
+from kvbench.methods.allocator import Allocator
+from kvbench.methods.dropping.knorm import Knorm
+from kvbench.methods.dropping.snapkv import SnapKV
+from kvbench.methods.quantising.kivi import KIVI
+from kvbench.methods.rules import Coding
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.vectors import Check, built, differs, first, load, request, trace_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KNORM = Knorm.Params(0, None, 0, "fair")
@@ -258,7 +258,7 @@ def test_latents_are_left_as_they_are() -> None:
     ],
 )
 def test_what_is_refused(words: list[str], says: str) -> None:
-    from evals.asked import ask
+    from kvbench.evals.asked import ask
 
     with pytest.raises(ConfigError, match=says):
         ask([from_words([*words, "task=needle"])])

@@ -10,23 +10,23 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.attend import attend_own
-from engine.caches.forks import fork, select_rows
-from engine.causal import Chunk, causal
-from engine.checkpoints import kinds, load
-from engine.checkpoints.kinds import shape_of, survey
-from engine.errors import ConfigError, LengthError
-from engine.model import register_attention
-from engine.passes import agreement
-from engine.passes.agreement import check_attention
-from engine.passes.rotations import unmoved
-from engine.prefill import prefill
-from engine.softmax import Softmax
-from engine.turns.talk import Talk, attend_own_past
-from evals.settings import ModelSpec
-from methods.dropping.streamingllm import StreamingLLM
-from methods.full import Full
-from tests.architectures import (
+from kvbench.engine.attend import attend_own
+from kvbench.engine.caches.forks import fork, select_rows
+from kvbench.engine.causal import Chunk, causal
+from kvbench.engine.checkpoints import kinds, load
+from kvbench.engine.checkpoints.kinds import shape_of, survey
+from kvbench.engine.errors import ConfigError, LengthError
+from kvbench.engine.model import register_attention
+from kvbench.engine.passes import agreement
+from kvbench.engine.passes.agreement import check_attention
+from kvbench.engine.passes.rotations import unmoved
+from kvbench.engine.prefill import prefill
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.turns.talk import Talk, attend_own_past
+from kvbench.evals.settings import ModelSpec
+from kvbench.methods.dropping.streamingllm import StreamingLLM
+from kvbench.methods.full import Full
+from kvbench.tests.architectures import (
     CHUNK,
     N_SINK,
     SINCE,
@@ -40,8 +40,8 @@ from tests.architectures import (
     prompt,
     text_types,
 )
-from tests.tiny import tiny
-from tests.tiny_run import save_tiny
+from kvbench.tests.tiny import tiny
+from kvbench.tests.tiny_run import save_tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' words about sizes of toys
 EXACT = (
@@ -142,7 +142,7 @@ def test_a_feed_that_crosses_a_chunk_is_read_as_transformers_reads_it(chunked: t
 
 
 def agreement_request() -> Any:
-    from engine.budget import BudgetRequest
+    from kvbench.engine.budget import BudgetRequest
 
     return BudgetRequest(Fraction(1), None, Fraction(1, 2), False)
 

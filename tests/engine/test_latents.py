@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attend import Part, attend, partial
-from engine.budget import BudgetRequest, token_bytes
-from engine.causal import causal
-from engine.decode import decode
-from engine.errors import ConfigError
-from engine.latents import Latent
-from engine.model import Model
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from engine.softmax import Softmax
-from engine.turns.talk import Talk
-from tests import conformance
-from tests.architectures import config_of, loaded, model_of, prompt
-from tests.vectors import Check, load
+from kvbench.engine.attend import Part, attend, partial
+from kvbench.engine.budget import BudgetRequest, token_bytes
+from kvbench.engine.causal import causal
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.latents import Latent
+from kvbench.engine.model import Model
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.turns.talk import Talk
+from kvbench.tests import conformance
+from kvbench.tests.architectures import config_of, loaded, model_of, prompt
+from kvbench.tests.vectors import Check, load
 
 
 class Heads:

@@ -3,11 +3,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.caches.host import Host
-from engine.layouts.slots import Slots, moves
-from engine.placement import Evict, Kept, Made, Offloaded, Stay, Whole
-from engine.store import Store
-from tests.engine.test_store import H_KV, D, H, counting_trace, feed, positions, token
+from kvbench.engine.caches.host import Host
+from kvbench.engine.layouts.slots import Slots, moves
+from kvbench.engine.placement import Evict, Kept, Made, Offloaded, Stay, Whole
+from kvbench.engine.store import Store
+from kvbench.tests.engine.test_store import H_KV, D, H, counting_trace, feed, positions, token
 
 
 def per_head(layer: Slots) -> list[list[int]]:

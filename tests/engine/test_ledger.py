@@ -1,8 +1,8 @@
 from fractions import Fraction
 
-from engine.books.ledger import SUMMARY, Entry, Ledger
-from engine.budget import Budget, find_bytes
-from engine.shapes import ModelShape
+from kvbench.engine.books.ledger import SUMMARY, Entry, Ledger
+from kvbench.engine.budget import Budget, find_bytes
+from kvbench.engine.shapes import ModelShape
 
 SHAPE = ModelShape("any", 2, 4, 2, 8, 1000, (0, 1))
 BUDGET = Budget(100, 20, 20, Fraction(1, 10), Fraction(1, 5))

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.books.audit import bytes_beside
-from engine.books.ledger import Entry
-from engine.books.meter import COUNTS, Access, Meter, distinct_tokens
-from engine.caches.blocks import BlockCache, BlockCacheSpec
-from engine.selection import Cost
-from engine.shapes import ModelShape
-from tests.conformance import accepted, ours, watched
+from kvbench.engine.books.audit import bytes_beside
+from kvbench.engine.books.ledger import Entry
+from kvbench.engine.books.meter import COUNTS, Access, Meter, distinct_tokens
+from kvbench.engine.caches.blocks import BlockCache, BlockCacheSpec
+from kvbench.engine.selection import Cost
+from kvbench.engine.shapes import ModelShape
+from kvbench.tests.conformance import accepted, ours, watched
 
 SHAPE = ModelShape("small", 1, 4, 2, 8, 100, (0,))
 PER_TOKEN = 2 * 8 * 2  # K and V of one token of one KV head, at 16 bits

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from engine import observe
-from engine.causal import causal
-from engine.observe import BandLogits, BandSums, ColumnSums, LastQueries, window_scores
-from engine.softmax import Softmax
+from kvbench.engine import observe
+from kvbench.engine.causal import causal
+from kvbench.engine.observe import BandLogits, BandSums, ColumnSums, LastQueries, window_scores
+from kvbench.engine.softmax import Softmax
 
 
 def draw(h: int, h_kv: int, s: int, d_h: int = 16) -> tuple[torch.Tensor, torch.Tensor]:

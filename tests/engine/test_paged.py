@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine.decode import decode
-from engine.errors import ConfigError, RunError
-from engine.paged.pool import BLOCK, Pages, Pool
-from engine.paged.serve import Serving
-from engine.prefill import prefill
-from methods.base import Variant
-from tests import conformance
-from tests.conformance import model, ours
-from tests.tiny import prompt
-from tests.vectors import built
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError, RunError
+from kvbench.engine.paged.pool import BLOCK, Pages, Pool
+from kvbench.engine.paged.serve import Serving
+from kvbench.engine.prefill import prefill
+from kvbench.methods.base import Variant
+from kvbench.tests import conformance
+from kvbench.tests.conformance import model, ours
+from kvbench.tests.tiny import prompt
+from kvbench.tests.vectors import built
 
 S, N_NEW = 240, 40
 METHODS = ("full", "streamingllm", "snapkv", "quest", "pqcache")

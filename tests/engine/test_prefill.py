@@ -1,8 +1,8 @@
 import torch
 
-from engine.observe import LastQueries
-from engine.prefill import prefill
-from tests.tiny import prompt, tiny
+from kvbench.engine.observe import LastQueries
+from kvbench.engine.prefill import prefill
+from kvbench.tests.tiny import prompt, tiny
 
 
 def test_the_trace_holds_keys_and_values_of_the_compressed_layers() -> None:

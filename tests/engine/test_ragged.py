@@ -4,12 +4,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attend import attend
-from engine.books.strip import attended_bins
-from engine.placement import Ragged, Rolls
-from engine.softmax import Softmax
-from engine.store import Store
-from tests.engine.test_store import H_KV, D, H, counting_trace, token
+from kvbench.engine.attend import attend
+from kvbench.engine.books.strip import attended_bins
+from kvbench.engine.placement import Ragged, Rolls
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.store import Store
+from kvbench.tests.engine.test_store import H_KV, D, H, counting_trace, token
 
 
 def held(store: Store) -> list[list[int]]:

@@ -6,14 +6,14 @@ from time import perf_counter, sleep
 
 import pytest
 
-from engine.books.spans import following, recording, span
-from engine.budget import BudgetRequest
-from engine.decode import decode
-from engine.prefill import prefill
-from methods.full import Full
-from methods.retrieving.oracle import Oracle
-from tests.tiny import prompt, tiny
-from tests.vectors import row_for
+from kvbench.engine.books.spans import following, recording, span
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.decode import decode
+from kvbench.engine.prefill import prefill
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving.oracle import Oracle
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.vectors import row_for
 
 
 def test_seconds_are_those_of_a_span_without_the_spans_inside() -> None:

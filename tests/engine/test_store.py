@@ -4,13 +4,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.attend import Part
-from engine.caches.blocks import BlockCacheSpec
-from engine.passes.trace import Trace
-from engine.placement import Kept, Offloaded, Searched, Whole
-from engine.store import Store
-from kernels.gather import gather_tokens
-from tests.vectors import trace_of
+from kvbench.engine.attend import Part
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.placement import Kept, Offloaded, Searched, Whole
+from kvbench.engine.store import Store
+from kvbench.kernels.gather import gather_tokens
+from kvbench.tests.vectors import trace_of
 
 H, H_KV, D = 4, 2, 8
 

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from engine.books.strip import attended_bins
-from engine.placement import Kept
-from engine.store import Store
-from tests.conformance import S, model, ours, watched
-from tests.engine.test_store import counting_trace, token
+from kvbench.engine.books.strip import attended_bins
+from kvbench.engine.placement import Kept
+from kvbench.engine.store import Store
+from kvbench.tests.conformance import S, model, ours, watched
+from kvbench.tests.engine.test_store import counting_trace, token
 
 
 def drawn(pictures: list[torch.Tensor], n_bins: int) -> list[float]:

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from engine import terminal
-from engine.errors import ConfigError
-from evals.screen.progress import Progress
-from evals.screen.table import print_table
-from plots import costs, results, scopes, turns
-from plots.comparison import compare, print_comparison
-from plots.table import main as table
-from results import RunResult
-from results.sheet import plain_markdown
-from tests.plots.made_runs import write
+from kvbench.engine import terminal
+from kvbench.engine.errors import ConfigError
+from kvbench.evals.screen.progress import Progress
+from kvbench.evals.screen.table import print_table
+from kvbench.plots import costs, results, scopes, turns
+from kvbench.plots.comparison import compare, print_comparison
+from kvbench.plots.table import main as table
+from kvbench.results import RunResult
+from kvbench.results.sheet import plain_markdown
+from kvbench.tests.plots.made_runs import write
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("engine", "methods", "tasks", "results", "evals", "plots", "hydra_plugins")
@@ -91,7 +91,7 @@ def test_progress_obeys_no_sample(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_sentence_on_wrong_input_obeys_no_template(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    import run
+    from kvbench import run
 
     assert run.refuse(ConfigError(f"the chat template refuses the prompt: {text}")) == 2
     assert is_harmless(capsys.readouterr().err)
@@ -147,10 +147,10 @@ def test_no_text_leaves_its_place_in_markdown(text: str) -> None:
 
 
 def test_the_commands_themselves_are_wrapped(tmp_path: Path) -> None:
-    """As a user starts them: a result.json with escapes, and `plots.table` and `plots.report` on it."""
+    """As a user starts them: a result.json with escapes, and `kvbench.plots.table` and `kvbench.plots.report` on it."""
     folder, _ = hostile_runs(tmp_path / "runs", CLEAR)[0]
     assert "\\u001b" in json.dumps(json.loads((folder / "result.json").read_text()))
-    for module in ("plots.table", "plots.report"):
+    for module in ("kvbench.plots.table", "kvbench.plots.report"):
         found = subprocess.run(
             [sys.executable, "-m", module, str(tmp_path / "runs")], cwd=ROOT, capture_output=True, text=True, check=True
         )

@@ -10,18 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import machine
-from engine.budget import BudgetRequest
-from engine.errors import ConfigError
-from engine.machine import free_bytes, free_cgroup_bytes
-from engine.prefill import prefill
-from engine.width import prompt_bytes, variant_bytes, waves
-from evals.studies.hardware import method_of
-from methods.dropping.streamingllm import StreamingLLM
-from methods.full import Full
-from methods.retrieving.oracle import Oracle
-from tests.tiny import prompt, tiny
-from tests.vectors import built, row_for
+from kvbench.engine import machine
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.machine import free_bytes, free_cgroup_bytes
+from kvbench.engine.prefill import prefill
+from kvbench.engine.width import prompt_bytes, variant_bytes, waves
+from kvbench.evals.studies.hardware import method_of
+from kvbench.methods.dropping.streamingllm import StreamingLLM
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving.oracle import Oracle
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.vectors import built, row_for
 
 
 @given(

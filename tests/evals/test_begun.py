@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from evals.runner import run_cells
-from tests.tiny_run import cell, save_tiny
+from kvbench.evals.runner import run_cells
+from kvbench.tests.tiny_run import cell, save_tiny
 
 WORDS = (
     "method=full", "task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[50]",

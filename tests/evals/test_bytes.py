@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 import yaml
 
-import run
-from engine.budget import Bytes, token_bytes
-from evals.rescore import title
-from evals.submission import frozen
-from evals.submission.check import Check
-from plots.evidence import SETS
-from plots.frontier import tables
-from plots.read import Run, load
-from plots.report.overview import overview
-from plots.report.page import main as report
-from plots.run_sets import budget_of
-from plots.table import main as table
-from tests.tiny import tiny
-from tests.tiny_run import save_tiny
+from kvbench import run
+from kvbench.engine.budget import Bytes, token_bytes
+from kvbench.evals.rescore import title
+from kvbench.evals.submission import frozen
+from kvbench.evals.submission.check import Check
+from kvbench.plots.evidence import SETS
+from kvbench.plots.frontier import tables
+from kvbench.plots.read import Run, load
+from kvbench.plots.report.overview import overview
+from kvbench.plots.report.page import main as report
+from kvbench.plots.run_sets import budget_of
+from kvbench.plots.table import main as table
+from kvbench.tests.tiny import tiny
+from kvbench.tests.tiny_run import save_tiny
 
 SHAPE = tiny().shape
 N = 24_000

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from evals.screen import caches
+from kvbench.evals.screen import caches
 
 MODEL = "Some-Model.Q4_1-0123456789ab-transformers-5.23.0"
 OURS = (

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from results import RunResult, read_runs
-from run import main
-from tests.cheats import CHEATS, HEAD
-from tests.tiny_run import save_tiny
+from kvbench.results import RunResult, read_runs
+from kvbench.run import main
+from kvbench.tests.cheats import CHEATS, HEAD
+from kvbench.tests.tiny_run import save_tiny
 
 TASK = ("task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[50]", "task.max_new_tokens=4")
 SELECTS = (

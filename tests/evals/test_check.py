@@ -13,16 +13,16 @@ import pytest
 import torch
 import yaml
 
-import run
-from engine.checkpoints import header, load, packages
-from engine.errors import ConfigError
-from engine.width import PASS_VALUES, SHARE
-from evals.screen import check, fits
-from evals.screen.fits import ROOT, Shipped, architecture_file, shipped
-from kernels import build, launch
-from tasks import known
-from tasks.known import known_tasks
-from tasks.reasoning import judge
+from kvbench import run
+from kvbench.engine.checkpoints import header, load, packages
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.width import PASS_VALUES, SHARE
+from kvbench.evals.screen import check, fits
+from kvbench.evals.screen.fits import ROOT, Shipped, architecture_file, shipped
+from kvbench.kernels import build, launch
+from kvbench.tasks import known
+from kvbench.tasks.known import known_tasks
+from kvbench.tasks.reasoning import judge
 
 GB = 10**9
 N_KERNELS = len([*build.SOURCES.glob("*.cpp")])
@@ -190,7 +190,7 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(
 
 def test_too_little_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("engine.width.free_bytes", lambda device: GB // 2)
+    monkeypatch.setattr("kvbench.engine.width.free_bytes", lambda device: GB // 2)
     code, text, _ = screen(capsys)
     assert code == 1
     assert "needs about 2 GB of free memory and 0.5 GB are free" in text.splitlines()[-1]
@@ -253,7 +253,7 @@ def test_data_are_found_where_a_run_finds_them(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("KVBENCH_DATA", str(tmp_path))
     lines = {fact.name: fact.text for fact in check.data()}
     assert lines["gsm8k"] == f"2 files in {tmp_path}"
-    assert "python -m evals.fetch infinitebench" in lines["infinitebench"]
+    assert "kvbench fetch infinitebench" in lines["infinitebench"]
 
 
 def test_a_model_in_the_hubs_cache_is_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-import run
-from engine.budget import Bytes, parse_bytes
-from evals.screen import room
-from evals.screen.model import BUDGETS, facts, known_methods, look, refusal
-from tests.architectures import config_of, is_too_new
-from tests.engine.passes.test_chosen import saved
+from kvbench import run
+from kvbench.engine.budget import Bytes, parse_bytes
+from kvbench.evals.screen import room
+from kvbench.evals.screen.model import BUDGETS, facts, known_methods, look, refusal
+from kvbench.tests.architectures import config_of, is_too_new
+from kvbench.tests.engine.passes.test_chosen import saved
 
 MODELS = Path(run.CONF) / "model"
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
-from evals.runner import run_cells
-from methods.decoding.random_decode import RandomDecode
-from results import RunFolder, read_samples
-from results.summary import chance_of_one
-from tests.tiny_run import cell, save_tiny, sweep
+from kvbench.engine.errors import ConfigError
+from kvbench.evals.runner import run_cells
+from kvbench.methods.decoding.random_decode import RandomDecode
+from kvbench.results import RunFolder, read_samples
+from kvbench.results.summary import chance_of_one
+from kvbench.tests.tiny_run import cell, save_tiny, sweep
 
 NEEDLE = (
     "task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[30,60]", "task.max_new_tokens=24",
@@ -148,8 +148,8 @@ def test_what_is_refused_before_anything_is_made(given: list[str], says: str, mo
 def test_answers_that_no_memory_holds_are_refused_before_the_model_is_loaded(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evals.models.load", lambda *_, **__: pytest.fail("a model was loaded"))
-    monkeypatch.setattr("evals.prepare.machine_bytes", lambda device: 10**6)
+    monkeypatch.setattr("kvbench.evals.models.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("kvbench.evals.prepare.machine_bytes", lambda device: 10**6)
     many = [*words(model), "n_answers=1000", "method=full"]  # 24 tokens of 384 bytes each
     with pytest.raises(ConfigError, match=r"of 900 answers of up to 24 tokens at once take 0\.00829 GB, and cpu has"):
         run_cells([cell([*many, "sweep.max_variants=900"], tmp_path / "run")])
@@ -161,6 +161,6 @@ def test_answers_that_no_memory_holds_are_refused_before_the_model_is_loaded(
 def test_answers_that_memory_holds_one_by_one_are_not_refused(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evals.prepare.machine_bytes", lambda device: 10**4)
+    monkeypatch.setattr("kvbench.evals.prepare.machine_bytes", lambda device: 10**4)
     ((result, rows),) = sweep(words(model), [["method=full"]], tmp_path)
     assert (result.status, len(rows)) == ("ok", 6)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-import run
-from engine import machine
-from engine.shapes import ModelShape
-from evals.screen import roofline
-from evals.studies.hardware import Layers, read_hardware
-from tests.tiny_run import save_tiny
+from kvbench import run
+from kvbench.engine import machine
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.screen import roofline
+from kvbench.evals.studies.hardware import Layers, read_hardware
+from kvbench.tests.tiny_run import save_tiny
 
 SWEEP = ["-m", "task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[0,100]", "ratio=0.6"]
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_says_samples_tokens_and_time_and_loads_no_weights(
     model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("evals.models.load_model", lambda settings: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("kvbench.evals.models.load_model", lambda settings: pytest.fail("weights were loaded"))
     words = [*SWEEP, "method=full,snapkv", "model=any", f"model.id={model}", f"out={tmp_path / 'out'}"]
     assert run.main([*words, "--dry-run", "hardware=h100"]) == 0
     said = capsys.readouterr().out
@@ -52,7 +52,7 @@ def test_it_says_what_is_left_of_a_run_that_was_stopped(model: Path, tmp_path: P
 def test_a_model_whose_weights_are_drawn_needs_no_hub(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.checkpoints.load.hub_config", lambda *_: pytest.fail("the hub was asked"))
+    monkeypatch.setattr("kvbench.engine.checkpoints.load.hub_config", lambda *_: pytest.fail("the hub was asked"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     words = ["model=llama-3.1-8b", "weights=random", "method=snapkv", "task=latency", "limit=1", "dtype=bfloat16"]
     assert run.main([*words, "--dry-run", "hardware=h100", f"out={tmp_path}"]) == 0

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from engine.shapes import ModelShape
-from evals.screen.estimate import ANSWERING, PART, READING, Bends, Estimate, Load, bends_of
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.screen.estimate import ANSWERING, PART, READING, Bends, Estimate, Load, bends_of
 
 SHAPE = ModelShape("m", n_layers=30, h=9, h_kv=3, d_h=64, window=8192, attention_layers=tuple(range(30)), d_model=576)
 

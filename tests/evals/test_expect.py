@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.model import Model
-from engine.passes.trace import Trace
-from evals.runner import run_cells
-from evals.screen import expect as expecting
-from evals.screen.estimate import Bends, Load
-from evals.screen.expect import expect, is_worth_while
-from tests.tiny import prompt, tiny
-from tests.tiny_run import cell, save_tiny
+from kvbench.engine.model import Model
+from kvbench.engine.passes.trace import Trace
+from kvbench.evals.runner import run_cells
+from kvbench.evals.screen import expect as expecting
+from kvbench.evals.screen.estimate import Bends, Load
+from kvbench.evals.screen.expect import expect, is_worth_while
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.tiny_run import cell, save_tiny
 
 
 def test_more_tokens_to_read_and_to_answer_take_longer() -> None:

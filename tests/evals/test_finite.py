@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attend import Part
-from engine.sampling.draws import drawn, marked, said
-from engine.sampling.spec import Sampling
-from methods.dropping.streamingllm import StreamingLLM
-from results import RunResult, SampleRow
-from run import main
-from tasks import fidelity
-from tests.tiny_run import run, save_tiny, sweep
+from kvbench.engine.attend import Part
+from kvbench.engine.sampling.draws import drawn, marked, said
+from kvbench.engine.sampling.spec import Sampling
+from kvbench.methods.dropping.streamingllm import StreamingLLM
+from kvbench.results import RunResult, SampleRow
+from kvbench.run import main
+from kvbench.tasks import fidelity
+from kvbench.tests.tiny_run import run, save_tiny, sweep
 
 NEEDLE = (
     "task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[30,60]", "task.max_new_tokens=12",

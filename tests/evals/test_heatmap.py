@@ -2,7 +2,7 @@ from pathlib import Path
 
 from matplotlib.colors import to_hex
 
-from tasks.needle.heatmap import Pivot, draw_heatmap, frame, pivot
+from kvbench.tasks.needle.heatmap import Pivot, draw_heatmap, frame, pivot
 
 
 def test_a_picture_does_not_depend_on_those_drawn_before(tmp_path: Path) -> None:

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoints import trial
-from engine.checkpoints.header import wrong_stop
-from engine.errors import ConfigError
-from engine.workers.limited import Limited
-from evals.runner import run_cells
-from evals.settings import partner
-from run import main
-from tasks.prompt import render, tokenizing
-from tests.tasks.test_needle import STRINGS
-from tests.tiny_run import cell, save_tiny
-from tests.tiny_tokenizer import tiny_tokenizer
+from kvbench.engine.checkpoints import trial
+from kvbench.engine.checkpoints.header import wrong_stop
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.workers.limited import Limited
+from kvbench.evals.runner import run_cells
+from kvbench.evals.settings import partner
+from kvbench.run import main
+from kvbench.tasks.prompt import render, tokenizing
+from kvbench.tests.tasks.test_needle import STRINGS
+from kvbench.tests.tiny_run import cell, save_tiny
+from kvbench.tests.tiny_tokenizer import tiny_tokenizer
 
 NEEDLE = ("task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[50]", "task.max_new_tokens=4")
 CHAT = ("task.style=kamradt",)
@@ -149,7 +149,7 @@ def test_tokenizers_and_templates_that_never_end_or_panic_are_refused(edit: Edit
 def test_templates_that_fail_are_refused_where_they_are_used(
     template: str, says: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.checkpoints.load.check_tokenizer", lambda *_: None)  # to fail is an end, too
+    monkeypatch.setattr("kvbench.engine.checkpoints.load.check_tokenizer", lambda *_: None)  # to fail is an end, too
     with_template(template)(folder)
     words = folder.parent / "data" / "needle" / "strings.json"
     words.parent.mkdir(parents=True)

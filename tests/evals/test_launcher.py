@@ -10,12 +10,12 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.types import RunMode
 
-from engine.errors import ConfigError
-from evals import answer, runner
-from evals.batch import answers, reading
-from evals.settings import RayPool, Settings, SlurmPool, settings
-from results import read_samples
-from tests.tiny_run import CONF, cell, save_tiny
+from kvbench.engine.errors import ConfigError
+from kvbench.evals import answer, runner
+from kvbench.evals.batch import answers, reading
+from kvbench.evals.settings import RayPool, Settings, SlurmPool, settings
+from kvbench.results import read_samples
+from kvbench.tests.tiny_run import CONF, cell, save_tiny
 
 TASK = ["task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[0,100]"]
 METHODS = ("full", "snapkv", "h2o", "streamingllm", "oracle", "pyramidinfer", "sparq")

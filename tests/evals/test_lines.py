@@ -3,13 +3,13 @@ from typing import Any, cast
 
 import pytest
 
-from evals.cells import cell_without_task
-from evals.lines import chosen_of, own_columns, variant_words
-from evals.prepare import SHOWN, shortened
-from evals.settings import from_words
-from results import SampleRow
-from tasks.base import Sample
-from tasks.prompt import Prompt
+from kvbench.evals.cells import cell_without_task
+from kvbench.evals.lines import chosen_of, own_columns, variant_words
+from kvbench.evals.prepare import SHOWN, shortened
+from kvbench.evals.settings import from_words
+from kvbench.results import SampleRow
+from kvbench.tasks.base import Sample
+from kvbench.tasks.prompt import Prompt
 
 
 class Words:

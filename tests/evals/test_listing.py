@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-import tasks
-from engine import terminal
-from engine.errors import ConfigError
-from evals.overrides import CONF
-from evals.screen import listing
-from evals.screen.fits import shipped
-from evals.screen.listing import main
-from results.names import own_methods, own_tasks
-from tests.test_start_up import MOST_CPU_SECONDS, WRONG, python
+import kvbench.tasks
+from kvbench.engine import terminal
+from kvbench.engine.errors import ConfigError
+from kvbench.evals.overrides import CONF
+from kvbench.evals.screen import listing
+from kvbench.evals.screen.fits import shipped
+from kvbench.evals.screen.listing import main
+from kvbench.results.names import own_methods, own_tasks
+from kvbench.tests.test_start_up import MOST_CPU_SECONDS, WRONG, python
 
 
 def test_each_method_has_its_line_and_its_presets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +46,7 @@ def test_each_task_has_its_card(capsys: pytest.CaptureFixture[str]) -> None:
 
 TASK = """
 from dataclasses import dataclass
-from tasks.base import Task
+from kvbench.tasks.base import Task
 
 class Mine(Task):
     name, version = "mine", 1
@@ -84,10 +84,10 @@ def test_a_task_that_cannot_be_asked_has_a_line_beside_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     folder = shutil.copytree(CONF / "task", tmp_path / "conf" / "task")
-    (folder / "mine.yaml").write_text(f"_target_: tasks.mine.Mine\n{tree}\n" if tree[0].isalpha() else tree)
+    (folder / "mine.yaml").write_text(f"_target_: kvbench.tasks.mine.Mine\n{tree}\n" if tree[0].isalpha() else tree)
     if file is not None:
         (tmp_path / "mine.py").write_text(file)
-    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
+    monkeypatch.setattr(kvbench.tasks, "__path__", [*kvbench.tasks.__path__, str(tmp_path)])
     monkeypatch.delitem(sys.modules, "tasks.mine", raising=False)
     monkeypatch.setattr(listing, "CONF", tmp_path / "conf")
     assert main(["tasks"]) == 0

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.errors import ConfigError
-from evals.logger import Copies, Wandb
-from evals.runner import run_cells
-from results.files import temporary
-from tests.plots.report_runs import write_run
-from tests.tiny_run import cell
+from kvbench.engine.errors import ConfigError
+from kvbench.evals.logger import Copies, Wandb
+from kvbench.evals.runner import run_cells
+from kvbench.results.files import temporary
+from kvbench.tests.plots.report_runs import write_run
+from kvbench.tests.tiny_run import cell
 
 BLOCK, HEADER = 32_768, 7  # of the file's log: blocks, and the head of a piece (crc, length, kind)
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4

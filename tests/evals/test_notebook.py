@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from engine.budget import EVERYTHING
-from engine.decode import decode
-from engine.errors import ConfigError
-from engine.model import Model
-from engine.prefill import prefill
-from evals import notebook
-from evals.asked import Lookups, ask_one
-from evals.cells import cell_without_task
-from evals.notebook import Reading, load_model, question, read, variant
-from evals.settings import from_words
-from tests.tiny import COMMON, prompt, tiny
-from tests.tiny_tokenizer import tiny_tokenizer
+from kvbench.engine.budget import EVERYTHING
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.model import Model
+from kvbench.engine.prefill import prefill
+from kvbench.evals import notebook
+from kvbench.evals.asked import Lookups, ask_one
+from kvbench.evals.cells import cell_without_task
+from kvbench.evals.notebook import Reading, load_model, question, read, variant
+from kvbench.evals.settings import from_words
+from kvbench.tests.tiny import COMMON, prompt, tiny
+from kvbench.tests.tiny_tokenizer import tiny_tokenizer
 
 S, N_NEW = 120, 6
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-import evals.asked
-from engine.checkpoints.load import read_shape
-from engine.errors import ConfigError
-from engine.machine import arithmetic
-from evals import models
-from evals.runner import prepare, run_cells
-from evals.settings import Settings
-from methods.calibration import files
-from methods.dropping.streamingllm import StreamingLLM
-from methods.quantising.kivi import KIVI
-from tests.tiny_run import cell, save_tiny
+import kvbench.evals.asked
+from kvbench.engine.checkpoints.load import read_shape
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.machine import arithmetic
+from kvbench.evals import models
+from kvbench.evals.runner import prepare, run_cells
+from kvbench.evals.settings import Settings
+from kvbench.methods.calibration import files
+from kvbench.methods.dropping.streamingllm import StreamingLLM
+from kvbench.methods.quantising.kivi import KIVI
+from kvbench.tests.tiny_run import cell, save_tiny
 
 WORDS = ("task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[50]", "task.max_new_tokens=4")
 
@@ -178,7 +178,7 @@ def test_a_model_that_cannot_be_had_is_looked_for_once(tmp_path: Path, monkeypat
         looked.append(settings.model.id)
         raise ConfigError("it cannot be had")
 
-    monkeypatch.setattr(evals.asked, "early_shape", early_shape)
+    monkeypatch.setattr(kvbench.evals.asked, "early_shape", early_shape)
     pair = [asked(tmp_path, tmp_path, "method=oracle", f"ratio={ratio}") for ratio in ("0.2", "0.5")]
     with pytest.raises(ConfigError, match="every cell of this sweep is left out"):
         run_cells([replace(each, skips_refused=True) for each in pair])

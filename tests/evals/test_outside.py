@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from engine.errors import ConfigError
-from evals.overrides import check_overrides
-from evals.settings import Settings, load_class, settings
-from evals.typed import build_params
-from results import read_runs
-from run import main
-from tests.tiny_run import CONF, example_file, save_tiny
+from kvbench.engine.errors import ConfigError
+from kvbench.evals.overrides import check_overrides
+from kvbench.evals.settings import Settings, load_class, settings
+from kvbench.evals.typed import build_params
+from kvbench.results import read_runs
+from kvbench.run import main
+from kvbench.tests.tiny_run import CONF, example_file, save_tiny
 
 HEAD = (
-    "from dataclasses import dataclass, field\nfrom engine.placement import Whole\n"
-    "from methods.base import SelectiveAttention\n"
+    "from dataclasses import dataclass, field\nfrom kvbench.engine.placement import Whole\n"
+    "from kvbench.methods.base import SelectiveAttention\n"
 )
 BODY = "    title, drops = 'Mine', True\n    def arrange(self, layer):\n        return Whole()\n"
 TASK = ("task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[50]", "task.max_new_tokens=4")
@@ -142,7 +142,7 @@ def test_a_file_with_several_methods_is_asked_for_one(tmp_path: Path) -> None:
         ("import nothing_of_the_kind\n", r"line 1: ModuleNotFoundError: No module named 'nothing_of_the_kind'"),
         ("x = 1\nraise SystemExit(3)\n", r"line 2: SystemExit: 3"),
         ("x = 1\n", r"mine\.py holds no method; write a class"),
-        ("from methods.dropping.snapkv import SnapKV\n", r"holds no method"),
+        ("from kvbench.methods.dropping.snapkv import SnapKV\n", r"holds no method"),
         ("class Mine(SelectiveAttention):\n    title, drops = 'Mine', True\n", r"Mine of .*mine\.py has no arrange"),
         ("class Mine(SelectiveAttention):\n    def arrange(self, layer): ...\n", r"has no title and no drops"),
         ("class Mine(SelectiveAttention):\n    class Params:\n        a = 1\n" + BODY, r"Params of .* is no dataclass"),

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import evals.settings  # noqa: F401  names that files of conf/ use in ${…}
-from engine.errors import ConfigError
-from evals.overrides import CONF, check_overrides, composition
+import kvbench.evals.settings  # noqa: F401  names that files of conf/ use in ${…}
+from kvbench.engine.errors import ConfigError
+from kvbench.evals.overrides import CONF, check_overrides, composition
 
 
 def refused(*argv: str) -> str:
@@ -168,7 +168,7 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(CONF, conf)
     (conf / "experiment").mkdir(exist_ok=True)
     (conf / "experiment" / "paper.yaml").write_text(EXPERIMENT)
-    monkeypatch.setattr("evals.overrides.CONF", conf)
+    monkeypatch.setattr("kvbench.evals.overrides.CONF", conf)
     return conf
 
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from engine.errors import ConfigError
-from evals import models
-from evals.batch import reading
-from evals.overrides import CONF, check_overrides
-from evals.screen.table import sheet
-from evals.settings import Settings, settings
-from methods.dropping.pyramidinfer import PyramidInfer
-from results import RunResult, SampleRow, run_name
-from tests.tiny_run import cell, run, save_tiny, sweep
+from kvbench.engine.errors import ConfigError
+from kvbench.evals import models
+from kvbench.evals.batch import reading
+from kvbench.evals.overrides import CONF, check_overrides
+from kvbench.evals.screen.table import sheet
+from kvbench.evals.settings import Settings, settings
+from kvbench.methods.dropping.pyramidinfer import PyramidInfer
+from kvbench.results import RunResult, SampleRow, run_name
+from kvbench.tests.tiny_run import cell, run, save_tiny, sweep
 
 SPARSITY = 5  # place of it among the arguments of a prefill
 SPARSE = [
@@ -178,7 +178,7 @@ def test_perplexity_is_of_a_continuation_behind_the_sparse_prefix(model: list[st
 def test_times_are_paired_with_full_attention_behind_an_exact_prefill(
     model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tasks import latency
+    from kvbench.tasks import latency
 
     passes = []
     ordinary = latency.prefill

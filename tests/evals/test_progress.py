@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from evals.screen import progress
-from evals.screen.estimate import Estimate, Load
-from evals.screen.progress import Progress, Standing, duration, in_words
+from kvbench.evals.screen import progress
+from kvbench.evals.screen.estimate import Estimate, Load
+from kvbench.evals.screen.progress import Progress, Standing, duration, in_words
 
 FULL = Standing("full", "ratio=0.1", 2, 100.0)
 SNAPKV = [Standing("snapkv", f"ratio={ratio}", 2, score) for ratio, score in ((0.1, 50.0), (0.2, 100))]

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.errors import ConfigError
-from evals import rescore
-from evals.screen.table import remarks
-from plots.read import conditions, read_all, read_one
-from results import LEDGER_MEANS, SampleRow, read_run, read_samples
-from results.scores import PART, SCORES
-from tasks.base import Sample
-from tasks.gsm8k import Gsm8k
-from tasks.longbench.task import LongBench
-from tasks.needle.task import Needle
-from tests.plots.made_runs import write
-from tests.tiny_run import run, save_tiny
+from kvbench.engine.errors import ConfigError
+from kvbench.evals import rescore
+from kvbench.evals.screen.table import remarks
+from kvbench.plots.read import conditions, read_all, read_one
+from kvbench.results import LEDGER_MEANS, SampleRow, read_run, read_samples
+from kvbench.results.scores import PART, SCORES
+from kvbench.tasks.base import Sample
+from kvbench.tasks.gsm8k import Gsm8k
+from kvbench.tasks.longbench.task import LongBench
+from kvbench.tasks.needle.task import Needle
+from kvbench.tests.plots.made_runs import write
+from kvbench.tests.tiny_run import run, save_tiny
 
 REPO = Path(__file__).resolve().parents[2]
 CODE = {"dataset": "lcc", "all_classes": None}
@@ -64,7 +64,7 @@ def run_of(folder: Path, task: str, *changes: tuple[str, Any]) -> Path:
 
 @pytest.mark.parametrize("task", CASES)
 def test_a_folder_is_all_that_a_score_needs(tmp_path: Path, monkeypatch, task: str) -> None:
-    monkeypatch.setattr("tasks.sources.find", None)  # whoever looks for data breaks
+    monkeypatch.setattr("kvbench.tasks.sources.find", None)  # whoever looks for data breaks
     pairs = rescore.new_scores(run_of(tmp_path, task))
     assert len(pairs) == len(CASES[task])
     assert [score.score for _, score in pairs] == [row.score for row, _ in pairs]

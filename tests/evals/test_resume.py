@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from results import read_runs, read_samples
-from tests.tiny_run import save_tiny
+from kvbench.results import read_runs, read_samples
+from kvbench.tests.tiny_run import save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 10

@@ -17,22 +17,22 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from engine.budget import Budget
-from engine.errors import ConfigError
-from engine.passes.trace import Trace
-from engine.placement import Offloaded
-from evals import models, prepare, runner
-from evals.batch import reading
-from evals.prepare import SHOWN
-from evals.settings import Settings, settings
-from methods.dropping import xkv
-from methods.dropping.pyramidinfer import PyramidInfer
-from methods.dropping.snapkv import SnapKV
-from methods.retrieving.oracle import Oracle
-from results import RunResult, read_runs, read_samples
-from tasks.needle.task import Needle
-from tests.tiny import COMMON
-from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
+from kvbench.engine.budget import Budget
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.placement import Offloaded
+from kvbench.evals import models, prepare, runner
+from kvbench.evals.batch import reading
+from kvbench.evals.prepare import SHOWN
+from kvbench.evals.settings import Settings, settings
+from kvbench.methods.dropping import xkv
+from kvbench.methods.dropping.pyramidinfer import PyramidInfer
+from kvbench.methods.dropping.snapkv import SnapKV
+from kvbench.methods.retrieving.oracle import Oracle
+from kvbench.results import RunResult, read_runs, read_samples
+from kvbench.tasks.needle.task import Needle
+from kvbench.tests.tiny import COMMON
+from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 GRID = [

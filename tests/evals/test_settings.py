@@ -10,12 +10,12 @@ from typing import Any, Literal
 import pytest
 from hydra import compose, initialize_config_dir
 
-import tasks
-from engine.budget import Bytes
-from engine.errors import ConfigError
-from evals.overrides import CONF
-from evals.settings import Choice, Settings, load_class, settings
-from evals.typed import build_params, convert
+import kvbench.tasks
+from kvbench.engine.budget import Bytes
+from kvbench.engine.errors import ConfigError
+from kvbench.evals.overrides import CONF
+from kvbench.evals.settings import Choice, Settings, load_class, settings
+from kvbench.evals.typed import build_params, convert
 
 
 def composed(*words: str) -> Settings:
@@ -38,7 +38,7 @@ def refused(call: Callable[[], Any]) -> str:
 def test_the_defaults_are_a_whole_run() -> None:
     run = composed()
     assert (run.method.name, run.task.name, run.model.name) == ("oracle", "needle", "smollm2-135m")
-    assert run.method.target == "methods.retrieving.oracle.Oracle"
+    assert run.method.target == "kvbench.methods.retrieving.oracle.Oracle"
     assert "_target_" not in run.method.params
     assert run.budget.ratio == Fraction(1, 5)
     assert run.budget.tokens is None
@@ -241,7 +241,7 @@ def test_a_missing_parameter_is_named() -> None:
     assert "method.rate is missing" in refused(lambda: build_params(Thing, params, "method"))
 
 
-@pytest.mark.parametrize("target", ["tasks.nowhere.X", "tasks.base.Nothing", "nothing", ""])
+@pytest.mark.parametrize("target", ["tasks.nowhere.X", "kvbench.tasks.base.Nothing", "nothing", ""])
 def test_a_class_that_does_not_exist_is_named(target: str) -> None:
     assert "task._target_" in refused(lambda: load_class(Choice("task", "x", target, {})))
 
@@ -250,7 +250,7 @@ def test_an_import_that_fails_within_a_class_is_not_the_users_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_module.py").write_text("import surely_not_installed\n")
-    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
+    monkeypatch.setattr(kvbench.tasks, "__path__", [*kvbench.tasks.__path__, str(tmp_path)])
     with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
         load_class(Choice("task", "x", "tasks.broken_module.X", {}))
 
@@ -258,17 +258,18 @@ def test_an_import_that_fails_within_a_class_is_not_the_users_fault(
 @pytest.mark.parametrize(
     ("group", "target"),
     [
-        *(("method", target) for target in ("os.system", "this.d", "..a", "methods.full.", "tests.tiny.Model")),
-        *(("method", target) for target in ("methods.base.SelectiveAttention", "methods.full.Budget", "a b.c")),
-        *(("task", target) for target in ("tasks.base.Task", "tasks.base.Sample", "methods.full.Full")),
-        *(("prefill", "os.system"), ("logger", "os.system"), ("logger", "evals.logger.Logger")),
+        *(("method", target) for target in ("os.system", "this.d", "..a", "a b.c", "methods.full.Full")),
+        *(("method", f"kvbench.{target}") for target in ("methods.full.", "tests.tiny.Model", "methods.full.Budget")),
+        ("method", "kvbench.methods.base.SelectiveAttention"),
+        *(("task", f"kvbench.{target}") for target in ("tasks.base.Task", "tasks.base.Sample", "methods.full.Full")),
+        *(("prefill", "os.system"), ("logger", "os.system"), ("logger", "kvbench.evals.logger.Logger")),
     ],
 )  # fmt: skip
 def test_a_class_of_another_kind_is_refused_and_no_foreign_module_imported(group: str, target: str) -> None:
     before = set(sys.modules)
     says = refused(lambda: load_class(Choice(group, "x", target, {})))
     assert says.startswith(f"{group}._target_={target} is no ")
-    assert not {"this", "tests.tiny"} & (set(sys.modules) - before)
+    assert not {"this", "kvbench.tests.tiny"} & (set(sys.modules) - before)
 
 
 NAN, INF = float("nan"), float("inf")

@@ -16,12 +16,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from engine.errors import ConfigError
-from evals import prepare, runner, shards, write
-from evals.settings import RayPool, Settings
-from evals.shards import Ended, Shard, Tail, ask_shard
-from results import RunResult, read_runs, read_samples
-from tests.tiny_run import cell, save_tiny
+from kvbench.engine.errors import ConfigError
+from kvbench.evals import prepare, runner, shards, write
+from kvbench.evals.settings import RayPool, Settings
+from kvbench.evals.shards import Ended, Shard, Tail, ask_shard
+from kvbench.results import RunResult, read_runs, read_samples
+from kvbench.tests.tiny_run import cell, save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 POOL = RayPool(None, 3, 1, Fraction(0), 1)

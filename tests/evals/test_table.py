@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from engine.budget import show
-from evals.screen.table import number, print_table, remarks, sheet
-from results import RunResult
-from results.sheet import on_terminal
+from kvbench.engine.budget import show
+from kvbench.evals.screen.table import number, print_table, remarks, sheet
+from kvbench.results import RunResult
+from kvbench.results.sheet import on_terminal
 
 FACTS: dict[str, Any] = {"method": "oracle", "method_label": "Oracle", "params": {}}
 FACTS |= {"task": "needle", "task_version": 1, "dataset": "d", "data_source": "embedded"}

@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ConfigError
-from evals.screen.table import remarks, sheet
-from plots.read import Run, load
-from plots.scored import Scored
-from plots.turns import in_words, less_full, with_turns, write
-from results import SampleRow, interval
-from results.read import read_run
-from tasks.base import Sample
-from tasks.longbench import embedded
-from tasks.longbench.shared import by_context
-from tasks.scbench import synthetic
-from tasks.turns.conversation import Asking, Conversation, Turn
-from tasks.turns.encode import encode_talk
-from tests.tiny_run import cell, run, save_tiny, sweep
-from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
+from kvbench.engine.errors import ConfigError
+from kvbench.evals.screen.table import remarks, sheet
+from kvbench.plots.read import Run, load
+from kvbench.plots.scored import Scored
+from kvbench.plots.turns import in_words, less_full, with_turns, write
+from kvbench.results import SampleRow, interval
+from kvbench.results.read import read_run
+from kvbench.tasks.base import Sample
+from kvbench.tasks.longbench import embedded
+from kvbench.tasks.longbench.shared import by_context
+from kvbench.tasks.scbench import synthetic
+from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
+from kvbench.tasks.turns.encode import encode_talk
+from kvbench.tests.tiny_run import cell, run, save_tiny, sweep
+from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
 
 NEEDLE = ["task=needle", "task.source=embedded", "task.lengths=[620]", "task.depths=[0]", "task.max_new_tokens=5"]
 QUESTIONS = [*NEEDLE, "task.questions=3"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels import aot
-from kernels.jit import triton
+from kvbench.kernels import aot
+from kvbench.kernels.jit import triton
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(triton is None, reason="Triton is not installed")
@@ -17,7 +17,12 @@ pytestmark = pytest.mark.skipif(triton is None, reason="Triton is not installed"
 def compiled(*words: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, "-m", "kernels.aot", *words], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "kvbench.kernels.aot", *words],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 

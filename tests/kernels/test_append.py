@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.jit import triton
-from kernels.rows.append import Place, append_rows_ref, append_rows_triton
+from kvbench.kernels.jit import triton
+from kvbench.kernels.rows.append import Place, append_rows_ref, append_rows_triton
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 

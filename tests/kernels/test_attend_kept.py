@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import attend_kept as kernel
-from kernels.attend_kept import Kept, met_by
-from kernels.jit import triton
+from kvbench.kernels import attend_kept as kernel
+from kvbench.kernels.attend_kept import Kept, met_by
+from kvbench.kernels.jit import triton
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 PATHS = ["torch", "native", pytest.param("triton", marks=pytest.mark.skipif(triton is None, reason="no triton"))]

@@ -7,10 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attend import Part, attend, attend_weights
-from engine.softmax import Softmax
-from kernels.jit import triton
-from kernels.select_attend import Spans, Tokens, attend_parts_native, attend_parts_ref, attend_rows_triton, native
+from kvbench.engine.attend import Part, attend, attend_weights
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.jit import triton
+from kvbench.kernels.select_attend import (
+    Spans,
+    Tokens,
+    attend_parts_native,
+    attend_parts_ref,
+    attend_rows_triton,
+    native,
+)
 
 H, H_KV, D = 6, 2, 20
 SCALE = D**-0.5

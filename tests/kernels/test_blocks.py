@@ -2,12 +2,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.books.meter import distinct_tokens
-from engine.caches.blocks import BlockCache, BlockCacheSpec
-from engine.caches.held import HeldBlocks
-from kernels.jit import triton
-from kernels.rows.blocks import BLOCK, fill_rows_triton, look_up_rows_triton
-from kernels.rows.union import Ask, Far, bring_rows_triton, union_rows_triton
+from kvbench.engine.books.meter import distinct_tokens
+from kvbench.engine.caches.blocks import BlockCache, BlockCacheSpec
+from kvbench.engine.caches.held import HeldBlocks
+from kvbench.kernels.jit import triton
+from kvbench.kernels.rows.blocks import BLOCK, fill_rows_triton, look_up_rows_triton
+from kvbench.kernels.rows.union import Ask, Far, bring_rows_triton, union_rows_triton
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 H, H_KV, S, N_LATE, N_AHEAD, ROOM = 4, 2, 60, 20, 3, 40

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels import build
+from kvbench.kernels import build
 
 try:
     build.find_compiler()
@@ -138,7 +138,7 @@ def test_what_a_killed_build_left_is_removed_at_the_next_start(tmp_path: Path, m
     compiler = tmp_path / "slow"
     compiler.write_text(f"#!/bin/sh\necho half > made.o\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
     compiler.chmod(0o755)
-    command = [sys.executable, "-c", "from kernels import build; build.load('clusters', 'DEFAULT')"]
+    command = [sys.executable, "-c", "from kvbench.kernels import build; build.load('clusters', 'DEFAULT')"]
     environment = {**os.environ, "CXX": str(compiler)}
     killed = subprocess.Popen(command, cwd=Path(build.__file__).parents[1], env=environment)
     folder = build.library_path("clusters", "DEFAULT").parent
@@ -203,7 +203,7 @@ def test_the_environment_says_which_path(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_processes_that_compile_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
     names = ["clusters", "kmeans"]
-    code = f"from kernels import build; assert all(build.library(name) is not None for name in {names})"
+    code = f"from kvbench.kernels import build; assert all(build.library(name) is not None for name in {names})"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "KVBENCH_KERNELS": "native"}
     root = Path(build.__file__).parents[1]
     both = [subprocess.Popen([sys.executable, "-c", code], cwd=root, env=environment) for _ in range(2)]
@@ -219,7 +219,7 @@ def test_libraries_use_the_threads_that_torch_has_loaded() -> None:
     code = """
 from pathlib import Path
 import torch
-from kernels import build
+from kvbench.kernels import build
 assert build.library("clusters") is not None
 torch.ones(1 << 20).exp()
 lines = Path("/proc/self/maps").read_text().splitlines()

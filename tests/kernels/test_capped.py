@@ -4,18 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.softmax import Softmax
-from kernels.attend_kept import Kept, attend_kept, attend_kept_triton, kept_sums, met_by
-from kernels.clusters import mass_keys_triton, mass_scores
-from kernels.column_sums import column_maxima, column_sums, column_sums_ref, column_sums_triton
-from kernels.jit import triton
-from kernels.packed.attend import Packed, attend_packed, attend_packed_ref
-from kernels.packed.codes import BY_CHANNEL, BY_TOKEN
-from kernels.pq_codes import PackedCodes
-from kernels.pq_scores import Coded, pq_keys_triton, pq_top, pq_top_ref
-from kernels.topk import best_keys, pack_keys_ref
-from tests.kernels.test_packed import as_float, side
-from tests.kernels.test_topk import scores_of
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.attend_kept import Kept, attend_kept, attend_kept_triton, kept_sums, met_by
+from kvbench.kernels.clusters import mass_keys_triton, mass_scores
+from kvbench.kernels.column_sums import column_maxima, column_sums, column_sums_ref, column_sums_triton
+from kvbench.kernels.jit import triton
+from kvbench.kernels.packed.attend import Packed, attend_packed, attend_packed_ref
+from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TOKEN
+from kvbench.kernels.pq_codes import PackedCodes
+from kvbench.kernels.pq_scores import Coded, pq_keys_triton, pq_top, pq_top_ref
+from kvbench.kernels.topk import best_keys, pack_keys_ref
+from kvbench.tests.kernels.test_packed import as_float, side
+from kvbench.tests.kernels.test_topk import scores_of
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 with_triton = pytest.mark.skipif(triton is None, reason="Triton is not installed")

@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from engine.softmax import Softmax
-from kernels.jit import triton
-from kernels.rows.chunks import Chunked, chunk_keys, table_of
-from kernels.topk import best_keys
-from methods.retrieving.rocketkv import chunk_bounds, chunk_scores, take_in, top_tokens
-from tests.kernels.test_capped import KINDS
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.jit import triton
+from kvbench.kernels.rows.chunks import Chunked, chunk_keys, table_of
+from kvbench.kernels.topk import best_keys
+from kvbench.methods.retrieving.rocketkv import chunk_bounds, chunk_scores, take_in, top_tokens
+from kvbench.tests.kernels.test_capped import KINDS
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.clusters import (
+from kvbench.kernels.clusters import (
     cluster_order,
     cluster_order_native,
     cluster_order_torch,
@@ -19,7 +19,7 @@ from kernels.clusters import (
     stand_in_ref,
     stand_in_triton,
 )
-from kernels.jit import triton
+from kvbench.kernels.jit import triton
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 has_native = pytest.mark.skipif(native() is None, reason="no C++ compiler")

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.jit import triton
-from kernels.rows.buckets import Hidden, find_rows
-from kernels.rows.collisions import (
+from kvbench.kernels.jit import triton
+from kvbench.kernels.rows.buckets import Hidden, find_rows
+from kvbench.kernels.rows.collisions import (
     Hashed,
     Tables,
     build_tables,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kernels.column_sums import (
+from kvbench.kernels.column_sums import (
     column_maxima,
     column_maxima_torch,
     column_sums,
@@ -11,7 +11,7 @@ from kernels.column_sums import (
     column_sums_triton,
     native,
 )
-from kernels.jit import triton
+from kvbench.kernels.jit import triton
 
 needs_triton = pytest.mark.skipif(triton is None, reason="no triton")
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import jit
-from kernels.jit import SHARED, Kernel, Later, shared_memory
+from kvbench.kernels import jit
+from kvbench.kernels.jit import SHARED, Kernel, Later, shared_memory
 
 SOURCE = """
 def helper():

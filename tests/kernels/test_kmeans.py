@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import kmeans as module
-from kernels.choices import METRICS
-from kernels.jit import SHARED, triton
-from kernels.kmeans import (
+from kvbench.kernels import kmeans as module
+from kvbench.kernels.choices import METRICS
+from kvbench.kernels.jit import SHARED, triton
+from kvbench.kernels.kmeans import (
     as_product,
     cluster_means,
     cluster_means_ref,

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from kernels import labels as op
-from kernels.labels import by_channel, label_scores, label_top, label_top_ref, takes_native
-from kernels.topk import top_stable_ref
+from kvbench.kernels import labels as op
+from kvbench.kernels.labels import by_channel, label_scores, label_top, label_top_ref, takes_native
+from kvbench.kernels.topk import top_stable_ref
 
 
 def random_labels(heads: int, stored: int, c: int, s: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

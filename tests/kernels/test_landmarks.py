@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.softmax import Softmax
-from kernels.jit import triton
-from kernels.rows.landmarks import Chunks, make_rows
-from kernels.rows.rotation import rotation_of
-from kernels.topk import top_stable
-from methods.retrieving.shadowkv import Factors, Landmarks, landmark_scores, tokens_of
-from tests.kernels.test_capped import KINDS
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.jit import triton
+from kvbench.kernels.rows.landmarks import Chunks, make_rows
+from kvbench.kernels.rows.rotation import rotation_of
+from kvbench.kernels.topk import top_stable
+from kvbench.methods.retrieving.shadowkv import Factors, Landmarks, landmark_scores, tokens_of
+from kvbench.tests.kernels.test_capped import KINDS
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 H, H_KV, D = 6, 2, 20
@@ -64,7 +64,7 @@ def test_rows_find_their_chunks_and_make_their_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Keys are made in several parts; those of 40 numbers and their ranks can be read 8 numbers at once."""
-    monkeypatch.setattr("kernels.rows.landmarks.CHANNELS", {2: 16, 4: 16})
+    monkeypatch.setattr("kvbench.kernels.rows.landmarks.CHANNELS", {2: 16, 4: 16})
     draw = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.softmax import Softmax
-from kernels import pq_scores
-from kernels.clusters import cluster_keys_ref, cluster_keys_triton, cluster_tokens_ref, cluster_tokens_triton
-from kernels.jit import triton
-from kernels.pages import expand_keys_ref, expand_keys_triton, page_bounds_ref, page_keys_ref, page_keys_triton
-from kernels.pq_codes import PackedCodes, pq_codes_ref
-from kernels.pq_scores import Coded, pq_keys_ref, pq_keys_triton
-from kernels.rows import logits as searches
-from kernels.rows.columns import Columns, blend, component_keys, cover, find_components, table_of
-from kernels.rows.logits import (
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels import pq_scores
+from kvbench.kernels.clusters import cluster_keys_ref, cluster_keys_triton, cluster_tokens_ref, cluster_tokens_triton
+from kvbench.kernels.jit import triton
+from kvbench.kernels.pages import expand_keys_ref, expand_keys_triton, page_bounds_ref, page_keys_ref, page_keys_triton
+from kvbench.kernels.pq_codes import PackedCodes, pq_codes_ref
+from kvbench.kernels.pq_scores import Coded, pq_keys_ref, pq_keys_triton
+from kvbench.kernels.rows import logits as searches
+from kvbench.kernels.rows.columns import Columns, blend, component_keys, cover, find_components, table_of
+from kvbench.kernels.rows.logits import (
     AGGREGATES,
     Searched,
     block_keys,
@@ -24,11 +24,11 @@ from kernels.rows.logits import (
     token_logits,
     weigh_logits,
 )
-from kernels.topk import best_keys, pack_keys_ref, top_stable_ref
-from methods.retrieving.oracle import token_scores
-from methods.retrieving.sparq import covered_mass, query_weights, top_components
-from tests.kernels.test_capped import KINDS
-from tests.kernels.test_topk import scores_of
+from kvbench.kernels.topk import best_keys, pack_keys_ref, top_stable_ref
+from kvbench.methods.retrieving.oracle import token_scores
+from kvbench.methods.retrieving.sparq import covered_mass, query_weights, top_components
+from kvbench.tests.kernels.test_capped import KINDS
+from kvbench.tests.kernels.test_topk import scores_of
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 N, H, H_KV, D = 2, 4, 2, 16

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.packed.attend import Packed, Side, attend_packed_native, attend_packed_ref, native, takes_packed
-from kernels.packed.codes import (
+from kvbench.kernels.packed.attend import Packed, Side, attend_packed_native, attend_packed_ref, native, takes_packed
+from kvbench.kernels.packed.codes import (
     BY_CHANNEL,
     BY_TABLE,
     BY_TOKEN,

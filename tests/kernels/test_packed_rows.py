@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.jit import triton
-from kernels.packed.attend import Packed, Side, attend_packed_ref
-from kernels.packed.codes import (
+from kvbench.kernels.jit import triton
+from kvbench.kernels.packed.attend import Packed, Side, attend_packed_ref
+from kvbench.kernels.packed.codes import (
     BY_CHANNEL,
     BY_TABLE,
     BY_TOKEN,
@@ -18,11 +18,11 @@ from kernels.packed.codes import (
     quantise_tokens,
     with_room,
 )
-from kernels.packed.rows import CodedRows, is_readable
-from kernels.packed.tokens import Ageing, Book, RangePacking, UnitPacking, packs
-from kernels.select_attend import Tokens, attend_rows_triton
-from methods.quantising.codebooks import centroids, haar, midpoints
-from tests.kernels.test_capped import bent
+from kvbench.kernels.packed.rows import CodedRows, is_readable
+from kvbench.kernels.packed.tokens import Ageing, Book, RangePacking, UnitPacking, packs
+from kvbench.kernels.select_attend import Tokens, attend_rows_triton
+from kvbench.methods.quantising.codebooks import centroids, haar, midpoints
+from kvbench.tests.kernels.test_capped import bent
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 pytestmark = pytest.mark.skipif(triton is None, reason="triton is not installed")

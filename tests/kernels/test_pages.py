@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.jit import triton
-from kernels.pages import (
+from kvbench.kernels.jit import triton
+from kvbench.kernels.pages import (
     native,
     page_bounds,
     page_bounds_native,
@@ -17,7 +17,7 @@ from kernels.pages import (
     page_scores_ref,
     page_scores_torch,
 )
-from tests.kernels.test_topk import scores_of
+from kvbench.tests.kernels.test_topk import scores_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does

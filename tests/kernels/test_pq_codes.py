@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.jit import triton
-from kernels.kmeans import nearest_triton
-from kernels.pq_codes import (
+from kvbench.kernels.jit import triton
+from kvbench.kernels.kmeans import nearest_triton
+from kvbench.kernels.pq_codes import (
     PackedCodes,
     native,
     pack,
@@ -20,7 +20,7 @@ from kernels.pq_codes import (
     pq_codes_torch,
     unpack,
 )
-from tests.vectors import load
+from kvbench.tests.vectors import load
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pqcache"
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does

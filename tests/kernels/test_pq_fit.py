@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.jit import triton
-from kernels.kmeans import cluster_means_triton, nearest_triton
-from kernels.pq_fit import (
+from kvbench.kernels.jit import triton
+from kvbench.kernels.kmeans import cluster_means_triton, nearest_triton
+from kvbench.kernels.pq_fit import (
     Fit,
     distances,
     native,
@@ -20,7 +20,7 @@ from kernels.pq_fit import (
     pq_fit_ref,
     pq_fit_torch,
 )
-from tests.vectors import load
+from kvbench.tests.vectors import load
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pqcache"
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does

@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.jit import triton
-from kernels.pq_codes import PackedCodes
-from kernels.pq_scores import Coded, native, pq_keys_triton, pq_logits_ref, pq_top, pq_top_native, pq_top_ref
-from kernels.topk import top_keys
-from tests.kernels.test_topk import scores_of
-from tests.vectors import load
+from kvbench.kernels.jit import triton
+from kvbench.kernels.pq_codes import PackedCodes
+from kvbench.kernels.pq_scores import Coded, native, pq_keys_triton, pq_logits_ref, pq_top, pq_top_native, pq_top_ref
+from kvbench.kernels.topk import top_keys
+from kvbench.tests.kernels.test_topk import scores_of
+from kvbench.tests.vectors import load
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pqcache"
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does

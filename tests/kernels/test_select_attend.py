@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels.select_attend as module
-from kernels import build
-from kernels.jit import INTERPRETED, SHARED, send, triton, upload
-from kernels.rows.each import attend_each
-from kernels.select_attend import (
+import kvbench.kernels.select_attend as module
+from kvbench.kernels import build
+from kvbench.kernels.jit import INTERPRETED, SHARED, send, triton, upload
+from kvbench.kernels.rows.each import attend_each
+from kvbench.kernels.select_attend import (
     COLUMNS,
     MOVING,
     RECORD,
@@ -338,7 +338,7 @@ def test_each_of_many_queries_has_places_of_its_own(
             right, right_lse = attend_parts_native(queries[:, :, i : i + 1], [one], scale)
             assert torch.equal(out[:, :, i : i + 1], right) and torch.equal(lse[:, :, i : i + 1], right_lse)
         with monkeypatch.context() as patch:
-            patch.setattr("kernels.select_attend.native", lambda: None)
+            patch.setattr("kvbench.kernels.select_attend.native", lambda: None)
             plain_out, plain_lse = attend_each(queries, replace(part, idx=idx, bias=own_bias), scale)
         torch.testing.assert_close(out, plain_out, atol=2e-2 if dtype != torch.float32 else 1e-6, rtol=0)
         torch.testing.assert_close(lse, plain_lse, atol=2e-6, rtol=1e-6)
@@ -405,7 +405,7 @@ def test_kernels_import_without_triton() -> None:
     code = (
         "import importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, package=None: None if name == 'triton' else find(name, package)\n"
-        "from kernels import clusters, jit, pages, pq_scores, select_attend\n"
+        "from kvbench.kernels import clusters, jit, pages, pq_scores, select_attend\n"
         "assert jit.triton is None"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

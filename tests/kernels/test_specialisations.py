@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import clusters, pages
-from kernels.jit import triton
-from kernels.pq_codes import PackedCodes
-from kernels.pq_scores import Coded, KeySearch
-from kernels.rows import chunks, columns, logits
-from kernels.rows.union import Ask, Bringing, Far
-from tests.specialisations import noting
+from kvbench.kernels import clusters, pages
+from kvbench.kernels.jit import triton
+from kvbench.kernels.pq_codes import PackedCodes
+from kvbench.kernels.pq_scores import Coded, KeySearch
+from kvbench.kernels.rows import chunks, columns, logits
+from kvbench.kernels.rows.union import Ask, Bringing, Far
+from kvbench.tests.specialisations import noting
 
 H, H_KV, D, S = 4, 2, 16, 800
 N_STEPS = 40  # none of which needs another power of two than the others

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kernels.topk as module
-from kernels.jit import triton
-from kernels.topk import (
+import kvbench.kernels.topk as module
+from kvbench.kernels.jit import triton
+from kvbench.kernels.topk import (
     LARGEST,
     NO_KEY,
     KeyChoice,

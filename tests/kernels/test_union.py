@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.jit import triton
-from kernels.rows.union import (
+from kvbench.kernels.jit import triton
+from kvbench.kernels.rows.union import (
     TILE,
     Ask,
     Bringing,

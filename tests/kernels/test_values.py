@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from kernels.gather import gather_tokens
-from kernels.jit import triton
-from kernels.rows.values import bring_values, bring_values_triton
+from kvbench.kernels.gather import gather_tokens
+from kvbench.kernels.jit import triton
+from kvbench.kernels.rows.values import bring_values, bring_values_triton
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 

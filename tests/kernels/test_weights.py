@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.jit import triton
-from kernels.rows.weights import (
+from kvbench.kernels.jit import triton
+from kvbench.kernels.rows.weights import (
     BLOCK,
     REDUCTIONS,
     Held,
@@ -15,7 +15,7 @@ from kernels.rows.weights import (
     receive_rows,
     soften_rows,
 )
-from methods.scorers import lowest_slot, reduce_group
+from kvbench.methods.scorers import lowest_slot, reduce_group
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 H, H_KV, D = 4, 2, 12

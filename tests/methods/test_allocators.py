@@ -11,14 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.errors import ConfigError
-from evals.asked import ask
-from evals.settings import from_words, own_class
-from methods.allocator import ALLOCATORS, Allocator
-from methods.dropping.allocators import best_of, globally_best, head_mix, head_protect, n_safe, pyramid_within, uniform
-from methods.scoring import ScoringMethod
-from results.names import known
-from tests.conformance import (
+from kvbench.engine.errors import ConfigError
+from kvbench.evals.asked import ask
+from kvbench.evals.settings import from_words, own_class
+from kvbench.methods.allocator import ALLOCATORS, Allocator
+from kvbench.methods.dropping.allocators import (
+    best_of,
+    globally_best,
+    head_mix,
+    head_protect,
+    n_safe,
+    pyramid_within,
+    uniform,
+)
+from kvbench.methods.scoring import ScoringMethod
+from kvbench.results.names import known
+from kvbench.tests.conformance import (
     METHODS,
     Refused,
     Subject,

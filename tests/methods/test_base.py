@@ -8,12 +8,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from engine.budget import BudgetRequest, resolve
-from engine.placement import Made
-from engine.selection import Found, selection
-from engine.shapes import ModelShape
-from methods.base import SelectiveAttention, Variant
-from tests.vectors import built, step, trace_of
+from kvbench.engine.budget import BudgetRequest, resolve
+from kvbench.engine.placement import Made
+from kvbench.engine.selection import Found, selection
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.tests.vectors import built, step, trace_of
 
 SHAPE = ModelShape("vectors", 1, 4, 2, 8, 1 << 20, (0,))
 

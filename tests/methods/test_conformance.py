@@ -2,8 +2,8 @@
 
 import pytest
 
-from results.names import known
-from tests.conformance import AT_EACH_RATIO, METHODS, ONCE, RATIOS, Refused, ours
+from kvbench.results.names import known
+from kvbench.tests.conformance import AT_EACH_RATIO, METHODS, ONCE, RATIOS, Refused, ours
 
 
 @pytest.mark.parametrize("what", ONCE)

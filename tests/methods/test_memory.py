@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from engine.books.footprint import Footprint
-from engine.budget import Budget, BudgetRequest, Bytes, cache_bytes, parse_bytes, token_bytes
-from engine.caches.blocks import BlockCacheSpec
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.settings import own_class
-from methods.base import SelectiveAttention, Variant
-from results.names import known
-from tests.conformance import METHODS, S, Subject, answers, model, ours
-from tests.conformance import subject as made_of
+from kvbench.engine.books.footprint import Footprint
+from kvbench.engine.budget import Budget, BudgetRequest, Bytes, cache_bytes, parse_bytes, token_bytes
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.settings import own_class
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.results.names import known
+from kvbench.tests.conformance import METHODS, S, Subject, answers, model, ours
+from kvbench.tests.conformance import subject as made_of
 
 
 def has_bytes(name: str) -> bool:

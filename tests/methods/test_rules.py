@@ -10,18 +10,18 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from evals.overrides import CONF, config_groups
-from evals.settings import Choice, choice, load_class
-from results.names import known
+from kvbench.evals.overrides import CONF, config_groups
+from kvbench.evals.settings import Choice, choice, load_class
+from kvbench.results.names import known
 
 CHECK = """
 import json
 import sys
 from omegaconf import open_dict
-from engine.errors import ConfigError
-from evals.asked import ask
-from evals.overrides import CONF, composition
-from evals.settings import settings
+from kvbench.engine.errors import ConfigError
+from kvbench.evals.asked import ask
+from kvbench.evals.overrides import CONF, composition
+from kvbench.evals.settings import settings
 cfg = composition(CONF, ())
 for name, tree in json.load(sys.stdin).items():
     with open_dict(cfg):
@@ -52,7 +52,7 @@ def test_a_method_is_in_the_file_of_its_name(name: str) -> None:
 
 def test_a_class_that_is_not_there_is_refused_by_name() -> None:
     with pytest.raises(Exception, match="NoSuchMethod is no SelectiveAttention"):
-        load_class(Choice("method", "x", "methods.base.NoSuchMethod", {}))
+        load_class(Choice("method", "x", "kvbench.methods.base.NoSuchMethod", {}))
 
 
 def test_no_method_is_checked_with_torch() -> None:

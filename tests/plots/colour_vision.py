@@ -1,6 +1,6 @@
 """What people with other colour vision see, distances between colours, contrast; for tests and for looking.
 
-python -m tests.plots.colour_vision FILE.png …     writes FILE_deutan.png and so on beside each
+python -m kvbench.tests.plots.colour_vision FILE.png …     writes FILE_deutan.png and so on beside each
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Thousands of made-up finished runs, for the size and the speed of what is made of them.
 
-    python -m tests.plots.many_runs DIR [N]
+    python -m kvbench.tests.plots.many_runs DIR [N]
 
 Files are those that runs have, written without the care that a run takes against being killed.
 """
@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from plots.looks import LOOKS
-from results import LEDGER_MEANS, RunFacts, SampleRow, config_hash, prompt_hash, run_name, summarise
-from results.files import sealed
+from kvbench.plots.looks import LOOKS
+from kvbench.results import LEDGER_MEANS, RunFacts, SampleRow, config_hash, prompt_hash, run_name, summarise
+from kvbench.results.files import sealed
 
 TASKS = {  # datasets and samples of each
     "longbench": (("docs_qa", "docs_multi_qa", "docs_summary", "docs_classify", "docs_count", "code"), 4),

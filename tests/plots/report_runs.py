@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from results import (
+from kvbench.results import (
     LEDGER_MEANS,
     RunFacts,
     RunFolder,

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import matplotlib
 
-from plots import style
-from plots.figures.answers import score_vs_footprint
-from plots.read import Run, load
-from plots.style import Canvas
-from tests.plots.report_runs import write_run
+from kvbench.plots import style
+from kvbench.plots.figures.answers import score_vs_footprint
+from kvbench.plots.read import Run, load
+from kvbench.plots.style import Canvas
+from kvbench.tests.plots.report_runs import write_run
 
 
 def runs(tmp_path: Path) -> list[Run]:

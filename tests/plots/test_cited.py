@@ -6,9 +6,9 @@ from types import ModuleType
 
 import pytest
 
-from plots import cited, findings
-from results import SampleRow
-from tasks.oolong.made import KINDS
+from kvbench.plots import cited, findings
+from kvbench.results import SampleRow
+from kvbench.tasks.oolong.made import KINDS
 
 SETS = {asked.experiment: asked for asked in cited.SETS}
 

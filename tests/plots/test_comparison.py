@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from plots.comparison import about, compare, draw, is_comparable, made_otherwise, print_comparison, remarks
-from plots.read import read_one
-from tests.plots.made_runs import write
+from kvbench.plots.comparison import about, compare, draw, is_comparable, made_otherwise, print_comparison, remarks
+from kvbench.plots.read import read_one
+from kvbench.tests.plots.made_runs import write
 
 N = 10
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-import run
-from engine.budget import BudgetRequest, resolve
-from methods.retrieving.quest import matched_page_len
-from methods.retrieving.sparq import n_components
-from plots import cited, conditions, which
-from plots.evidence import FULL, HIDDEN, SHOWN, Scores, gathered, keep, load, read
-from tests.plots import made_runs
-from tests.plots.test_findings import DOCS, lines
+from kvbench import run
+from kvbench.engine.budget import BudgetRequest, resolve
+from kvbench.methods.retrieving.quest import matched_page_len
+from kvbench.methods.retrieving.sparq import n_components
+from kvbench.plots import cited, conditions, which
+from kvbench.plots.evidence import FULL, HIDDEN, SHOWN, Scores, gathered, keep, load, read
+from kvbench.tests.plots import made_runs
+from kvbench.tests.plots.test_findings import DOCS, lines
 
 PAGES = ("results.md", "which-method.md", "cited.md")
 

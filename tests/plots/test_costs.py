@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from plots.costs import AT_ONCE, main, records, sheets
-from plots.read import Run, load
-from plots.report.overview import overview
-from plots.tables import command as tables
-from results import sheet
-from tests.plots.made_runs import timing, timings, write
+from kvbench.plots.costs import AT_ONCE, main, records, sheets
+from kvbench.plots.read import Run, load
+from kvbench.plots.report.overview import overview
+from kvbench.plots.tables import command as tables
+from kvbench.results import sheet
+from kvbench.tests.plots.made_runs import timing, timings, write
 
 ASKED: dict[str, Any] = {"task_params": {"n_new": 32}, "metric": "tpot_ratio"}
 

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plots import costs, table, turns
-from plots.figures import command as figures
-from plots.read import load, read_all
-from plots.report import page as report
-from plots.tables import command as tables
-from results.files import sealed, unsealed
-from results.sheet import pipes, tex
-from tests.plots import made_runs, report_runs
+from kvbench.plots import costs, table, turns
+from kvbench.plots.figures import command as figures
+from kvbench.plots.read import load, read_all
+from kvbench.plots.report import page as report
+from kvbench.plots.tables import command as tables
+from kvbench.results.files import sealed, unsealed
+from kvbench.results.sheet import pipes, tex
+from kvbench.tests.plots import made_runs, report_runs
 
 DEEP = "[" * 5000
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from evals.logger import curves, summary
-from plots.dashboard import main, missing, specification, workspace
-from results import read_ledger
-from tests.plots.report_runs import write_run
+from kvbench.evals.logger import curves, summary
+from kvbench.plots.dashboard import main, missing, specification, workspace
+from kvbench.results import read_ledger
+from kvbench.tests.plots.report_runs import write_run
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.asked import ask_one
-from evals.overrides import CONF, check_overrides
-from evals.settings import Choice, Settings, load_class, methods_for, settings
-from evals.typed import build_params
-from results.names import FIRST, known
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.asked import ask_one
+from kvbench.evals.overrides import CONF, check_overrides
+from kvbench.evals.settings import Choice, Settings, load_class, methods_for, settings
+from kvbench.evals.typed import build_params
+from kvbench.results.names import FIRST, known
 
 FILES = sorted((CONF / "experiment").glob("*.yaml"))
 PAPERS = {

@@ -9,15 +9,15 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from plots import style
-from plots.figures.command import DRAWINGS, WIDTHS, draw, main
-from plots.figures.costs import answer_time
-from plots.figures.maps import needle_heatmaps
-from plots.figures.scores import pareto, recall_vs_budget, score_vs_ratio
-from plots.read import Run, load
-from plots.run_sets import FRONT_SAID, by_dataset, lines, run_sets
-from plots.style import Canvas, Picture
-from tests.plots.made_runs import answers, every_kind, timing, write
+from kvbench.plots import style
+from kvbench.plots.figures.command import DRAWINGS, WIDTHS, draw, main
+from kvbench.plots.figures.costs import answer_time
+from kvbench.plots.figures.maps import needle_heatmaps
+from kvbench.plots.figures.scores import pareto, recall_vs_budget, score_vs_ratio
+from kvbench.plots.read import Run, load
+from kvbench.plots.run_sets import FRONT_SAID, by_dataset, lines, run_sets
+from kvbench.plots.style import Canvas, Picture
+from kvbench.tests.plots.made_runs import answers, every_kind, timing, write
 
 PARETO = next(one for one in DRAWINGS if one.name == "pareto")
 CONF = Path(__file__).resolve().parents[2] / "conf"

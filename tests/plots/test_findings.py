@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from plots.contrasts import CONTRASTS, LOOKED, OTHER_SCOPE, Contrast, looked_at, outcomes
-from plots.evidence import (
+from kvbench.plots.contrasts import CONTRASTS, LOOKED, OTHER_SCOPE, Contrast, looked_at, outcomes
+from kvbench.plots.evidence import (
     FULL,
     HIDDEN,
     SETS,
@@ -26,12 +26,12 @@ from plots.evidence import (
     renewed,
     title,
 )
-from plots.figures.evidence import main_scope, named, picture
-from plots.findings import FINDINGS, main, page, section, shown, write
-from plots.stats import paired
-from plots.which import standings
-from results import read_config
-from tests.plots import made_runs
+from kvbench.plots.figures.evidence import main_scope, named, picture
+from kvbench.plots.findings import FINDINGS, main, page, section, shown, write
+from kvbench.plots.stats import paired
+from kvbench.plots.which import standings
+from kvbench.results import read_config
+from kvbench.tests.plots import made_runs
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 N = 24
@@ -62,7 +62,7 @@ def written(tmp_path: Path, made: list[Line]) -> str:
 def test_the_page_is_what_its_scores_make_and_its_files_are_there() -> None:
     sets = gathered(load(DOCS / "results" / "scores.csv.gz"))
     text = (DOCS / "results.md").read_text()
-    assert page(sets) == text, "python -m plots.findings was not run after the scores or the words changed"
+    assert page(sets) == text, "python -m kvbench.plots.findings was not run after the scores or the words changed"
     for link in re.findall(r"\]\((results/[^)]+)\)", text):
         assert (DOCS / link).is_file()
     assert (DOCS / "results" / "scores.csv.gz").stat().st_size < 500_000
@@ -249,7 +249,7 @@ def test_titles_are_the_methods_own_and_a_missing_file_is_a_sentence(tmp_path: P
     assert [title(name) for name in ("snapkv", "pqcache", "no_such_method")] == ["SnapKV", "PQCache", "no_such_method"]
     assert main(["--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("plots.findings: ") and said.count("\n") == 1
+    assert said.startswith("kvbench.plots.findings: ") and said.count("\n") == 1
 
 
 LABELS = {

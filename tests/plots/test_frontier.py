@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from plots import frontier
-from plots.figures.frontier import frontier as figures
-from plots.read import load
-from plots.results import main, write
-from plots.run_sets import FRONT_SAID
-from plots.style import Canvas
-from tests.plots import made_runs
+from kvbench.plots import frontier
+from kvbench.plots.figures.frontier import frontier as figures
+from kvbench.plots.read import load
+from kvbench.plots.results import main, write
+from kvbench.plots.run_sets import FRONT_SAID
+from kvbench.plots.style import Canvas
+from kvbench.tests.plots import made_runs
 
 LABELS = {"snapkv": "SnapKV", "kivi": "KIVI", "pqcache": "PQCache", "full": "Full"}
 
@@ -92,7 +92,7 @@ def test_the_part_is_a_page_of_its_own(tmp_path: Path, capsys: pytest.CaptureFix
     assert frontier.main([str(tmp_path / "runs"), "--out", str(docs)]) == 0
     assert capsys.readouterr().out.split() == [str(docs / "frontier.md"), str(docs / "frontier" / "frontier-1.svg")]
     text = (docs / "frontier.md").read_text()
-    assert text.startswith("# What bytes buy\n") and "python -m plots.frontier runs/results" in text
+    assert text.startswith("# What bytes buy\n") and "python -m kvbench.plots.frontier runs/results" in text
     assert "![output error against bytes](frontier/frontier-1.svg)" in text
     assert (docs / "frontier" / "frontier-1.svg").read_text().lstrip().startswith("<?xml")
     (tmp_path / "none").mkdir()

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from evals.screen.table import print_table
-from plots.comparison import compare, name_of, print_comparison
-from plots.frontier import tables as frontiers
-from plots.read import Run, load
-from plots.report.overview import task_of
-from plots.run_sets import run_sets
-from plots.table import written
-from plots.tables.generic import pivots
-from plots.turns import groups
-from results import RunResult
-from results.names import STAND_INS, own_tasks, shown_task
-from tests.plots.made_runs import write
+from kvbench.evals.screen.table import print_table
+from kvbench.plots.comparison import compare, name_of, print_comparison
+from kvbench.plots.frontier import tables as frontiers
+from kvbench.plots.read import Run, load
+from kvbench.plots.report.overview import task_of
+from kvbench.plots.run_sets import run_sets
+from kvbench.plots.table import written
+from kvbench.plots.tables.generic import pivots
+from kvbench.plots.turns import groups
+from kvbench.results import RunResult
+from kvbench.results.names import STAND_INS, own_tasks, shown_task
+from kvbench.tests.plots.made_runs import write
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,7 +37,7 @@ def shown(pairs: list[tuple[Path, RunResult]], runs: list[Run], capsys: pytest.C
     return {
         "the terminal's table": terminal,
         "the comparison": capsys.readouterr().out,
-        "plots.table": written(pivots(runs))["md"],
+        "kvbench.plots.table": written(pivots(runs))["md"],
         "figures": run_sets(runs)[0].about,
         "the report": task_of(runs[0]),
         "docs/turns.md": next(iter(groups(runs))),

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from plots import parts
-from plots.read import load
-from tests.plots.made_runs import write
+from kvbench.plots import parts
+from kvbench.plots.read import load
+from kvbench.tests.plots.made_runs import write
 
 
 def run_with(root: Path, method: str, ratio: str, shares: dict[str, tuple[int, float]]) -> Path:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from plots import turns
-from plots.read import by_conditions, key_bytes_per_token, load
-from tests.plots.made_runs import write
+from kvbench.plots import turns
+from kvbench.plots.read import by_conditions, key_bytes_per_token, load
+from kvbench.tests.plots.made_runs import write
 
 
 def test_two_checkpoints_of_one_name_are_never_paired_and_are_told_apart(tmp_path: Path) -> None:

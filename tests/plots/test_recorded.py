@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from plots.read import load
-from plots.report import page as report
-from plots.report.overview import overview
-from plots.tables import command as tables
+from kvbench.plots.read import load
+from kvbench.plots.report import page as report
+from kvbench.plots.report.overview import overview
+from kvbench.plots.tables import command as tables
 
 RECORDED = Path(__file__).parents[1] / "results" / "recorded"
 

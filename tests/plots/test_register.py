@@ -12,10 +12,10 @@ import pandas
 import pytest
 import yaml
 
-from plots.kept import keep
-from plots.pages import register
-from results import interval
-from tests.plots.test_experiments import cells, composed
+from kvbench.plots.kept import keep
+from kvbench.plots.pages import register
+from kvbench.results import interval
+from kvbench.tests.plots.test_experiments import cells, composed
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 KEPT = DOCS / register.NAME / "scores.csv.gz"

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from plots import style
-from plots.looks import LOOKS, look
-from plots.read import load
-from plots.report import charts as report_charts
-from plots.report.overview import AVERAGE, full_once, overview
-from plots.report.page import SCRIPTS, main, page
-from plots.report.samples import pack_samples, unpacked
-from plots.run_sets import asked
-from plots.stats import macro_interval, paired_over_datasets
-from results import METRICS, share_interval
-from tests.plots.made_runs import write
-from tests.plots.report_runs import write_run
+from kvbench.plots import style
+from kvbench.plots.looks import LOOKS, look
+from kvbench.plots.read import load
+from kvbench.plots.report import charts as report_charts
+from kvbench.plots.report.overview import AVERAGE, full_once, overview
+from kvbench.plots.report.page import SCRIPTS, main, page
+from kvbench.plots.report.samples import pack_samples, unpacked
+from kvbench.plots.run_sets import asked
+from kvbench.plots.stats import macro_interval, paired_over_datasets
+from kvbench.results import METRICS, share_interval
+from kvbench.tests.plots.made_runs import write
+from kvbench.tests.plots.report_runs import write_run
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'> @@script@@"
 

@@ -7,13 +7,13 @@ from urllib.parse import quote
 
 import pytest
 
-from plots.looks import look
-from plots.report.page import main
-from tests.plots import colour_vision
-from tests.plots.browser import Page
-from tests.plots.many_runs import write_many
-from tests.plots.report_runs import write_run
-from tests.plots.test_report import HOSTILE
+from kvbench.plots.looks import look
+from kvbench.plots.report.page import main
+from kvbench.tests.plots import colour_vision
+from kvbench.tests.plots.browser import Page
+from kvbench.tests.plots.many_runs import write_many
+from kvbench.tests.plots.report_runs import write_run
+from kvbench.tests.plots.test_report import HOSTILE
 
 END = {"context": "… the end of the context", "question": "What is it?", "cue": "Answer:"}
 ASKED: dict[str, Any] = {"prompt_end": END, "attended_bins": [1.0, 0.0, 0.5, 1.0]}

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from evals.overrides import CONF, check_overrides
-from evals.settings import settings
-from plots.read import Run, load
-from plots.report.origin import provenance, words
-from plots.report.samples import DETAILS, Packed, iter_pieces, pack, pack_samples, prompt_end, strip, unpacked
-from tests.plots.report_runs import write_run
-from tests.results.made_rows import ok_row
+from kvbench.evals.overrides import CONF, check_overrides
+from kvbench.evals.settings import settings
+from kvbench.plots.read import Run, load
+from kvbench.plots.report.origin import provenance, words
+from kvbench.plots.report.samples import DETAILS, Packed, iter_pieces, pack, pack_samples, prompt_end, strip, unpacked
+from kvbench.tests.plots.report_runs import write_run
+from kvbench.tests.results.made_rows import ok_row
 
 END = {"context": "… the end of the context", "question": "What is it?", "cue": "Answer:"}
 

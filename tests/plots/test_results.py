@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from plots import results
-from plots.figures.results import RATIO, by_family, ranked
-from plots.grids import grid_of
-from plots.looks import LOOKS, OTHERS, family_of
-from plots.read import load
-from plots.results import FIDELITY, SCORES, main, write
-from plots.scored import Scored
-from tests.plots import made_runs
+from kvbench.plots import results
+from kvbench.plots.figures.results import RATIO, by_family, ranked
+from kvbench.plots.grids import grid_of
+from kvbench.plots.looks import LOOKS, OTHERS, family_of
+from kvbench.plots.read import load
+from kvbench.plots.results import FIDELITY, SCORES, main, write
+from kvbench.plots.scored import Scored
+from kvbench.tests.plots import made_runs
 
 DROPPING = {"snapkv", "h2o"}
 RATIOS = ("0.1", "0.2", "0.4")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from plots import scopes
-from plots.read import Run, load
-from tests.tiny_run import run, save_tiny
+from kvbench.plots import scopes
+from kvbench.plots.read import Run, load
+from kvbench.tests.tiny_run import run, save_tiny
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from evals.submit import submit
-from plots.report.samples import unpacked
-from plots.site.build import main
-from plots.site.changes import changes
-from results.files import sealed
-from tests.plots.browser import Page
-from tests.plots.many_runs import write_many
-from tests.plots.report_runs import write_run
-from tests.plots.test_report import HOSTILE
+from kvbench.evals.submit import submit
+from kvbench.plots.report.samples import unpacked
+from kvbench.plots.site.build import main
+from kvbench.plots.site.changes import changes
+from kvbench.results.files import sealed
+from kvbench.tests.plots.browser import Page
+from kvbench.tests.plots.many_runs import write_many
+from kvbench.tests.plots.report_runs import write_run
+from kvbench.tests.plots.test_report import HOSTILE
 
 BIDI = "\u202egnp.exe\u2066 \x1b[2J"
 BAD = f"{HOSTILE}{BIDI}"

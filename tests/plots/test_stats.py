@@ -8,7 +8,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plots.stats import (
+from kvbench.plots.stats import (
     BEST,
     LEVEL,
     N_DRAWS,
@@ -155,7 +155,7 @@ def test_many_differences_have_nearly_the_p_value_of_a_t_test() -> None:
 def test_a_million_signs_tell_small_p_values_and_seeds_hardly_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     differences = np.random.default_rng(8).normal(0.85, 1, size=32)
     exact = sign_flip_p(differences)
-    monkeypatch.setattr("plots.stats.EXACT_UP_TO", 0)
+    monkeypatch.setattr("kvbench.plots.stats.EXACT_UP_TO", 0)
     drawn = [sign_flip_p(differences, seed) for seed in range(4)]
     assert 0.0005 < exact < 0.005 and len({*drawn}) > 1
     assert drawn == pytest.approx([exact] * 4, abs=5 * (exact / N_DRAWS) ** 0.5)

@@ -9,13 +9,13 @@ import pytest
 from matplotlib import colormaps
 from matplotlib.colors import to_hex
 
-from plots import looks, style
-from plots.looks import LOOKS, OTHER_SHAPES, OWN, SHAPES, Look, look
-from plots.read import load
-from plots.report.page import overview
-from results.names import known
-from tests.plots import colour_vision
-from tests.plots.report_runs import write_run
+from kvbench.plots import looks, style
+from kvbench.plots.looks import LOOKS, OTHER_SHAPES, OWN, SHAPES, Look, look
+from kvbench.plots.read import load
+from kvbench.plots.report.page import overview
+from kvbench.results.names import known
+from kvbench.tests.plots import colour_vision
+from kvbench.tests.plots.report_runs import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf" / "method"

@@ -1,4 +1,4 @@
-"""`python -m plots.table`: any runs, rows and columns by their keys."""
+"""`kvbench table`: any runs, rows and columns by their keys."""
 
 import csv
 import io
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from plots.read import load
-from plots.table import main, written
-from plots.tables.generic import Pivot, WrongKey, pivots
-from plots.tables.words import label, records, sheet_of
-from results import sheet as printing
-from tests.plots.made_runs import write
+from kvbench.plots.read import load
+from kvbench.plots.table import main, written
+from kvbench.plots.tables.generic import Pivot, WrongKey, pivots
+from kvbench.plots.tables.words import label, records, sheet_of
+from kvbench.results import sheet as printing
+from kvbench.tests.plots.made_runs import write
 
 HITS = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
 

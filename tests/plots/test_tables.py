@@ -7,17 +7,25 @@ from typing import Any
 
 import pytest
 
-from plots.read import load
-from plots.report.page import overview
-from plots.run_sets import run_sets
-from plots.tables.cells import Table, build, build_efficiency
-from plots.tables.command import build_all, main, write_table
-from plots.tables.paper_words import records, sheet_of
-from plots.tables.papers import AVERAGE, EFFICIENCY, PAPER_TABLES, PUBLISHED, PaperTable, canonical, read_published
-from results import sheet
-from results.sheet import tex
-from tests.plots.made_runs import answers, every_kind
-from tests.plots.made_runs import write as make_run
+from kvbench.plots.read import load
+from kvbench.plots.report.page import overview
+from kvbench.plots.run_sets import run_sets
+from kvbench.plots.tables.cells import Table, build, build_efficiency
+from kvbench.plots.tables.command import build_all, main, write_table
+from kvbench.plots.tables.paper_words import records, sheet_of
+from kvbench.plots.tables.papers import (
+    AVERAGE,
+    EFFICIENCY,
+    PAPER_TABLES,
+    PUBLISHED,
+    PaperTable,
+    canonical,
+    read_published,
+)
+from kvbench.results import sheet
+from kvbench.results.sheet import tex
+from kvbench.tests.plots.made_runs import answers, every_kind
+from kvbench.tests.plots.made_runs import write as make_run
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 TABLE2 = PAPER_TABLES[0]

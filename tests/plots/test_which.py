@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from plots import cited
-from plots.evidence import FULL, HIDDEN, SHOWN, gathered, load, mean
-from plots.which import MOST, every, fetches, first, labels, main, needs, page, standings, take, today
-from tests.plots.test_findings import DOCS, labelled, lines, written
+from kvbench.plots import cited
+from kvbench.plots.evidence import FULL, HIDDEN, SHOWN, gathered, load, mean
+from kvbench.plots.which import MOST, every, fetches, first, labels, main, needs, page, standings, take, today
+from kvbench.tests.plots.test_findings import DOCS, labelled, lines, written
 
 
 def test_the_page_is_what_the_scores_make() -> None:
     sets, values = gathered(load(DOCS / "results" / "scores.csv.gz")), cited.load(DOCS / "cited" / "scores.csv.gz")
-    assert page(sets, values) == (DOCS / "which-method.md").read_text(), "run python -m plots.which"
+    assert page(sets, values) == (DOCS / "which-method.md").read_text(), "run python -m kvbench.plots.which"
 
 
 def test_only_what_a_machine_can_run_competes() -> None:
@@ -85,7 +85,7 @@ def test_a_folder_of_somebodys_own_scores_needs_none_of_cited_tasks(tmp_path: Pa
 
 def test_scores_that_are_not_there_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("plots.which: ")
+    assert capsys.readouterr().err.startswith("kvbench.plots.which: ")
 
 
 def test_what_a_label_warns_of_stands_in_every_table() -> None:

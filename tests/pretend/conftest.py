@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.pretend.cuda import Machine
-from benchmarks.pretend.machine import load_guard, pretended
-from kernels.jit import triton
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.benchmarks.pretend.machine import load_guard, pretended
+from kvbench.kernels.jit import triton
 
 
 @pytest.fixture

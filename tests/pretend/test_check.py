@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.pretend.cuda import Machine
-from engine.checkpoints import packages
-from kernels import launch
-from tests.tiny_run import run, save_tiny
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.engine.checkpoints import packages
+from kvbench.kernels import launch
+from kvbench.tests.tiny_run import run, save_tiny
 
 
 def test_a_gpu_compiles_and_launches_a_kernel(machine: Machine) -> None:

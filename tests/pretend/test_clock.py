@@ -4,14 +4,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from benchmarks.pretend.cuda import Machine
-from engine.books.clock import Clock
-from engine.books.spans import following, recording, span
-from engine.decode import decode
-from engine.prefill import prefill
-from tests import conformance
-from tests.pretend.test_methods import moved
-from tests.tiny import prompt
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.engine.books.clock import Clock
+from kvbench.engine.books.spans import following, recording, span
+from kvbench.engine.decode import decode
+from kvbench.engine.prefill import prefill
+from kvbench.tests import conformance
+from kvbench.tests.pretend.test_methods import moved
+from kvbench.tests.tiny import prompt
 
 GPU = torch.device("cuda", 1)
 

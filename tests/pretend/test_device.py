@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.pretend.cuda import Machine
-from engine.causal import causal
-from engine.softmax import Softmax
-from kernels.jit import jit, tl
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.engine.causal import causal
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.jit import jit, tl
 
 
 def test_it_is_gone_outside(machine: Machine) -> None:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from benchmarks.pretend.cuda import Machine
-from engine.decode import decode
-from tests.engine.passes.test_evicting import CHUNK, N_NEW, READABLE, S, read, variant_of
-from tests.pretend.test_methods import moved
-from tests.tiny import prompt, tiny
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.engine.decode import decode
+from kvbench.tests.engine.passes.test_evicting import CHUNK, N_NEW, READABLE, S, read, variant_of
+from kvbench.tests.pretend.test_methods import moved
+from kvbench.tests.tiny import prompt, tiny
 
 QUICK = ("h2o", "dms")  # sums over chunks; heads that keep numbers of their own
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.results import Result, collect
-from benchmarks.pretend.cuda import Machine
+from kvbench.benchmarks.gpu.__main__ import main
+from kvbench.benchmarks.gpu.results import Result, collect
+from kvbench.benchmarks.pretend.cuda import Machine
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -53,7 +53,7 @@ def test_all_parts_that_need_a_model_run_to_their_end(machine: Machine, capsys: 
 @pytest.mark.slow
 def test_a_device_with_other_numbers_is_found_out(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agreement is no matter of course: a GPU whose attention looks elsewhere answers something else."""
-    from engine import attend
+    from kvbench.engine import attend
 
     right = attend.attend_rows_triton
 

@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.pretend.cuda import Machine
-from engine.books.ledger import Entry
-from engine.budget import BudgetRequest
-from engine.causal import Chunk
-from engine.decode import Decoded, decode
-from engine.model import Model
-from engine.passes import graphs
-from engine.prefill import prefill
-from engine.softmax import Softmax
-from engine.turns.talk import Talk
-from methods.base import SelectiveAttention
-from methods.dropping.streamingllm import StreamingLLM
-from methods.full import Full
-from tests.pretend.test_methods import moved
-from tests.tiny import prompt, tiny
-from tests.tiny_run import run, save_tiny
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.engine.books.ledger import Entry
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.causal import Chunk
+from kvbench.engine.decode import Decoded, decode
+from kvbench.engine.model import Model
+from kvbench.engine.passes import graphs
+from kvbench.engine.prefill import prefill
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.turns.talk import Talk
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.dropping.streamingllm import StreamingLLM
+from kvbench.methods.full import Full
+from kvbench.tests.pretend.test_methods import moved
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.tiny_run import run, save_tiny
 
 N_NEW = 6
 S = 24

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from benchmarks.pretend.cuda import Machine
-from engine.passes.homes import Homes, block_sizes
-from engine.passes.trace import Trace
-from engine.prefill import n_home, prefill
-from evals.overrides import config_groups
-from kernels.jit import power_of_2
-from tasks.latency import Timed, read
-from tests import conformance
-from tests.pretend.test_methods import moved
-from tests.tiny import prompt
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.engine.passes.homes import Homes, block_sizes
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import n_home, prefill
+from kvbench.evals.overrides import config_groups
+from kvbench.kernels.jit import power_of_2
+from kvbench.tasks.latency import Timed, read
+from kvbench.tests import conformance
+from kvbench.tests.pretend.test_methods import moved
+from kvbench.tests.tiny import prompt
 
 PINNED = "pinned allocation"
 

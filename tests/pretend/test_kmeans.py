@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.pretend.cuda import Machine
-from kernels.kmeans import as_product, cluster_means, cluster_means_ref, draw_points, nearest, similarities
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.kernels.kmeans import as_product, cluster_means, cluster_means_ref, draw_points, nearest, similarities
 
 
 class Written(TorchDispatchMode):

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import launches
-from benchmarks.pretend.cuda import Machine
+from kvbench.benchmarks import launches
+from kvbench.benchmarks.pretend.cuda import Machine
 
 # Heads with counts of their own. The interpreter takes up to half a minute for each of the others.
 QUICK = ("adakv",)

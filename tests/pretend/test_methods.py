@@ -12,24 +12,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.launches import BUDGETS
-from benchmarks.pretend.cuda import Machine
-from engine.books.ledger import Entry
-from engine.budget import BudgetRequest
-from engine.caches.blocks import BlockCacheSpec
-from engine.decode import decode
-from engine.model import Model
-from engine.passes import graphs
-from engine.passes.probe import probe
-from engine.prefill import prefill
-from evals.overrides import config_groups
-from kernels.pq_fit import Fit, pq_fit
-from methods.base import SelectiveAttention, Variant
-from methods.retrieving import pqcache_quantiser
-from methods.retrieving.pqcache import PQCache
-from methods.retrieving.pqcache_quantiser import Quantiser
-from tests import conformance
-from tests.tiny import prompt
+from kvbench.benchmarks.launches import BUDGETS
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.engine.books.ledger import Entry
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.decode import decode
+from kvbench.engine.model import Model
+from kvbench.engine.passes import graphs
+from kvbench.engine.passes.probe import probe
+from kvbench.engine.prefill import prefill
+from kvbench.evals.overrides import config_groups
+from kvbench.kernels.pq_fit import Fit, pq_fit
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.methods.retrieving import pqcache_quantiser
+from kvbench.methods.retrieving.pqcache import PQCache
+from kvbench.methods.retrieving.pqcache_quantiser import Quantiser
+from kvbench.tests import conformance
+from kvbench.tests.tiny import prompt
 
 N_NEW = 4
 SLOW = {"pqcache": 1}  # rows of methods whose kernels take seconds in the interpreter; of others there are two

@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.launches import OF_CODES, config_of
-from benchmarks.pretend.cuda import Machine
-from engine.books.ledger import Entry
-from engine.checkpoints.load import load_random
-from engine.decode import decode
-from engine.layouts.steady import Steady
-from engine.model import Model
-from engine.prefill import prefill
-from evals.studies.hardware import method_of
-from kernels.packed.attend import Side
-from tests.pretend.test_methods import moved
+from kvbench.benchmarks.launches import OF_CODES, config_of
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.engine.books.ledger import Entry
+from kvbench.engine.checkpoints.load import load_random
+from kvbench.engine.decode import decode
+from kvbench.engine.layouts.steady import Steady
+from kvbench.engine.model import Model
+from kvbench.engine.prefill import prefill
+from kvbench.evals.studies.hardware import method_of
+from kvbench.kernels.packed.attend import Side
+from kvbench.tests.pretend.test_methods import moved
 
 N_PROMPT, N_NEW = 45, 7  # so that KIVI packs a block of keys on its way, and a value at each step
 ASKED = {

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.prefills import launches
-from benchmarks.pretend.cuda import Machine
-from engine.causal import causal
-from engine.observe import query_lse
-from engine.softmax import Softmax
-from kernels import column_sums
+from kvbench.benchmarks.prefills import launches
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.engine.causal import causal
+from kvbench.engine.observe import query_lse
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels import column_sums
 
 LAUNCHES = {  # by a prefill's own parameters, and by a density
     "minference": (53, 749), "flexprefill_short": (224, 243), "xattention_short": (119, 138), "a_shape_short": (25, 25),

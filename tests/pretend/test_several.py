@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.launches import BUDGETS
-from benchmarks.pretend.cuda import Machine
-from engine.checkpoints.load import made
-from engine.checkpoints.placement import on_gpus, spread
-from engine.errors import ConfigError
-from engine.model import Model
-from tests import conformance
-from tests.pretend.test_methods import PRESETS, answer, on_cpu
-from tests.pretend.test_tasks import TASKS
-from tests.tiny_run import run, save_tiny
+from kvbench.benchmarks.launches import BUDGETS
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.engine.checkpoints.load import made
+from kvbench.engine.checkpoints.placement import on_gpus, spread
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.model import Model
+from kvbench.tests import conformance
+from kvbench.tests.pretend.test_methods import PRESETS, answer, on_cpu
+from kvbench.tests.pretend.test_tasks import TASKS
+from kvbench.tests.tiny_run import run, save_tiny
 
 QUICK = ("full", "xkv", "pyramidinfer", "kvzip", "triattention")  # three of them work across layers
 

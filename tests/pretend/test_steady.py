@@ -12,24 +12,24 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.decode
-from benchmarks.pretend.cuda import Machine
-from engine.books.ledger import Entry
-from engine.caches import rolling
-from engine.caches.eviction import Learner
-from engine.decode import decode
-from engine.layouts.steady import Steady
-from engine.row import Row
-from engine.selection import Search
-from kernels import select_attend
-from kernels.select_attend import Piece, Table, Work
-from methods.retrieving.infllm import BlockSearch, InfLLM
-from methods.retrieving.pqcache import PQSearch
-from methods.retrieving.quest import PageSearch
-from methods.retrieving.sparq import SparQ
-from tests import conformance
-from tests.pretend.test_methods import moved
-from tests.specialisations import noting
+import kvbench.engine.decode
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.engine.books.ledger import Entry
+from kvbench.engine.caches import rolling
+from kvbench.engine.caches.eviction import Learner
+from kvbench.engine.decode import decode
+from kvbench.engine.layouts.steady import Steady
+from kvbench.engine.row import Row
+from kvbench.engine.selection import Search
+from kvbench.kernels import select_attend
+from kvbench.kernels.select_attend import Piece, Table, Work
+from kvbench.methods.retrieving.infllm import BlockSearch, InfLLM
+from kvbench.methods.retrieving.pqcache import PQSearch
+from kvbench.methods.retrieving.quest import PageSearch
+from kvbench.methods.retrieving.sparq import SparQ
+from kvbench.tests import conformance
+from kvbench.tests.pretend.test_methods import moved
+from kvbench.tests.specialisations import noting
 
 N_NEW = 6
 SENT = ("pinned allocation", "copy from pinned memory")
@@ -361,13 +361,13 @@ def test_the_mean_of_values_stands_in_where_other_layers_read_the_same_tokens(
 ) -> None:
     """There no launch of all rows corrects what was attended to: each row does."""
     monkeypatch.setattr(Steady, "holds", lambda *_: False)
-    attend, outs = engine.decode.attend_groups, list[Tensor]()
+    attend, outs = kvbench.engine.decode.attend_groups, list[Tensor]()
 
     def noting(*args: Any) -> Tensor:
         outs.append(attend(*args))
         return outs[-1]
 
-    monkeypatch.setattr(engine.decode, "attend_groups", noting)
+    monkeypatch.setattr(kvbench.engine.decode, "attend_groups", noting)
     ids, books, _ = steps(machine, "sparq", "sparq")
     expected, outs = outs, []
     monkeypatch.setattr(SparQ, "after_rows_on_gpu", SparQ.after_rows)
@@ -380,7 +380,7 @@ def test_the_mean_of_values_stands_in_where_other_layers_read_the_same_tokens(
 def test_the_host_is_timed_with_launches_stubbed() -> None:
     """In a process of its own: a library is loaded that is a GPU from then on."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.host", "full", "--rows", "1", "--steps", "5"],
+        [sys.executable, "-m", "kvbench.benchmarks.host", "full", "--rows", "1", "--steps", "5"],
         capture_output=True, text=True, check=False, env=os.environ | {"TRITON_INTERPRET": "0"},
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stderr

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.pretend.cuda import Machine, Stream
-from engine.passes.streams import sent_home
-from engine.prefill import prefill
-from tests import conformance
-from tests.pretend.test_methods import moved
-from tests.tiny import prompt
+from kvbench.benchmarks.pretend.cuda import Machine, Stream
+from kvbench.engine.passes.streams import sent_home
+from kvbench.engine.prefill import prefill
+from kvbench.tests import conformance
+from kvbench.tests.pretend.test_methods import moved
+from kvbench.tests.tiny import prompt
 
 
 def build(name: str) -> None:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.launches import BUDGETS, OF_ANSWERS, OF_CODES, request_of
-from benchmarks.pretend.cuda import MEMORY, Machine
-from evals.studies.hardware import method_of
-from tasks import together
-from tests.tiny_run import run, save_tiny, sweep
+from kvbench.benchmarks.launches import BUDGETS, OF_ANSWERS, OF_CODES, request_of
+from kvbench.benchmarks.pretend.cuda import MEMORY, Machine
+from kvbench.evals.studies.hardware import method_of
+from kvbench.tasks import together
+from kvbench.tests.tiny_run import run, save_tiny, sweep
 
 TASKS = {
     "needle": ("task.source=embedded", "task.lengths=[400]", "task.depths=[50]", "task.max_new_tokens=4"),

@@ -5,10 +5,10 @@ import gc
 import pytest
 import torch
 
-from benchmarks.pretend.cuda import Machine
-from engine.machine import free_memory
-from engine.sampling.draws import Draws
-from engine.sampling.spec import Sampling
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.engine.machine import free_memory
+from kvbench.engine.sampling.draws import Draws
+from kvbench.engine.sampling.spec import Sampling
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0, top_k=3), Sampling(1.0), Sampling(1.0, top_p=0.5)], ids=str)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.results.made_rows import run
+from kvbench.tests.results.made_rows import run
 
 
 @pytest.fixture(scope="session")

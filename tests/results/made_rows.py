@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from results import (
+from kvbench.results import (
     LEDGER_MEANS,
     RunFacts,
     RunFolder,
@@ -19,7 +19,7 @@ from results import (
     prompt_hash,
     summarise,
 )
-from results.scores import Score, crc_of_answer
+from kvbench.results.scores import Score, crc_of_answer
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG: dict[str, Any] = {

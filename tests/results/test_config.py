@@ -1,8 +1,8 @@
-from results import (
+from kvbench.results import (
     config_hash,
     run_name,
 )
-from tests.results.made_rows import (
+from kvbench.tests.results.made_rows import (
     CONFIG,
 )
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.errors import ConfigError, RunError
-from results import (
+from kvbench.engine.errors import ConfigError, RunError
+from kvbench.results import (
     RunResult,
     read_runs,
     read_samples,
     summarise,
 )
-from results import folder as results
-from results.files import refuse_closed, sealed
-from tests.results.made_rows import (
+from kvbench.results import folder as results
+from kvbench.results.files import refuse_closed, sealed
+from kvbench.tests.results.made_rows import (
     CONFIG,
     FACTS,
     FILES,

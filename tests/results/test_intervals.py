@@ -7,11 +7,11 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import coverage
-from plots.stats import holm, sign_flip_p
-from results import Interval, combined_ci95, interval, samples_needed, share_interval
-from results.intervals import ANYWHERE, LEVEL, SHARE, few_samples, student_reach
-from tests.results.made_rows import ok_row
+from kvbench.benchmarks import coverage
+from kvbench.plots.stats import holm, sign_flip_p
+from kvbench.results import Interval, combined_ci95, interval, samples_needed, share_interval
+from kvbench.results.intervals import ANYWHERE, LEVEL, SHARE, few_samples, student_reach
+from kvbench.tests.results.made_rows import ok_row
 
 SHARES = st.lists(st.floats(0, 1), min_size=2, max_size=40)
 Draw = Callable[[np.random.Generator, int], np.ndarray]

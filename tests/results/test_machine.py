@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from results import (
+from kvbench.results import (
     environment,
     git_sha,
     machine,

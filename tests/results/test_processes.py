@@ -9,12 +9,12 @@ from threading import Thread
 
 import pytest
 
-from engine.errors import ConfigError
-from results import (
+from kvbench.engine.errors import ConfigError
+from kvbench.results import (
     Holder,
     read_samples,
 )
-from tests.results.made_rows import (
+from kvbench.tests.results.made_rows import (
     ROOT,
     contents,
     open_folder,
@@ -24,7 +24,7 @@ from tests.results.made_rows import (
 
 def start(code: str, *arguments: object) -> subprocess.Popen[str]:
     """A Python process in the repository's root that has the names of made_rows.py."""
-    head = "import os, signal, sys, time\nfrom tests.results.made_rows import *\n"
+    head = "import os, signal, sys, time\nfrom kvbench.tests.results.made_rows import *\n"
     command = [sys.executable, "-c", head + code, *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from results import (
+from kvbench.results import (
     read_runs,
 )
-from tests.results.made_rows import (
+from kvbench.tests.results.made_rows import (
     ROOT,
     ok_row,
     open_folder,

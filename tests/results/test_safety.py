@@ -16,16 +16,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import run as run_py
-from engine.errors import ConfigError, RunError
-from engine.terminal import printable
-from evals.screen.progress import Progress
-from evals.studies.accesses import read as read_accesses
-from results import RunResult, SampleRow, read_ledger, read_runs, read_samples, summarise
-from results import folder as results
-from results.files import file_stem, sealed, temporary
-from tests.results.made_rows import CONFIG, FACTS, contents, ledger_of, ok_row, open_folder, run, score_of
-from tests.tiny_run import save_tiny
+from kvbench import run as run_py
+from kvbench.engine.errors import ConfigError, RunError
+from kvbench.engine.terminal import printable
+from kvbench.evals.screen.progress import Progress
+from kvbench.evals.studies.accesses import read as read_accesses
+from kvbench.results import RunResult, SampleRow, read_ledger, read_runs, read_samples, summarise
+from kvbench.results import folder as results
+from kvbench.results.files import file_stem, sealed, temporary
+from kvbench.tests.results.made_rows import CONFIG, FACTS, contents, ledger_of, ok_row, open_folder, run, score_of
+from kvbench.tests.tiny_run import save_tiny
 
 Make = Callable[[Path], Any]
 

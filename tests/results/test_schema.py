@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from results import (
+from kvbench.results import (
     RunResult,
     SampleRow,
     summarise,
 )
-from results.schema import ROW_KEYS
-from tests.results.made_rows import (
+from kvbench.results.schema import ROW_KEYS
+from kvbench.tests.results.made_rows import (
     FACTS,
     ledger_of,
     ok_row,

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from engine.errors import ConfigError
-from results import RunResult, SampleRow, read_run, read_samples, summarise
-from results.scores import PART, SCORES, Score
-from tests.results.made_rows import (
+from kvbench.engine.errors import ConfigError
+from kvbench.results import RunResult, SampleRow, read_run, read_samples, summarise
+from kvbench.results.scores import PART, SCORES, Score
+from kvbench.tests.results.made_rows import (
     FACTS,
     VERSION,
     contents,

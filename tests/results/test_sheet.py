@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from results.sheet import Sheet, Word, as_csv, latex, markdown, plain, show, tex, texts, without_shared, write
+from kvbench.results.sheet import Sheet, Word, as_csv, latex, markdown, plain, show, tex, texts, without_shared, write
 
 SHEET = Sheet(
     ["method", ("ratio 0.1", "a_b"), ("ratio 0.1", "c|d")],

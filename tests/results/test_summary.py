@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from results import (
+from kvbench.results import (
     RunResult,
     SampleRow,
     combined_ci95,
     interval,
     summarise,
 )
-from results.read import read_run
-from results.summary import disagreement
-from tests.results.made_rows import (
+from kvbench.results.read import read_run
+from kvbench.results.summary import disagreement
+from kvbench.tests.results.made_rows import (
     FACTS,
     ok_row,
     oom_row,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.serving.reference import COMPARED, FOUND
+from kvbench.tests.serving.reference import COMPARED, FOUND
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

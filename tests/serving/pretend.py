@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attend import Part, attend_rows
-from engine.causal import causal
-from engine.model import Model
-from engine.softmax import Softmax
-from serving.order import DROPPING, Order
-from serving.pages import Pages
-from serving.reader import Desk, Turn
+from kvbench.engine.attend import Part, attend_rows
+from kvbench.engine.causal import causal
+from kvbench.engine.model import Model
+from kvbench.engine.softmax import Softmax
+from kvbench.serving.order import DROPPING, Order
+from kvbench.serving.pages import Pages
+from kvbench.serving.reader import Desk, Turn
 
 BLOCK = 32
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.decode import decode
-from engine.model import Model
-from engine.prefill import prefill
-from evals.models import load_model
-from methods.calibration.prose import embedded_prose
-from serving.order import chosen
+from kvbench.engine.decode import decode
+from kvbench.engine.model import Model
+from kvbench.engine.prefill import prefill
+from kvbench.evals.models import load_model
+from kvbench.methods.calibration.prose import embedded_prose
+from kvbench.serving.order import chosen
 
 NEAR = 1e-3  # of two logits, in float32, whose order sums may turn
 

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from engine.decode import decode
-from engine.model import Model
-from engine.prefill import prefill
-from methods.base import Variant
-from serving.order import DROPPING, VISIBLE, Order
-from serving.pages import Pages
-from tests import conformance
-from tests.conformance import model, ours
-from tests.serving.pretend import BLOCK, Pretend
-from tests.tiny import prompt
-from tests.vectors import built
+from kvbench.engine.decode import decode
+from kvbench.engine.model import Model
+from kvbench.engine.prefill import prefill
+from kvbench.methods.base import Variant
+from kvbench.serving.order import DROPPING, VISIBLE, Order
+from kvbench.serving.pages import Pages
+from kvbench.tests import conformance
+from kvbench.tests.conformance import model, ours
+from kvbench.tests.serving.pretend import BLOCK, Pretend
+from kvbench.tests.tiny import prompt
+from kvbench.tests.vectors import built
 
 S, N_NEW = 240, 40
 DROPPED = ("streamingllm", "snapkv", "knorm", "keydiff", "tova", "full")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.errors import ConfigError
-from serving.order import Order, Unserved
-from serving.rehearsal import rehearse
+from kvbench.engine.errors import ConfigError
+from kvbench.serving.order import Order, Unserved
+from kvbench.serving.rehearsal import rehearse
 
 QUEST = (
     "method=quest method.comm_mode=native method.page_len=32 method.page_generated=true method.agg=group_mean comm=1/8"

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-import run
-from evals.settings import from_words
-from results import LEDGER_MEANS
-from results.read import read_samples
-from serving.measure import Figures, Reply, Request, percentiles
-from serving.order import chosen
-from serving.run import FILE, words_of
-from serving.serve import Command, main, served_name, usual_rung
+from kvbench import run
+from kvbench.evals.settings import from_words
+from kvbench.results import LEDGER_MEANS
+from kvbench.results.read import read_samples
+from kvbench.serving.measure import Figures, Reply, Request, percentiles
+from kvbench.serving.order import chosen
+from kvbench.serving.run import FILE, words_of
+from kvbench.serving.serve import Command, main, served_name, usual_rung
 
 NO_VLLM = pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")
 
@@ -76,7 +76,7 @@ def test_a_run_refuses_what_is_not_served(
     words: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The method's words are composed again, within the run that Hydra composed."""
-    monkeypatch.setattr("serving.run.need_vllm", lambda: None)
+    monkeypatch.setattr("kvbench.serving.run.need_vllm", lambda: None)
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     with pytest.raises(SystemExit) as ended:
         run.main([*words, "task=serving", "ratio=0.2", "dtype=float32", f"out={tmp_path / 'a'}"])
@@ -102,9 +102,9 @@ def test_a_run_s_folder_has_the_answers_and_what_three_engines_did(
         figures = Figures(n, 3, n, n, 0, 60, 20, 15.0, 0, [20, 15, 10], 2.0, 3 * n, 1.5 * n, times, times)
         return [Reply(one, [1, 2, 3], [1.0, 1.5, 2.0]) for one in requests], figures
 
-    monkeypatch.setattr("serving.run.need_vllm", lambda: None)
-    monkeypatch.setattr("serving.adapter.front.Engine.start", start)
-    monkeypatch.setattr("serving.measure.drive", drive)
+    monkeypatch.setattr("kvbench.serving.run.need_vllm", lambda: None)
+    monkeypatch.setattr("kvbench.serving.adapter.front.Engine.start", start)
+    monkeypatch.setattr("kvbench.serving.measure.drive", drive)
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     folder = tmp_path / "a"
     words = ["task.requests=2", "task.lengths=[300,300]", "dtype=float32", f"out={folder}"]

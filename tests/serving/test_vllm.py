@@ -16,15 +16,15 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is in an environment of its own: make setup-serving")
 
-from engine.checkpoints.load import locate
-from engine.errors import ConfigError
-from serving.adapter import known
-from serving.adapter.front import RESTRICTED, Engine, engine_flags
-from serving.adapter.worker import check
-from serving.measure import Request, drive
-from serving.order import DROPPING, PAGES, VISIBLE, Order
-from serving.rehearsal import rehearse
-from tests.serving.reference import COMPARED, FOUND, Said, model, prompts, said
+from kvbench.engine.checkpoints.load import locate
+from kvbench.engine.errors import ConfigError
+from kvbench.serving.adapter import known
+from kvbench.serving.adapter.front import RESTRICTED, Engine, engine_flags
+from kvbench.serving.adapter.worker import check
+from kvbench.serving.measure import Request, drive
+from kvbench.serving.order import DROPPING, PAGES, VISIBLE, Order
+from kvbench.serving.rehearsal import rehearse
+from kvbench.tests.serving.reference import COMPARED, FOUND, Said, model, prompts, said
 
 pytestmark = [
     pytest.mark.serving,
@@ -281,7 +281,7 @@ class TestServer:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         words = ["method=streamingllm", "ratio=0.2", f"port={port}", "vllm.max_model_len=1024"]
-        server = subprocess.Popen([sys.executable, "-m", "serving.serve", *words], cwd=ROOT)
+        server = subprocess.Popen([sys.executable, "-m", "kvbench.serving.serve", *words], cwd=ROOT)
         try:
             client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
             name = wait_for(client, server)

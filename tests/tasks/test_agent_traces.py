@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.typed import build_params
-from tasks.agent_traces import made
-from tasks.agent_traces.actions import action_of, agree, agreement, points_of
-from tasks.agent_traces.task import AgentTraces, age_bin
-from tasks.turns.encode import prompt_of
-from tasks.turns.questions import one_question
-from tests.golden_metrics import metrics_3
-from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
-from tests.vectors import Check
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.typed import build_params
+from kvbench.tasks.agent_traces import made
+from kvbench.tasks.agent_traces.actions import action_of, agree, agreement, points_of
+from kvbench.tasks.agent_traces.task import AgentTraces, age_bin
+from kvbench.tasks.turns.encode import prompt_of
+from kvbench.tasks.turns.questions import one_question
+from kvbench.tests.golden_metrics import metrics_3
+from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
+from kvbench.tests.vectors import Check
 
 REPO = Path(__file__).resolve().parents[2]
 TOOLS_TEMPLATE = (

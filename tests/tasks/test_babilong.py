@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.typed import build_params
-from tasks.babilong import prompts, worlds
-from tasks.babilong.scores import LABELS, is_right
-from tasks.babilong.task import BabiLong
-from tests.golden_metrics import metrics_3
-from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
-from tests.vectors import Check
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.typed import build_params
+from kvbench.tasks.babilong import prompts, worlds
+from kvbench.tasks.babilong.scores import LABELS, is_right
+from kvbench.tasks.babilong.task import BabiLong
+from kvbench.tests.golden_metrics import metrics_3
+from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
+from kvbench.tests.vectors import Check
 
 REPO = Path(__file__).resolve().parents[2]
 ROW = {"input": "Rain fell. Mary went to the office.", "question": "Where is Mary? ", "target": "office"}

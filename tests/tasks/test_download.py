@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ConfigError
-from evals.fetch import main
-from tasks import download
-from tasks.download import Piece
+from kvbench.engine.errors import ConfigError
+from kvbench.evals.fetch import main
+from kvbench.tasks import download
+from kvbench.tasks.download import Piece
 
 REVISION, CODE = "a" * 40, "b" * 40
 ROWS = b'{"input": "q"}\n' * 3

@@ -13,28 +13,28 @@ import torch
 import yaml
 from torch import Tensor
 
-from engine.budget import BudgetRequest
-from engine.decode import decode
-from engine.errors import ConfigError
-from engine.model import Model
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from engine.shapes import ModelShape
-from evals import models, runner
-from evals.screen.table import sheet
-from evals.typed import build_params
-from methods.base import SelectiveAttention
-from methods.calibration.prose import embedded_prose
-from methods.dropping.h2o import H2O
-from methods.dropping.streamingllm import StreamingLLM
-from methods.full import Full
-from methods.retrieving.clusterkv import ClusterKV
-from methods.retrieving.oracle import Oracle
-from results import read_runs
-from tasks.fidelity import BY_LAYER, Comparison, Fidelity, recall
-from tests.tiny import prompt, tiny
-from tests.tiny_run import CONF, WINDOW, cell, run, save_tiny, sweep
-from tests.vectors import built, row_for
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.model import Model
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals import models, runner
+from kvbench.evals.screen.table import sheet
+from kvbench.evals.typed import build_params
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.calibration.prose import embedded_prose
+from kvbench.methods.dropping.h2o import H2O
+from kvbench.methods.dropping.streamingllm import StreamingLLM
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving.clusterkv import ClusterKV
+from kvbench.methods.retrieving.oracle import Oracle
+from kvbench.results import read_runs
+from kvbench.tasks.fidelity import BY_LAYER, Comparison, Fidelity, recall
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.tiny_run import CONF, WINDOW, cell, run, save_tiny, sweep
+from kvbench.tests.vectors import built, row_for
 
 S, STEPS = 90, 5
 TASK = ["task=fidelity", "task.prompt_tokens=120", "task.windows=2", "task.steps=6"]
@@ -51,7 +51,7 @@ def words(checkpoint: Path, *more: str) -> list[str]:
 
 def values(**changes: Any) -> Any:
     given = yaml.safe_load((CONF / "task" / "fidelity.yaml").read_text())
-    assert given.pop("_target_") == "tasks.fidelity.Fidelity"
+    assert given.pop("_target_") == "kvbench.tasks.fidelity.Fidelity"
     return build_params(Fidelity, given | changes, "task")
 
 
@@ -297,7 +297,7 @@ def test_lines_hold_texts_prompts_and_prompts_with_a_continuation(checkpoint: Pa
 
 
 def test_a_text_file_is_cut_into_windows(checkpoint: Path, tmp_path: Path) -> None:
-    from tests.tiny_tokenizer import tiny_tokenizer
+    from kvbench.tests.tiny_tokenizer import tiny_tokenizer
 
     file = tmp_path / "own.txt"
     file.write_text(embedded_prose()[:2000])

@@ -11,14 +11,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.settings import choice, load_class
-from evals.typed import build_params
-from tasks import prompt
-from tasks.reasoning import grade
-from tasks.reasoning.judge import Graded, Judge
-from tests.tiny_tokenizer import tiny_tokenizer
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.settings import choice, load_class
+from kvbench.evals.typed import build_params
+from kvbench.tasks import prompt
+from kvbench.tasks.reasoning import grade
+from kvbench.tasks.reasoning.judge import Graded, Judge
+from kvbench.tests.tiny_tokenizer import tiny_tokenizer
 
 REPO = Path(__file__).resolve().parents[2]
 SHAPE = ModelShape("tiny", 2, 4, 2, 8, 4096, (0, 1))

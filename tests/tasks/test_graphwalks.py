@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.typed import build_params
-from tasks.graphwalks import graphs
-from tasks.graphwalks.scores import nodes_of, verdict
-from tasks.graphwalks.task import GraphWalks
-from tests.golden_metrics import TOLERANCE, metrics_3
-from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
-from tests.vectors import Check
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.typed import build_params
+from kvbench.tasks.graphwalks import graphs
+from kvbench.tasks.graphwalks.scores import nodes_of, verdict
+from kvbench.tasks.graphwalks.task import GraphWalks
+from kvbench.tests.golden_metrics import TOLERANCE, metrics_3
+from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
+from kvbench.tests.vectors import Check
 
 REPO = Path(__file__).resolve().parents[2]
 PROMPT = "Do it.\nThe graph has the following edges:\n{}\n\nOperation:\n{}\n\nReply."

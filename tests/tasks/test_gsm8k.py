@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.typed import build_params
-from tasks import download, gsm8k, sources
-from tasks.gsm8k import Gsm8k
-from tasks.prompt import encode
-from tests.golden_metrics import metrics_folder
-from tests.tiny_tokenizer import LLAMA_TEMPLATE, tiny_tokenizer
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.typed import build_params
+from kvbench.tasks import download, gsm8k, sources
+from kvbench.tasks.gsm8k import Gsm8k
+from kvbench.tasks.prompt import encode
+from kvbench.tests.golden_metrics import metrics_folder
+from kvbench.tests.tiny_tokenizer import LLAMA_TEMPLATE, tiny_tokenizer
 
 REPO = Path(__file__).resolve().parents[2]
 ROWS = [
@@ -50,7 +50,7 @@ def shape(window: int = 8192) -> ModelShape:
 
 def task(data_dir: Path, **changes) -> Gsm8k:
     values = yaml.safe_load((REPO / "conf" / "task" / "gsm8k.yaml").read_text())
-    assert values.pop("_target_") == "tasks.gsm8k.Gsm8k"
+    assert values.pop("_target_") == "kvbench.tasks.gsm8k.Gsm8k"
     return Gsm8k(build_params(Gsm8k, values | changes, "task"), str(data_dir), seed=0)
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from engine import foreign
-from engine.errors import ConfigError
-from tasks import rows
-from tests.tasks import test_fuzz_data as fuzz
+from kvbench.engine import foreign
+from kvbench.engine.errors import ConfigError
+from kvbench.tasks import rows
+from kvbench.tests.tasks import test_fuzz_data as fuzz
 
 TEXT = fuzz.TEXT
 ROWS: dict[str, dict[str, Any]] = {name: row for name, (_, row, _) in fuzz.TASKS.items()}

@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from engine.workers.limited import Limited
-from evals.typed import build_params
-from tasks import sources
-from tasks.ifeval_system import checks, grade, leakage
-from tasks.ifeval_system import task as task_file
-from tasks.ifeval_system.task import IfevalSystem, check_row
-from tasks.prompt import encode
-from tasks.rows import BadRow
-from tests.golden_metrics import metrics_folder
-from tests.tiny_tokenizer import CHATML_TEMPLATE, NO_SYSTEM, tiny_tokenizer
-from tests.vectors import Check
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.workers.limited import Limited
+from kvbench.evals.typed import build_params
+from kvbench.tasks import sources
+from kvbench.tasks.ifeval_system import checks, grade, leakage
+from kvbench.tasks.ifeval_system import task as task_file
+from kvbench.tasks.ifeval_system.task import IfevalSystem, check_row
+from kvbench.tasks.prompt import encode
+from kvbench.tasks.rows import BadRow
+from kvbench.tests.golden_metrics import metrics_folder
+from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, NO_SYSTEM, tiny_tokenizer
+from kvbench.tests.vectors import Check
 
 REPO = Path(__file__).resolve().parents[2]
 ENGLISH = "the old boat lies quietly in the harbour while the rain falls on its wooden deck"

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.typed import build_params
-from tasks import download, sources
-from tasks.infinitebench import task as infinitebench
-from tasks.infinitebench.prompts import ground_truth
-from tasks.infinitebench.scores import checked_score
-from tasks.infinitebench.synthetic import (
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.typed import build_params
+from kvbench.tasks import download, sources
+from kvbench.tasks.infinitebench import task as infinitebench
+from kvbench.tasks.infinitebench.prompts import ground_truth
+from kvbench.tasks.infinitebench.scores import checked_score
+from kvbench.tasks.infinitebench.synthetic import (
     DEPTHS,
     GENERATORS,
     OWN_STRINGS,
@@ -30,11 +30,11 @@ from tasks.infinitebench.synthetic import (
     key_position,
     total,
 )
-from tasks.infinitebench.task import DATASETS, NEW_TOKENS, SYNTHETIC, InfiniteBench
-from tasks.prompt import encode
-from tests.golden_metrics import TOLERANCE, metrics_folder
-from tests.tiny_tokenizer import LLAMA_TEMPLATE, tiny_tokenizer
-from tests.vectors import Check
+from kvbench.tasks.infinitebench.task import DATASETS, NEW_TOKENS, SYNTHETIC, InfiniteBench
+from kvbench.tasks.prompt import encode
+from kvbench.tests.golden_metrics import TOLERANCE, metrics_folder
+from kvbench.tests.tiny_tokenizer import LLAMA_TEMPLATE, tiny_tokenizer
+from kvbench.tests.vectors import Check
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -50,7 +50,7 @@ def shape(window: int = 8192) -> ModelShape:
 
 def task(data_dir: Path | None = None, seed: int = 0, **changes) -> InfiniteBench:
     values = yaml.safe_load((REPO / "conf" / "task" / "infinitebench.yaml").read_text())
-    assert values.pop("_target_") == "tasks.infinitebench.task.InfiniteBench"
+    assert values.pop("_target_") == "kvbench.tasks.infinitebench.task.InfiniteBench"
     params = build_params(InfiniteBench, values | changes, "task")
     return InfiniteBench(params, None if data_dir is None else str(data_dir), seed)
 

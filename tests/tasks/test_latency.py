@@ -2,11 +2,11 @@ import json
 
 import pytest
 
-from engine.errors import ConfigError
-from results import SampleRow
-from results.files import file_stem
-from tasks import latency
-from tests.tiny_run import cell, run, save_tiny, sweep
+from kvbench.engine.errors import ConfigError
+from kvbench.results import SampleRow
+from kvbench.results.files import file_stem
+from kvbench.tasks import latency
+from kvbench.tests.tiny_run import cell, run, save_tiny, sweep
 
 WORDS = ["task=latency", "task.lengths=[96,160]", "task.n_new=6", "task.repeats=2", "task.warmup=0"]
 
@@ -80,7 +80,7 @@ def test_random_weights_need_no_download(tmp_path, monkeypatch) -> None:
         "model_type: llama\nvocab_size: 300\nhidden_size: 32\nintermediate_size: 64\n"
         "num_hidden_layers: 2\nnum_attention_heads: 4\nnum_key_value_heads: 2\nmax_position_embeddings: 512\n"
     )
-    monkeypatch.setattr("evals.asked.ARCHITECTURES", tmp_path / "shapes")
+    monkeypatch.setattr("kvbench.evals.asked.ARCHITECTURES", tmp_path / "shapes")
     words = ["model=any", "model.id=no-one/small", "model.name=small", "weights=random", *WORDS]
     result, rows = run([*words, "method=snapkv", "ratio=0.5"], tmp_path / "out")
     assert result.model == "small" and len(rows) == 2
@@ -88,7 +88,7 @@ def test_random_weights_need_no_download(tmp_path, monkeypatch) -> None:
 
 
 def test_shapes_of_large_models_are_here(tmp_path) -> None:
-    from evals.models import look_up
+    from kvbench.evals.models import look_up
 
     for name, n_layers, h, h_kv in (
         ("llama-3.1-8b-instruct", 32, 32, 8),

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.errors import ConfigError
-from tasks.base import Sample
-from tasks.lazy import FilledSamples, in_turns
-from tests.tiny_tokenizer import tiny_tokenizer
+from kvbench.engine.errors import ConfigError
+from kvbench.tasks.base import Sample
+from kvbench.tasks.lazy import FilledSamples, in_turns
+from kvbench.tests.tiny_tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer(None, adds_bos=False)
 

@@ -15,24 +15,24 @@ import pytest
 import torch
 import yaml
 
-from engine.decode import decode
-from engine.errors import ConfigError
-from engine.prefill import prefill
-from engine.shapes import ModelShape
-from evals.typed import build_params
-from methods.full import Full
-from tasks import download, sources
-from tasks.ending import Ending
-from tasks.longbench import prompts, scores
-from tasks.longbench import task as longbench
-from tasks.longbench.datasets import DATASETS, E13, LISTS
-from tasks.longbench.task import LongBench
-from tasks.prompt import encode
-from tests.golden_metrics import metrics_folder
-from tests.tiny import prompt as random_ids
-from tests.tiny import tiny
-from tests.tiny_tokenizer import CHATML_TEMPLATE, LLAMA_TEMPLATE, tiny_tokenizer
-from tests.vectors import built, request, row_for
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.prefill import prefill
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.typed import build_params
+from kvbench.methods.full import Full
+from kvbench.tasks import download, sources
+from kvbench.tasks.ending import Ending
+from kvbench.tasks.longbench import prompts, scores
+from kvbench.tasks.longbench import task as longbench
+from kvbench.tasks.longbench.datasets import DATASETS, E13, LISTS
+from kvbench.tasks.longbench.task import LongBench
+from kvbench.tasks.prompt import encode
+from kvbench.tests.golden_metrics import metrics_folder
+from kvbench.tests.tiny import prompt as random_ids
+from kvbench.tests.tiny import tiny
+from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, LLAMA_TEMPLATE, tiny_tokenizer
+from kvbench.tests.vectors import built, request, row_for
 
 REPO = Path(__file__).resolve().parents[2]
 TEMPLATES = {
@@ -86,7 +86,7 @@ def shape(window: int = 8192) -> ModelShape:
 
 def task(data_dir: Path | None, **changes) -> LongBench:
     values = yaml.safe_load((REPO / "conf" / "task" / "longbench.yaml").read_text())
-    assert values.pop("_target_") == "tasks.longbench.task.LongBench"
+    assert values.pop("_target_") == "kvbench.tasks.longbench.task.LongBench"
     params = build_params(LongBench, values | changes, "task")
     return LongBench(params, None if data_dir is None else str(data_dir), seed=0)
 

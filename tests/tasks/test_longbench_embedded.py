@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from evals.typed import build_params
-from tasks.longbench import embedded, prompts
-from tasks.longbench import task as longbench
-from tasks.longbench.datasets import EMBEDDED, LISTS
-from tasks.longbench.embedded import DATASETS, N_ROWS, SET, Row
-from tasks.longbench.scores import SCORES, row_score
+from kvbench.evals.typed import build_params
+from kvbench.tasks.longbench import embedded, prompts
+from kvbench.tasks.longbench import task as longbench
+from kvbench.tasks.longbench.datasets import EMBEDDED, LISTS
+from kvbench.tasks.longbench.embedded import DATASETS, N_ROWS, SET, Row
+from kvbench.tasks.longbench.scores import SCORES, row_score
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -48,7 +48,7 @@ def test_any_number_of_further_rows_is_short_and_each_asks_on_a_context_of_its_o
 
 
 def test_another_process_makes_the_same_set() -> None:
-    code = "from tasks.longbench import embedded; print(embedded.content_hash())"
+    code = "from kvbench.tasks.longbench import embedded; print(embedded.content_hash())"
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", code], cwd=REPO, capture_output=True, text=True,
         env={"PYTHONHASHSEED": "7", "PATH": ""}, check=True,
@@ -136,7 +136,7 @@ def test_the_question_can_stand_first_where_there_is_one() -> None:
 def embedded_tokenizer():
     from transformers import AutoTokenizer
 
-    from engine.checkpoints.load import locate
+    from kvbench.engine.checkpoints.load import locate
 
     try:
         folder = locate("embedded", None, False)[0]

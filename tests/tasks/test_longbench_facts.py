@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from tasks.longbench import embedded, prompts
-from tasks.longbench.facts import FORMS, N_FACTS, N_SOLVED, pattern, questions
-from tasks.longbench.scores import named, row_score, spoken
-from tasks.longbench.shared import by_context, history_of
+from kvbench.tasks.longbench import embedded, prompts
+from kvbench.tasks.longbench.facts import FORMS, N_FACTS, N_SOLVED, pattern, questions
+from kvbench.tasks.longbench.scores import named, row_score, spoken
+from kvbench.tasks.longbench.shared import by_context, history_of
 
 ROWS = embedded.rows_of("docs_facts", 300)
 LITTLE = {"the", "of", "in", "from", "to", "a", "has", "was", "is"}  # words that any sentence has

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.typed import build_params
-from tasks.longbench_v2.task import LongBenchV2, accuracies, chosen_letter
-from tasks.prompt import middle_truncate
-from tests.golden_metrics import metrics_folder
-from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
-from tests.vectors import Check
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.typed import build_params
+from kvbench.tasks.longbench_v2.task import LongBenchV2, accuracies, chosen_letter
+from kvbench.tasks.prompt import middle_truncate
+from kvbench.tests.golden_metrics import metrics_folder
+from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
+from kvbench.tests.vectors import Check
 
 REPO = Path(__file__).resolve().parents[2]
 TEMPLATE = "Read.\n\n<text>\n$DOC$\n</text>\n\n$Q$\n(A) $C_A$\n(B) $C_B$\n(C) $C_C$\n(D) $C_D$\n"

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.typed import build_params
-from tasks import sources
-from tasks.longproc import countdown, scores
-from tasks.longproc.task import LongProc, filled, judged
-from tasks.prompt import encode
-from tests.golden_metrics import metrics_folder
-from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
-from tests.vectors import Check
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.typed import build_params
+from kvbench.tasks import sources
+from kvbench.tasks.longproc import countdown, scores
+from kvbench.tasks.longproc.task import LongProc, filled, judged
+from kvbench.tasks.prompt import encode
+from kvbench.tests.golden_metrics import metrics_folder
+from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
+from kvbench.tests.vectors import Check
 
 REPO = Path(__file__).resolve().parents[2]
 ROWS: dict[str, dict[str, Any]] = {

@@ -19,15 +19,15 @@ import pytest
 import torch
 import yaml
 
-from engine.shapes import ModelShape
-from evals.settings import choice, load_class
-from evals.typed import build_params
-from tasks.base import Sample
-from tasks.forced import ForcedContinuation
-from tasks.oolong.made import KINDS
-from tasks.prompt import encode
-from tasks.turns.encode import prompt_of
-from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.settings import choice, load_class
+from kvbench.evals.typed import build_params
+from kvbench.tasks.base import Sample
+from kvbench.tasks.forced import ForcedContinuation
+from kvbench.tasks.oolong.made import KINDS
+from kvbench.tasks.prompt import encode
+from kvbench.tasks.turns.encode import prompt_of
+from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
 
 REPO = Path(__file__).resolve().parents[2]
 SHAPE = ModelShape("tiny", 2, 4, 2, 8, 32768, (0, 1))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_run import save_tiny, sweep
+from kvbench.tests.tiny_run import save_tiny, sweep
 
 TASKS = {
     "babilong": ["task.datasets=[qa1]", "task.lengths=[1k]", "task.max_new_tokens=4"],

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.typed import build_params
-from tasks.mrcr.made import Piece, dialogue
-from tasks.mrcr.task import MRCR, bin_of, ratio
-from tests.golden_metrics import TOLERANCE, metrics_3
-from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
-from tests.vectors import Check
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.typed import build_params
+from kvbench.tasks.mrcr.made import Piece, dialogue
+from kvbench.tasks.mrcr.task import MRCR, bin_of, ratio
+from kvbench.tests.golden_metrics import TOLERANCE, metrics_3
+from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
+from kvbench.tests.vectors import Check
 
 REPO = Path(__file__).resolve().parents[2]
 TURNS = [

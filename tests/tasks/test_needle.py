@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.typed import build_params
-from tasks import sources
-from tasks.needle import haystack, heatmap
-from tasks.needle import task as needle
-from tasks.needle.task import Needle
-from tasks.prompt import encode
-from tests import golden_metrics
-from tests.tiny_tokenizer import tiny_tokenizer
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.typed import build_params
+from kvbench.tasks import sources
+from kvbench.tasks.needle import haystack, heatmap
+from kvbench.tasks.needle import task as needle
+from kvbench.tasks.needle.task import Needle
+from kvbench.tasks.prompt import encode
+from kvbench.tests import golden_metrics
+from kvbench.tests.tiny_tokenizer import tiny_tokenizer
 
 REPO = Path(__file__).resolve().parents[2]
 SHAPE = ModelShape("tiny", 2, 4, 2, 8, 8192, (0, 1))
@@ -62,7 +62,7 @@ def folder(tmp_path: Path) -> Path:
 def task(data_dir: Path | None = None, seed: int = 0, **changes) -> Needle:
     """The shipped configuration with changes, on the embedded haystack unless one says otherwise."""
     values = yaml.safe_load((REPO / "conf" / "task" / "needle.yaml").read_text())
-    assert values.pop("_target_") == "tasks.needle.task.Needle"
+    assert values.pop("_target_") == "kvbench.tasks.needle.task.Needle"
     changes = {"source": "embedded", "lengths": [600], "depths": [50], **changes}
     params = build_params(Needle, {**values, **changes}, "task")
     return Needle(params, None if data_dir is None else str(data_dir), seed)

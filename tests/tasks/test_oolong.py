@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.typed import build_params
-from tasks.oolong import made, scores
-from tasks.oolong.task import Oolong
-from tasks.turns.questions import one_question
-from tests.golden_metrics import TOLERANCE, metrics_3
-from tests.tiny_tokenizer import CHATML_TEMPLATE, NO_SYSTEM, tiny_tokenizer
-from tests.vectors import Check
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.typed import build_params
+from kvbench.tasks.oolong import made, scores
+from kvbench.tasks.oolong.task import Oolong
+from kvbench.tasks.turns.questions import one_question
+from kvbench.tests.golden_metrics import TOLERANCE, metrics_3
+from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, NO_SYSTEM, tiny_tokenizer
+from kvbench.tests.vectors import Check
 
 REPO = Path(__file__).resolve().parents[2]
 ROW = {"id": 1, "context_window_id": 7, "context_window_text": "a\nb", "context_window_text_with_labels": "a, x\nb, y",

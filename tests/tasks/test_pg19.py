@@ -10,15 +10,15 @@ import pytest
 import torch
 import yaml
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals import models, runner
-from evals.typed import build_params
-from methods.calibration.prose import embedded_prose
-from results import SampleRow, combined, combined_ci95
-from tasks.pg19 import PG19, curve
-from tests.tiny_run import CONF, WINDOW, cell, run, save_tiny, sweep
-from tests.tiny_tokenizer import tiny_tokenizer
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals import models, runner
+from kvbench.evals.typed import build_params
+from kvbench.methods.calibration.prose import embedded_prose
+from kvbench.results import SampleRow, combined, combined_ci95
+from kvbench.tasks.pg19 import PG19, curve
+from kvbench.tests.tiny_run import CONF, WINDOW, cell, run, save_tiny, sweep
+from kvbench.tests.tiny_tokenizer import tiny_tokenizer
 
 TASK = ["task=pg19", "task.lengths=[60,150]", "task.targets=20", "task.bin=8", "task.offsets=2"]
 
@@ -41,7 +41,7 @@ def words(checkpoint: Path, book: Path, *more: str) -> list[str]:
 
 def task(data_dir: Path | None = None, **changes: Any) -> PG19:
     values = yaml.safe_load((CONF / "task" / "pg19.yaml").read_text())
-    assert values.pop("_target_") == "tasks.pg19.PG19"
+    assert values.pop("_target_") == "kvbench.tasks.pg19.PG19"
     made = PG19(build_params(PG19, values | changes, "task"), None if data_dir is None else str(data_dir), 0)
     made.check(shape())
     return made
@@ -272,7 +272,7 @@ def test_a_text_has_no_question_to_leave_out(checkpoint: Path, book: Path, tmp_p
 
 def test_the_embedded_model_reads_as_one_plain_pass_does(tmp_path: Path) -> None:
     """Within 1e-3, and compression costs something."""
-    from engine.checkpoints.load import load
+    from kvbench.engine.checkpoints.load import load
 
     grid = ["task=pg19", "task.source=embedded", "task.lengths=[400]", "task.targets=16"]
     variants = [

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from engine.errors import ConfigError
-from tasks import prompt
-from tasks.base import Sample
-from tasks.ending import Ending
-from tests.tiny_tokenizer import CHATML_TEMPLATE, LLAMA_TEMPLATE, NO_SYSTEM, tiny_tokenizer
+from kvbench.engine.errors import ConfigError
+from kvbench.tasks import prompt
+from kvbench.tasks.base import Sample
+from kvbench.tasks.ending import Ending
+from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, LLAMA_TEMPLATE, NO_SYSTEM, tiny_tokenizer
 
 SAMPLE = Sample(
     id="0",

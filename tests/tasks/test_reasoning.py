@@ -13,22 +13,22 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.errors import ConfigError, RunError
-from engine.shapes import ModelShape
-from engine.workers import limited
-from evals.typed import build_params
-from results.summary import chance_of_one
-from tasks.aime.task import Aime
-from tasks.gsm8k import Gsm8k
-from tasks.math500.task import Math500
-from tasks.prompt import encode
-from tasks.reasoning import answers, grade, judge, rkv_equal, rkv_extract
-from tasks.reasoning.answers import Grading, Room
-from tasks.reasoning.judge import Judge
-from tasks.reasoning.latex import Unreadable, read_expression, read_first_line, read_latex
-from tests.golden_metrics import metrics_folder
-from tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
-from tests.vectors import Check
+from kvbench.engine.errors import ConfigError, RunError
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.workers import limited
+from kvbench.evals.typed import build_params
+from kvbench.results.summary import chance_of_one
+from kvbench.tasks.aime.task import Aime
+from kvbench.tasks.gsm8k import Gsm8k
+from kvbench.tasks.math500.task import Math500
+from kvbench.tasks.prompt import encode
+from kvbench.tasks.reasoning import answers, grade, judge, rkv_equal, rkv_extract
+from kvbench.tasks.reasoning.answers import Grading, Room
+from kvbench.tasks.reasoning.judge import Judge
+from kvbench.tasks.reasoning.latex import Unreadable, read_expression, read_first_line, read_latex
+from kvbench.tests.golden_metrics import metrics_folder
+from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
+from kvbench.tests.vectors import Check
 
 REPO = Path(__file__).resolve().parents[2]
 TASKS = {"math500": Math500, "aime": Aime, "gsm8k": Gsm8k}

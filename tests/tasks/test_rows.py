@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ConfigError
-from tasks.rows import BadRow, read_rows
+from kvbench.engine.errors import ConfigError
+from kvbench.tasks.rows import BadRow, read_rows
 
 FIELDS: dict[str, type | tuple[type, ...]] = {"id": (int, str), "text": str, "labels": (list, type(None))}  # fmt: skip
 GOOD = [{"id": i, "text": f"text {i}", "labels": None} for i in range(3)]

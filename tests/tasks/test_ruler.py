@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.typed import build_params
-from tasks import sources
-from tasks.prompt import encode
-from tasks.ruler import synthetic as ruler_synthetic
-from tasks.ruler import task as ruler
-from tasks.ruler.synthetic import DOTS, KINDS, OWN_TEMPLATES, Material, Row
-from tasks.ruler.task import DATASETS, Ruler
-from tests.golden_metrics import metrics_folder, run_ruler
-from tests.tiny_tokenizer import LLAMA_TEMPLATE, tiny_tokenizer
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.typed import build_params
+from kvbench.tasks import sources
+from kvbench.tasks.prompt import encode
+from kvbench.tasks.ruler import synthetic as ruler_synthetic
+from kvbench.tasks.ruler import task as ruler
+from kvbench.tasks.ruler.synthetic import DOTS, KINDS, OWN_TEMPLATES, Material, Row
+from kvbench.tasks.ruler.task import DATASETS, Ruler
+from kvbench.tests.golden_metrics import metrics_folder, run_ruler
+from kvbench.tests.tiny_tokenizer import LLAMA_TEMPLATE, tiny_tokenizer
 
 REPO = Path(__file__).resolve().parents[2]
 ESSAYS = tuple("Rain falls on the town. Nobody minds it! Who would? ".split())
@@ -36,7 +36,7 @@ def shape(window: int = 8192) -> ModelShape:
 
 def task(data_dir: Path, seed: int = 0, **changes) -> Ruler:
     values = yaml.safe_load((REPO / "conf" / "task" / "ruler.yaml").read_text())
-    assert values.pop("_target_") == "tasks.ruler.task.Ruler"
+    assert values.pop("_target_") == "kvbench.tasks.ruler.task.Ruler"
     return Ruler(build_params(Ruler, values | changes, "task"), str(data_dir), seed)
 
 

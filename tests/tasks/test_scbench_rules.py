@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tasks import sources
-from tasks.scbench import functions, kvzip, prompts, scores
-from tasks.scbench.scores import TurnScore
-from tests.golden_metrics import metrics_folder
-from tests.tiny_tokenizer import CHATML_TEMPLATE, LLAMA_TEMPLATE, NO_SYSTEM, tiny_tokenizer
-from tests.vectors import Check
+from kvbench.tasks import sources
+from kvbench.tasks.scbench import functions, kvzip, prompts, scores
+from kvbench.tasks.scbench.scores import TurnScore
+from kvbench.tests.golden_metrics import metrics_folder
+from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, LLAMA_TEMPLATE, NO_SYSTEM, tiny_tokenizer
+from kvbench.tests.vectors import Check
 
 MODES = {"golden": "golden", "no_golden": "dialogue", "scdq": "independent"}  # by their names in the vectors
 

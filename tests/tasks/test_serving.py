@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine.errors import ConfigError
-from evals.settings import from_words
-from evals.typed import build_params
-from tasks.serving import KEYS, Serving
+from kvbench.engine.errors import ConfigError
+from kvbench.evals.settings import from_words
+from kvbench.evals.typed import build_params
+from kvbench.tasks.serving import KEYS, Serving
 
 
 def task(*words: str, seed: int = 0) -> Serving:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.typed import build_params
-from results.names import STAND_INS
-from tasks import download, sources
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.typed import build_params
+from kvbench.results.names import STAND_INS
+from kvbench.tasks import download, sources
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.row import Row
-from results import SampleRow
-from tasks import latency, memory, together
-from tasks.base import Sample
-from tasks.memory import Sizes
-from tests.tiny_run import run, save_tiny, sweep
+from kvbench.engine.row import Row
+from kvbench.results import SampleRow
+from kvbench.tasks import latency, memory, together
+from kvbench.tasks.base import Sample
+from kvbench.tasks.memory import Sizes
+from kvbench.tests.tiny_run import run, save_tiny, sweep
 
 LENGTH, N_NEW = 160, 6
 WORDS = ["task=latency", f"task.lengths=[{LENGTH}]", f"task.n_new={N_NEW}", "task.repeats=1", "task.warmup=0"]
@@ -200,7 +200,7 @@ def test_where_memory_runs_out_all_the_same_fewer_are_tried(
 def test_a_method_whose_rows_cannot_be_copied_reads_each_prompt(
     words: list[str], weights: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from methods.dropping.snapkv import SnapKV
+    from kvbench.methods.dropping.snapkv import SnapKV
 
     monkeypatch.setattr(SnapKV, "rolls_back", False)
     room = weights + LENGTH * TOKEN + 4 * HELD["snapkv"]

@@ -1,4 +1,5 @@
-"""A GPU's first hour, on a machine without network: `python3 -m benchmarks.gpu.offline [PART…]`, from the checkout.
+"""A GPU's first hour, on a machine without network: `python3 -m kvbench.benchmarks.gpu.offline [PART…]`, from the
+checkout.
 
 Packages that this Python lacks come from the folder that `make gpu-kit` packed; torch, Triton and transformers must be
 there. Parts run one after the other, `a+b` beside each other, each job in a process of its own under a limit, so that
@@ -24,8 +25,8 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from benchmarks.gpu.offline.jobs import OK, Job, Jobs
-from benchmarks.gpu.offline.parts import FOUR, PARTS, ROOT, USUAL, Plan
+from kvbench.benchmarks.gpu.offline.jobs import OK, Job, Jobs
+from kvbench.benchmarks.gpu.offline.parts import FOUR, PARTS, ROOT, USUAL, Plan
 
 KIT = ROOT / "gpu-kit"
 MOST_AT_ONCE = 14  # processes, each of which holds torch and a CUDA context
@@ -61,7 +62,7 @@ def missing() -> list[str]:
 
 def method_names() -> list[str]:
     """Of every method, the four that the first parts time in front."""
-    from results.names import own_methods
+    from kvbench.results.names import own_methods
 
     return [*FOUR, *(name for name in own_methods() if name not in FOUR)]
 
@@ -110,7 +111,7 @@ def stopped(number: int, _: object) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     listed = "\n".join(f"  {name:17} {part.question}" for name, part in PARTS.items())
     parser = argparse.ArgumentParser(
-        prog="python3 -m benchmarks.gpu.offline",
+        prog="python3 -m kvbench.benchmarks.gpu.offline",
         description=f"{__doc__}\nparts, in the order of a first hour\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

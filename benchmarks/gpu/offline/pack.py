@@ -4,7 +4,7 @@ Wheels at the versions of constraints.txt; all but Hypothesis' are Python alone 
 for the Python of `--python` on Linux and x86-64. Torch, Triton, transformers and numpy must be there. pip takes wheels
 from its cache where it can. The checkout travels with the folder: copied, or as one file by `--tar`.
 
-Not here: what is done with them (`python3 -m benchmarks.gpu.offline`).
+Not here: what is done with them (`python3 -m kvbench.benchmarks.gpu.offline`).
 """
 
 import argparse
@@ -41,7 +41,8 @@ def git(*words: str) -> str:
 
 
 def tracked() -> list[Path]:
-    return [ROOT / name for name in git("ls-files", "-z").split("\0") if name and (ROOT / name).is_file()]
+    paths = (ROOT / name for name in git("ls-files", "-z").split("\0") if name)
+    return [path for path in paths if path.is_file() or path.is_symlink()]
 
 
 def size(files: Sequence[Path]) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu.offline.jobs import Job
+from kvbench.benchmarks.gpu.offline.jobs import Job
 
 ROOT = Path(__file__).resolve().parents[3]
 METHODS = ROOT / "methods"
@@ -40,10 +40,19 @@ class Plan:
         return FOUR if self.is_rehearsal else self.methods
 
     def bench(self, part: str, name: str, seconds: float, *words: str, env: dict[str, str] | None = None) -> Job:
-        """A part of `benchmarks.gpu`. Jobs with an `env` run beside others, and have a file of rows of their own."""
+        """A part of `kvbench.benchmarks.gpu`. Jobs with an `env` run beside others, and have a file of rows of their
+        own."""
         small = ["--device", "cpu", "--small"] if self.is_rehearsal else []
         rows = self.out / "rows" / f"{part}-{name}.csv" if env else None
-        command = [sys.executable, "-m", "benchmarks.gpu", *small, "--csv", str(rows or self.out / "gpu.csv"), *words]
+        command = [
+            sys.executable,
+            "-m",
+            "kvbench.benchmarks.gpu",
+            *small,
+            "--csv",
+            str(rows or self.out / "gpu.csv"),
+            *words,
+        ]
         return Job(part, name, command, seconds, env or {}, rows)
 
     def tests(self, part: str, name: str, seconds: float, *words: str) -> Job:
@@ -55,11 +64,11 @@ class Plan:
 
 def facts(plan: Plan) -> list[Job]:
     small = ["--device", "cpu"] if plan.is_rehearsal else []
-    return [Job("facts", "facts", [sys.executable, "-m", "benchmarks.gpu.facts", *small], 180)]
+    return [Job("facts", "facts", [sys.executable, "-m", "kvbench.benchmarks.gpu.facts", *small], 180)]
 
 
 def build(plan: Plan) -> list[Job]:
-    return [Job("build", "c++", [sys.executable, "-m", "kernels.build"], 300)]
+    return [Job("build", "c++", [sys.executable, "-m", "kvbench.kernels.build"], 300)]
 
 
 def ops(plan: Plan) -> list[Job]:
@@ -91,7 +100,7 @@ def methods(plan: Plan, n: int, names: Sequence[str] = FOUR, batch: int = 1) -> 
 
 def steps(plan: Plan) -> list[Job]:
     small = ["--device", "cpu", "--small"] if plan.is_rehearsal else []
-    return [Job("steps", "8k", [sys.executable, "-m", "benchmarks.gpu.steps", *small, *FOUR], 240)]
+    return [Job("steps", "8k", [sys.executable, "-m", "kvbench.benchmarks.gpu.steps", *small, *FOUR], 240)]
 
 
 def baseline(plan: Plan) -> list[Job]:

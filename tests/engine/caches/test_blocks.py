@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.caches.blocks import BlockCache, BlockCacheSpec
-from engine.errors import ConfigError
-from tests.vectors import Check, differs, first, load
+from kvbench.engine.caches.blocks import BlockCache, BlockCacheSpec
+from kvbench.engine.errors import ConfigError
+from kvbench.tests.vectors import Check, differs, first, load
 
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "pqcache").glob("cache_*.npz"))
 

@@ -3,11 +3,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.caches.blocks import BlockCacheSpec
-from engine.caches.recent import RecentTokens
-from engine.placement import Offloaded, Release
-from engine.store import Store
-from tests.engine.test_store import H_KV, D, H, counting_trace, feed, positions, token
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.caches.recent import RecentTokens
+from kvbench.engine.placement import Offloaded, Release
+from kvbench.engine.store import Store
+from kvbench.tests.engine.test_store import H_KV, D, H, counting_trace, feed, positions, token
 
 
 @given(st.data())

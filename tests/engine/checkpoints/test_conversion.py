@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoints import conversion
-from engine.checkpoints.digests import cache_home, digest_of
-from engine.errors import ConfigError
-from tests.tiny_gguf import save_tiny_gguf
+from kvbench.engine.checkpoints import conversion
+from kvbench.engine.checkpoints.digests import cache_home, digest_of
+from kvbench.engine.errors import ConfigError
+from kvbench.tests.tiny_gguf import save_tiny_gguf
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -118,8 +118,8 @@ def test_a_disk_that_takes_no_more_is_a_sentence_and_nothing_is_left(tiny: Path)
 import resource, sys
 from pathlib import Path
 import torch, transformers  # which may write caches of their own
-from engine.checkpoints import conversion
-from engine.errors import ConfigError
+from kvbench.engine.checkpoints import conversion
+from kvbench.engine.errors import ConfigError
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 try:
     conversion.from_gguf(Path(sys.argv[1]))
@@ -159,7 +159,7 @@ def test_all_who_can_read_the_cache_folder_can_read_a_conversion(tiny: Path, mon
 
 
 def test_files_with_equal_ends_do_not_share_a_conversion(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.checkpoints.digests.END", 2)
+    monkeypatch.setattr("kvbench.engine.checkpoints.digests.END", 2)
     calls: list[Path] = []
     monkeypatch.setattr(conversion, "_convert_gguf", converter(calls, 0))
     other = gguf.with_name("other") / gguf.name
@@ -172,7 +172,7 @@ def test_a_killed_conversion_is_taken_over_by_who_waits_for_it(tiny: Path) -> No
     code = """
 import sys, time
 from pathlib import Path
-from engine.checkpoints import conversion
+from kvbench.engine.checkpoints import conversion
 convert = conversion._convert_gguf
 def slow(file, folder):
     (folder / "model.safetensors").write_text("half")
@@ -206,7 +206,7 @@ def test_what_a_killed_conversion_left_is_removed_at_the_next_start_of_any_other
     code = """
 import sys, time
 from pathlib import Path
-from engine.checkpoints import conversion
+from kvbench.engine.checkpoints import conversion
 save = conversion._convert_gguf
 def half(file, folder):
     save(file, folder)

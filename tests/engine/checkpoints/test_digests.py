@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoints import digests
-from engine.errors import ConfigError
+from kvbench.engine.checkpoints import digests
+from kvbench.engine.errors import ConfigError
 
 LONG_AGO = time.time() - 3600
 
@@ -166,7 +166,7 @@ def test_what_takes_long_to_hash_is_read_once_though_it_was_just_written(
 def test_the_embedded_model_keeps_the_digest_that_runs_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine.checkpoints.header import embedded_file
+    from kvbench.engine.checkpoints.header import embedded_file
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert digest(embedded_file()) == "f398b721a399"

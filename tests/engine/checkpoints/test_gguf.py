@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoints.gguf import check_gguf
-from engine.errors import ConfigError
-from tests.tiny_gguf import save_tiny_gguf
+from kvbench.engine.checkpoints.gguf import check_gguf
+from kvbench.engine.errors import ConfigError
+from kvbench.tests.tiny_gguf import save_tiny_gguf
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import transformers
 
-from engine.checkpoints.header import header_shape, shape_of_config
-from engine.checkpoints.load import read_shape
-from engine.errors import ConfigError
-from tests.tiny import COMMON, CONFIGS
-from tests.tiny_gguf import save_tiny_gguf
+from kvbench.engine.checkpoints.header import header_shape, shape_of_config
+from kvbench.engine.checkpoints.load import read_shape
+from kvbench.engine.errors import ConfigError
+from kvbench.tests.tiny import COMMON, CONFIGS
+from kvbench.tests.tiny_gguf import save_tiny_gguf
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[3]
 CONFIG = b'{"model_type": "llama"}'
 CODE = """
 import sys, time
-from engine.checkpoints import header
-from engine.errors import ConfigError
+from kvbench.engine.checkpoints import header
+from kvbench.engine.errors import ConfigError
 header.CONNECT_S = 0.2  # a tenth of what the slow hub takes
 import huggingface_hub, huggingface_hub.errors  # which takes a while to import
 start = time.monotonic()

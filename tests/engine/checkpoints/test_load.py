@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoints import conversion, header, load
-from engine.checkpoints.digests import cache_home, digest_of
-from engine.errors import ConfigError
-from tests.tiny_gguf import save_tiny_gguf
-from tests.tiny_run import save_tiny
+from kvbench.engine.checkpoints import conversion, header, load
+from kvbench.engine.checkpoints.digests import cache_home, digest_of
+from kvbench.engine.errors import ConfigError
+from kvbench.tests.tiny_gguf import save_tiny_gguf
+from kvbench.tests.tiny_run import save_tiny
 
 
 @pytest.fixture

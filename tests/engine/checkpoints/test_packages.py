@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
-from engine.checkpoints import packages
+from kvbench.engine.checkpoints import packages
 
 ROOT = Path(__file__).resolve().parents[3]
 

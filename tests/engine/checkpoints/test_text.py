@@ -7,17 +7,17 @@ import pytest
 import torch
 import transformers
 
-from engine.checkpoints.kinds import shape_of, survey
-from engine.checkpoints.load import image_ids, load, made, read_checkpoint, read_config
-from engine.checkpoints.text import how_to_read, marks, text_part
-from engine.errors import ConfigError
-from engine.model import register_attention
-from engine.passes.agreement import check_attention
-from methods.full import Full
-from tasks.base import Sample
-from tasks.prompt import check_ids
-from tests.architectures import COMMON, LATENT, LOCAL_TOO, answers, generated, model_of, prompt
-from tests.tiny_tokenizer import tiny_tokenizer
+from kvbench.engine.checkpoints.kinds import shape_of, survey
+from kvbench.engine.checkpoints.load import image_ids, load, made, read_checkpoint, read_config
+from kvbench.engine.checkpoints.text import how_to_read, marks, text_part
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.model import register_attention
+from kvbench.engine.passes.agreement import check_attention
+from kvbench.methods.full import Full
+from kvbench.tasks.base import Sample
+from kvbench.tasks.prompt import check_ids
+from kvbench.tests.architectures import COMMON, LATENT, LOCAL_TOO, answers, generated, model_of, prompt
+from kvbench.tests.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' words about sizes of toys
 EYES = {

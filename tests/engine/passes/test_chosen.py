@@ -7,21 +7,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.books.ledger import Entry
-from engine.budget import EVERYTHING
-from engine.decode import decode
-from engine.errors import ConfigError
-from engine.passes.chosen import BLOCK, attend_seen, seen_by
-from engine.prefill import prefill
-from engine.softmax import Softmax
-from engine.turns.talk import Talk
-from evals.asked import rules_and_params
-from evals.settings import from_words
-from methods.full import Full
-from results.names import own_methods
-from tests import tiny_run
-from tests.architectures import config_of, generated, is_too_new, loaded, model_of, prompt
-from tests.tiny_tokenizer import tiny_tokenizer
+from kvbench.engine.books.ledger import Entry
+from kvbench.engine.budget import EVERYTHING
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.chosen import BLOCK, attend_seen, seen_by
+from kvbench.engine.prefill import prefill
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.turns.talk import Talk
+from kvbench.evals.asked import rules_and_params
+from kvbench.evals.settings import from_words
+from kvbench.methods.full import Full
+from kvbench.results.names import own_methods
+from kvbench.tests import tiny_run
+from kvbench.tests.architectures import config_of, generated, is_too_new, loaded, model_of, prompt
+from kvbench.tests.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' words about sizes of toys
@@ -112,7 +112,7 @@ def test_a_method_is_refused_on_top_of_the_models_own_choice(name: str) -> None:
 
 
 def loaded_shape(name: str) -> Any:
-    from engine.checkpoints.kinds import shape_of
+    from kvbench.engine.checkpoints.kinds import shape_of
 
     return shape_of(config_of(name), name)
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.observe import ColumnSums
-from engine.passes.chunks import by_chunk, in_chunks
-from engine.prefill import prefill
-from tests.tiny import prompt, tiny
-from tests.tiny_run import run, save_tiny
+from kvbench.engine.observe import ColumnSums
+from kvbench.engine.passes.chunks import by_chunk, in_chunks
+from kvbench.engine.prefill import prefill
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.tiny_run import run, save_tiny
 
 S, CHUNK = 70, 16
 

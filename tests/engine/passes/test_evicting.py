@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.budget import EVERYTHING, BudgetRequest
-from engine.causal import causal
-from engine.decode import decode
-from engine.errors import ConfigError
-from engine.model import Model
-from engine.observe import ColumnSums
-from engine.passes import evicting
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from evals.asked import ask
-from methods.base import SelectiveAttention, Variant
-from tests.conformance import ours
-from tests.tiny import prompt, tiny
-from tests.tiny_run import cell, run, save_tiny, sweep
+from kvbench.engine.budget import EVERYTHING, BudgetRequest
+from kvbench.engine.causal import causal
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.model import Model
+from kvbench.engine.observe import ColumnSums
+from kvbench.engine.passes import evicting
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.evals.asked import ask
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.tests.conformance import ours
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.tiny_run import cell, run, save_tiny, sweep
 
 S, N, CHUNK, N_NEW = 90, 24, 16, 6
 BUDGET = BudgetRequest(None, N, Fraction(0), False)

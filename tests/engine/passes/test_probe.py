@@ -5,16 +5,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.budget import Frame
-from engine.causal import Chunk, causal
-from engine.model import Model
-from engine.passes.probe import Pass, Probe, joined, probe
-from engine.passes.repetition import Repetition, largest_weights
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from engine.softmax import Softmax
-from kernels import column_sums
-from tests.tiny import prompt, tiny
+from kvbench.engine.budget import Frame
+from kvbench.engine.causal import Chunk, causal
+from kvbench.engine.model import Model
+from kvbench.engine.passes.probe import Pass, Probe, joined, probe
+from kvbench.engine.passes.repetition import Repetition, largest_weights
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels import column_sums
+from kvbench.tests.tiny import prompt, tiny
 
 S = 70
 WHAT = Repetition(24, 8, Frame(6, 4, (11, 12)), (7, 5, 9), (7, 8))

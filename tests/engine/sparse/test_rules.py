@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.causal import causal
-from engine.errors import ConfigError
-from engine.observe import BandSums, ColumnSums, LastQueries
-from engine.prefill import prefill
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from engine.sparse.a_shape import AShape, TriShape
-from engine.sparse.base import SparsePrefill
-from engine.sparse.block_sparse import BlockSparse
-from engine.sparse.blocks import meets, own
-from engine.sparse.flexprefill import FlexPrefill
-from engine.sparse.top_cdf import TopCdf
-from engine.sparse.vertical_slash import VerticalSlash, votes
-from engine.sparse.xattention import XAttention
-from tests.tiny import prompt, tiny
-from tests.vectors import Check, differs, first, load
+from kvbench.engine.causal import causal
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import BandSums, ColumnSums, LastQueries
+from kvbench.engine.prefill import prefill
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.sparse.a_shape import AShape, TriShape
+from kvbench.engine.sparse.base import SparsePrefill
+from kvbench.engine.sparse.block_sparse import BlockSparse
+from kvbench.engine.sparse.blocks import meets, own
+from kvbench.engine.sparse.flexprefill import FlexPrefill
+from kvbench.engine.sparse.top_cdf import TopCdf
+from kvbench.engine.sparse.vertical_slash import VerticalSlash, votes
+from kvbench.engine.sparse.xattention import XAttention
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.vectors import Check, differs, first, load
 
 GOLDEN = sorted((Path(__file__).parents[2] / "golden").glob("prefill_*/*.npz"))
 COMMON: dict[str, Any] = {"density": None, "dense_last": 0, "layers": None, "observe": "kept"}

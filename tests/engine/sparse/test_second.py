@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.softmax import Softmax
-from engine.sparse.a_shape import AShape, TriShape
-from engine.sparse.block_sparse import BlockSparse
-from engine.sparse.flexprefill import FlexPrefill
-from engine.sparse.top_cdf import TopCdf
-from engine.sparse.xattention import XAttention
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.sparse.a_shape import AShape, TriShape
+from kvbench.engine.sparse.block_sparse import BlockSparse
+from kvbench.engine.sparse.flexprefill import FlexPrefill
+from kvbench.engine.sparse.top_cdf import TopCdf
+from kvbench.engine.sparse.xattention import XAttention
 
 Array = np.ndarray[Any, Any]
 COMMON: dict[str, Any] = {"density": None, "dense_last": 0, "layers": None, "observe": "kept"}

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.causal import causal
-from engine.errors import ConfigError
-from engine.observe import ColumnSums, LastQueries
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from engine.softmax import Softmax
-from engine.sparse import vertical_slash
-from engine.sparse.vertical_slash import VerticalSlash, diagonal_sums, n_pairs, votes
-from kernels import attend_kept
-from tests.tiny import prompt, tiny
+from kvbench.engine.causal import causal
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import ColumnSums, LastQueries
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.sparse import vertical_slash
+from kvbench.engine.sparse.vertical_slash import VerticalSlash, diagonal_sums, n_pairs, votes
+from kvbench.kernels import attend_kept
+from kvbench.tests.tiny import prompt, tiny
 
 SIZES = [(50, 4, 2, 8), (97, 6, 2, 16), (64, 2, 2, 64), (130, 3, 1, 32), (20, 2, 1, 64), (33, 1, 1, 1)]
 

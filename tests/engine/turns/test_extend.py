@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from engine.turns.state import fork_of
-from engine.turns.talk import Talk
-from tests import conformance
-from tests.conformance import read, variant
-from tests.tiny import prompt
-from tests.vectors import built, request
+from kvbench.engine.turns.state import fork_of
+from kvbench.engine.turns.talk import Talk
+from kvbench.tests import conformance
+from kvbench.tests.conformance import read, variant
+from kvbench.tests.tiny import prompt
+from kvbench.tests.vectors import built, request
 
 N_NEW = 60
 

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.decode import decode
-from engine.passes.trace import Trace
-from engine.turns.state import request_like, request_tensors
-from methods.base import SelectiveAttention
-from tasks.latency import Timed, read
-from tests import conformance
-from tests.conformance import METHODS, Refused, variant
-from tests.tiny import prompt
+from kvbench.engine.decode import decode
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.turns.state import request_like, request_tensors
+from kvbench.methods.base import SelectiveAttention
+from kvbench.tasks.latency import Timed, read
+from kvbench.tests import conformance
+from kvbench.tests.conformance import METHODS, Refused, variant
+from kvbench.tests.tiny import prompt
 
 NAMES = ("full", "snapkv", "duo_attention", "triattention", "oracle", "sparq", "quest", "pqcache", "clusterkv", "loki",
          "retroinfer", "shadowkv", "magicpig", "infllm", "infinigen")  # fmt: skip

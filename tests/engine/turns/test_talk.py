@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from engine.budget import BudgetRequest
-from engine.decode import decode
-from engine.errors import ConfigError
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from engine.turns.state import fork_of
-from engine.turns.talk import Talk
-from methods.base import SelectiveAttention, Variant
-from methods.dropping.snapkv import SnapKV
-from methods.full import Full
-from tests import architectures, conformance
-from tests.architectures import config_of, loaded, model_of
-from tests.conformance import METHODS, Refused, Subject, read, variant
-from tests.tiny import CONFIGS, prompt, tiny
-from tests.vectors import built, request
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.engine.turns.state import fork_of
+from kvbench.engine.turns.talk import Talk
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.methods.dropping.snapkv import SnapKV
+from kvbench.methods.full import Full
+from kvbench.tests import architectures, conformance
+from kvbench.tests.architectures import config_of, loaded, model_of
+from kvbench.tests.conformance import METHODS, Refused, Subject, read, variant
+from kvbench.tests.tiny import CONFIGS, prompt, tiny
+from kvbench.tests.vectors import built, request
 
 FAST = ("full", "snapkv", "adakv", "streamingllm", "h2o", "tova", "pqcache", "quest", "infinigen", "clusterkv", "sparq")
 FEED, OTHER = prompt(20, 7), prompt(13, 9)

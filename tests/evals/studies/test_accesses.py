@@ -6,10 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from engine.caches.blocks import BlockCacheSpec
-from engine.errors import ConfigError
-from evals.studies.accesses import main, read, replay_blocks, replay_recent
-from tests.tiny_run import run, save_tiny
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.errors import ConfigError
+from kvbench.evals.studies.accesses import main, read, replay_blocks, replay_recent
+from kvbench.tests.tiny_run import run, save_tiny
 
 NEEDLE = [
     "task=needle",

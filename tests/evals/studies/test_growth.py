@@ -2,14 +2,16 @@
 
 from pathlib import Path
 
-from evals.studies.growth import growth, table
-from evals.studies.hardware import method_of
+from kvbench.evals.studies.growth import growth, table
+from kvbench.evals.studies.hardware import method_of
 
 REPO = Path(__file__).resolve().parents[3]
 
 
 def test_the_docs_have_the_table_as_methods_have_it() -> None:
-    assert table() in (REPO / "docs" / "turns.md").read_text(), "python -m evals.studies.growth was not run again"
+    assert table() in (REPO / "docs" / "turns.md").read_text(), (
+        "python -m kvbench.evals.studies.growth was not run again"
+    )
 
 
 def test_a_sentence_that_names_a_setting_is_true_of_it() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.budget import EVERYTHING, BudgetRequest
-from engine.shapes import ModelShape
-from evals.overrides import CONF
-from evals.studies.counts import AT, N_STEPS, Counts, Numbers, count
-from evals.studies.hardware import (
+from kvbench.engine.budget import EVERYTHING, BudgetRequest
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.overrides import CONF
+from kvbench.evals.studies.counts import AT, N_STEPS, Counts, Numbers, count
+from kvbench.evals.studies.hardware import (
     Hardware,
     Layers,
     Question,
@@ -265,7 +265,7 @@ def test_help_begins_with_commands(capsys) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--help"])
     out = capsys.readouterr().out
-    assert end.value.code == 0 and 2 <= out.count("    python -m evals.studies.hardware --on")
+    assert end.value.code == 0 and 2 <= out.count("    python -m kvbench.evals.studies.hardware --on")
     assert out.index("    python -m") < out.index("options:")
 
 

@@ -5,13 +5,13 @@ from fractions import Fraction
 import pytest
 import yaml
 
-from engine.budget import token_bytes
-from engine.checkpoints.load import read_config, shape_of
-from engine.shapes import ModelShape
-from engine.width import variant_bytes
-from evals.overrides import CONF
-from evals.studies import rooms
-from results.names import own_methods
+from kvbench.engine.budget import token_bytes
+from kvbench.engine.checkpoints.load import read_config, shape_of
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.width import variant_bytes
+from kvbench.evals.overrides import CONF
+from kvbench.evals.studies import rooms
+from kvbench.results.names import own_methods
 
 
 @pytest.fixture(scope="module")

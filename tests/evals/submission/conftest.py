@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from evals.runner import run_cells
-from evals.settings import from_words
-from evals.submission import frozen
-from evals.submit import submit
-from tests.tiny_run import example_file, save_tiny
+from kvbench.evals.runner import run_cells
+from kvbench.evals.settings import from_words
+from kvbench.evals.submission import frozen
+from kvbench.evals.submit import submit
+from kvbench.tests.tiny_run import example_file, save_tiny
 
 VARIANTS = (("full", "0.3"), ("snapkv", "0.3"), ("quest", "0.5"), ("streamingllm", "0.5"))
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
-from evals.submission.manifest import MANIFEST, RUN_FILES, Manifest
-from results import RunFacts, RunResult, SampleRow, config_hash, read_samples, summarise
-from results.files import sealed, unsealed
-from results.ledger import pyarrow
+from kvbench.evals.submission.manifest import MANIFEST, RUN_FILES, Manifest
+from kvbench.results import RunFacts, RunResult, SampleRow, config_hash, read_samples, summarise
+from kvbench.results.files import sealed, unsealed
+from kvbench.results.ledger import pyarrow
 
 Row = dict[str, Any]
 

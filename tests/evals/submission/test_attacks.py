@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from evals.submission.check import Check, Checked
-from results import config_hash
-from results.files import unsealed
-from results.ledger import pyarrow
-from tests.evals.submission.forge import Forge
+from kvbench.evals.submission.check import Check, Checked
+from kvbench.results import config_hash
+from kvbench.results.files import unsealed
+from kvbench.results.ledger import pyarrow
+from kvbench.tests.evals.submission.forge import Forge
 
 RUN = "snapkv"
 # What a run's machine alone knows, and what no figure is made of. The site says so of times and of what was allocated.

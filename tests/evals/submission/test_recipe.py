@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from evals.submit import submit
+from kvbench.evals.submit import submit
 
 REPO = Path(__file__).resolve().parents[3]
 RECIPE = REPO / "docs" / "results-repository.yml"

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from engine.errors import ConfigError
-from engine.workers.limited import Limited
-from evals import verify
-from evals.submission import folder as bounds
-from evals.submission import frozen
-from evals.submission.check import LEVELS
-from evals.submission.folder import Finding
-from evals.submission.manifest import MANIFEST
-from evals.submit import main as submit_main
-from results.files import sealed
-from results.ledger import pyarrow
-from tests.evals.submission.forge import Forge, Row
-from tests.test_embedded import known_conversion
-from tests.tiny_run import example_file
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.workers.limited import Limited
+from kvbench.evals import verify
+from kvbench.evals.submission import folder as bounds
+from kvbench.evals.submission import frozen
+from kvbench.evals.submission.check import LEVELS
+from kvbench.evals.submission.folder import Finding
+from kvbench.evals.submission.manifest import MANIFEST
+from kvbench.evals.submit import main as submit_main
+from kvbench.results.files import sealed
+from kvbench.results.ledger import pyarrow
+from kvbench.tests.evals.submission.forge import Forge, Row
+from kvbench.tests.test_embedded import known_conversion
+from kvbench.tests.tiny_run import example_file
 
 NOISY = "import socket\nsocket.create_connection(('192.0.2.1', 80), 1)\n"
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from engine.errors import ConfigError
-from engine.model import Model
-from engine.prefill import prefill
-from evals import calibrate as command
-from methods.calibration import files, known
-from methods.calibration.base import Seen, watch
-from methods.calibration.files import place
-from methods.calibration.kinds import KINDS
-from methods.calibration.known import Calibrated, obtain
-from tests.tiny import prompt, tiny
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.model import Model
+from kvbench.engine.prefill import prefill
+from kvbench.evals import calibrate as command
+from kvbench.methods.calibration import files, known
+from kvbench.methods.calibration.base import Seen, watch
+from kvbench.methods.calibration.files import place
+from kvbench.methods.calibration.kinds import KINDS
+from kvbench.methods.calibration.known import Calibrated, obtain
+from kvbench.tests.tiny import prompt, tiny
 
 
 class Bytes:

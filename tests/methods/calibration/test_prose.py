@@ -2,7 +2,7 @@
 
 import pytest
 
-from methods.calibration import prose
+from kvbench.methods.calibration import prose
 
 
 def test_embedded_prose_is_long_and_free_of_markup() -> None:

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attend import attend
-from engine.budget import BudgetRequest, Frame
-from engine.errors import ConfigError
-from engine.observe import SpacedQueries, spaced
-from engine.passes.trace import Trace
-from engine.shapes import Checkpoint, ModelShape
-from engine.softmax import Softmax
-from methods.compacting.attention_matching import AttentionMatching
-from methods.compacting.matching import (
+from kvbench.engine.attend import attend
+from kvbench.engine.budget import BudgetRequest, Frame
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import SpacedQueries, spaced
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.compacting.attention_matching import AttentionMatching
+from kvbench.methods.compacting.matching import (
     BiasRule,
     Pursuit,
     System,
@@ -29,8 +29,8 @@ from methods.compacting.matching import (
     ridged,
     weights_of,
 )
-from methods.full import Full
-from tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
+from kvbench.methods.full import Full
+from kvbench.tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = AttentionMatching.Params(
     select="highest", score="rms", biases="fitted", values="fitted", ridge=0, drop_below=-7, queries="prompt",

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
-from evals.settings import from_words
-from evals.typed import build_params
-from methods.decoding.random_decode import RandomDecode, kept
-from methods.decoding.schedule import Schedule
-from methods.decoding.streamingllm_decode import StreamingLLMDecode
-from methods.ranking.random import BASE, FIRST, SECOND, STEP
-from tests.methods.decoding.traces import held, on, read_trace, replay, same, start, take
-from tests.vectors import Check, built, differs, first, load, request, row_for, trace_of
+from kvbench.engine.errors import ConfigError
+from kvbench.evals.settings import from_words
+from kvbench.evals.typed import build_params
+from kvbench.methods.decoding.random_decode import RandomDecode, kept
+from kvbench.methods.decoding.schedule import Schedule
+from kvbench.methods.decoding.streamingllm_decode import StreamingLLMDecode
+from kvbench.methods.ranking.random import BASE, FIRST, SECOND, STEP
+from kvbench.tests.methods.decoding.traces import held, on, read_trace, replay, same, start, take
+from kvbench.tests.vectors import Check, built, differs, first, load, request, row_for, trace_of
 
 PARAMS = RandomDecode.Params(8, "position", True, 6, "prompt", "refuse", "fresh", "head", 0)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "random_decode").glob("*.npz"))

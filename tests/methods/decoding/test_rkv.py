@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
-from engine.observe import LastQueries
-from engine.softmax import Softmax
-from methods.decoding.rkv import RKV, key_redundancy, window_importance
-from methods.decoding.snapkv_decode import SnapKVDecode
-from tests.methods.decoding.traces import held, on, replay, start, take
-from tests.vectors import Check, differs, first, load, request, trace_of
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import LastQueries
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.decoding.rkv import RKV, key_redundancy, window_importance
+from kvbench.methods.decoding.snapkv_decode import SnapKVDecode
+from kvbench.tests.methods.decoding.traces import held, on, replay, start, take
+from kvbench.tests.vectors import Check, differs, first, load, request, trace_of
 
 RKV_PARAMS = RKV.Params(8, "position", True, 4, 7, "score", Fraction("0.1"))
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "rkv").glob("*.npz"))

@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.budget import BudgetRequest
-from engine.errors import ConfigError
-from engine.placement import Stay
-from engine.softmax import Softmax
-from methods.decoding.cutting import CuttingMethod, best_first
-from methods.decoding.h2o_decode import H2ODecode
-from methods.decoding.random_decode import RandomDecode
-from methods.decoding.rkv import RKV, window_importance
-from methods.decoding.schedule import Schedule, target_of
-from methods.decoding.snapkv_decode import SnapKVDecode
-from methods.decoding.streamingllm_decode import StreamingLLMDecode
-from methods.decoding.tova_decode import TOVADecode
-from tests.methods.decoding.traces import held, replay, start, take
-from tests.vectors import Check, differs, first, load, trace_of
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.placement import Stay
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.decoding.cutting import CuttingMethod, best_first
+from kvbench.methods.decoding.h2o_decode import H2ODecode
+from kvbench.methods.decoding.random_decode import RandomDecode
+from kvbench.methods.decoding.rkv import RKV, window_importance
+from kvbench.methods.decoding.schedule import Schedule, target_of
+from kvbench.methods.decoding.snapkv_decode import SnapKVDecode
+from kvbench.methods.decoding.streamingllm_decode import StreamingLLMDecode
+from kvbench.methods.decoding.tova_decode import TOVADecode
+from kvbench.tests.methods.decoding.traces import held, replay, start, take
+from kvbench.tests.vectors import Check, differs, first, load, trace_of
 
 POSITION = ("position", True)
 SMALL: dict[type[CuttingMethod], Any] = {

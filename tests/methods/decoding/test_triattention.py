@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
-from engine.passes.trace import Known, Trace
-from engine.placement import Stay
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from engine.step import cut
-from methods.calibration.known import Calibrated
-from methods.calibration.queries import Queries, as_complex
-from methods.decoding.triattention import TriAttention, key_scores, offsets_of, standardised, statistics
-from tests.tiny import prompt, tiny
-from tests.vectors import Check, built, differs, first, load, request, step
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Known, Trace
+from kvbench.engine.placement import Stay
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.step import cut
+from kvbench.methods.calibration.known import Calibrated
+from kvbench.methods.calibration.queries import Queries, as_complex
+from kvbench.methods.decoding.triattention import TriAttention, key_scores, offsets_of, standardised, statistics
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.vectors import Check, built, differs, first, load, request, step
 
 PARAMS = TriAttention.Params(8, "per_head", True, "mean", "max", 17, "slack", True, True, "missing", None)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "triattention").glob("*.npz"))

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.observe import ColumnSums, LastQueries
-from engine.passes.trace import Trace
-from engine.step import cut
-from methods.decoding.cutting import CuttingMethod
-from methods.decoding.schedule import Schedule
-from tests.vectors import built, differs, first, request, step, trace_of
+from kvbench.engine.observe import ColumnSums, LastQueries
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.step import cut
+from kvbench.methods.decoding.cutting import CuttingMethod
+from kvbench.methods.decoding.schedule import Schedule
+from kvbench.tests.vectors import built, differs, first, request, step, trace_of
 
 
 def read_trace(q: Tensor, k: Tensor, v: Tensor, s: int, n_queries: int) -> Trace:

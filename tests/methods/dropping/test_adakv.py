@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from engine.errors import ConfigError
-from engine.observe import LastQueries
-from engine.softmax import Softmax
-from methods.dropping.ada_pyramid import AdaPyramid
-from methods.dropping.adakv import AdaKV, normalised_heads
-from methods.dropping.allocators import head_mix, head_mix_published, head_protect
-from methods.dropping.snapkv import SnapKV
-from tests.methods.dropping.test_pyramidkv import layered
-from tests.methods.dropping.test_snapkv import PARAMS as SNAPKV
-from tests.methods.dropping.test_snapkv import check_kept
-from tests.vectors import Check, built, differs, first, load, request, row_for, step, trace_of
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import LastQueries
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.dropping.ada_pyramid import AdaPyramid
+from kvbench.methods.dropping.adakv import AdaKV, normalised_heads
+from kvbench.methods.dropping.allocators import head_mix, head_mix_published, head_protect
+from kvbench.methods.dropping.snapkv import SnapKV
+from kvbench.tests.methods.dropping.test_pyramidkv import layered
+from kvbench.tests.methods.dropping.test_snapkv import PARAMS as SNAPKV
+from kvbench.tests.methods.dropping.test_snapkv import check_kept
+from kvbench.tests.vectors import Check, built, differs, first, load, request, row_for, step, trace_of
 
 PARAMS = AdaKV.Params(8, 5, "max", "mean", Fraction(1, 5), "mix", False, 0, False)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "adakv").glob("*.npz"))

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.budget import resolve
-from engine.errors import ConfigError
-from engine.shapes import Checkpoint, ModelShape
-from methods.dropping.duo_attention import DuoAttention, HeadTable, divide, half_up, ranked, read_table
-from methods.dropping.streamingllm import StreamingLLM
-from tests.vectors import Check, at, built, differs, first, load, request, row_for, step, trace_of
+from kvbench.engine.budget import resolve
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.methods.dropping.duo_attention import DuoAttention, HeadTable, divide, half_up, ranked, read_table
+from kvbench.methods.dropping.streamingllm import StreamingLLM
+from kvbench.tests.vectors import Check, at, built, differs, first, load, request, row_for, step, trace_of
 
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "duo_attention").glob("*.npz"))
 PARAMS = DuoAttention.Params("auto", 4, 16, None, "always")

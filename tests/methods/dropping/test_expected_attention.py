@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.errors import ConfigError
-from engine.observe import QueryStatistics, moments
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from engine.softmax import Softmax
-from methods.dropping import expected_attention
-from methods.dropping.expected_attention import (
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import QueryStatistics, moments
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.dropping import expected_attention
+from kvbench.methods.dropping.expected_attention import (
     ExpectedAttention,
     average_rotation,
     expected_logits,
@@ -28,10 +28,10 @@ from methods.dropping.expected_attention import (
     pooled,
     turned_statistics,
 )  # fmt: skip
-from methods.scorers import keep_top
-from tests.tiny import prompt, tiny
-from tests.tiny_run import run, save_tiny
-from tests.vectors import Check, differs, first, load, request, row_of, trace_of
+from kvbench.methods.scorers import keep_top
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.tiny_run import run, save_tiny
+from kvbench.tests.vectors import Check, differs, first, load, request, row_of, trace_of
 
 PARAMS = ExpectedAttention.Params(512, 4, 0.01, Fraction(1, 5), True, True, "prompt", None, "model")
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "expected_attention").glob("*.npz"))

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from engine.budget import resolve
-from engine.causal import causal
-from engine.errors import ConfigError
-from engine.observe import ColumnSums
-from engine.passes.trace import Trace
-from methods.dropping.h2o import H2O, weakest
-from methods.dropping.streamingllm import StreamingLLM
-from methods.full import Full
-from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
+from kvbench.engine.budget import resolve
+from kvbench.engine.causal import causal
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import ColumnSums
+from kvbench.engine.passes.trace import Trace
+from kvbench.methods.dropping.h2o import H2O, weakest
+from kvbench.methods.dropping.streamingllm import StreamingLLM
+from kvbench.methods.full import Full
+from kvbench.tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = H2O.Params(0, Fraction(1, 2), "sum", "inside", "fair")
 ROOT = Path(__file__).parents[2] / "golden"

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
-from methods.allocator import Allocator
-from methods.dropping.keydiff import KeyDiff, anchor, survivors, unlikeness
-from methods.full import Full
-from tests.vectors import Check, built, differs, first, load, request, row_of, step, trace_of
+from kvbench.engine.errors import ConfigError
+from kvbench.methods.allocator import Allocator
+from kvbench.methods.dropping.keydiff import KeyDiff, anchor, survivors, unlikeness
+from kvbench.methods.full import Full
+from kvbench.tests.vectors import Check, built, differs, first, load, request, row_of, step, trace_of
 
 BLOCKS = KeyDiff.Params("simulated", 128, "prompt")
 ONE_SHOT = replace(BLOCKS, blocks="none")

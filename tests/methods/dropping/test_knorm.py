@@ -6,21 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoints.load import load as load_model
-from engine.decode import decode
-from engine.errors import ConfigError
-from engine.passes.trace import Trace
-from engine.placement import Kept
-from engine.prefill import prefill
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from methods.allocator import Allocator
-from methods.base import SelectiveAttention, Variant
-from methods.calibration.prose import embedded_prose
-from methods.dropping.knorm import Knorm
-from methods.dropping.snapkv import SnapKV
-from methods.full import Full
-from tests.vectors import Check, built, differs, first, load, request, row_of, step, trace_of
+from kvbench.engine.checkpoints.load import load as load_model
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.placement import Kept
+from kvbench.engine.prefill import prefill
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.allocator import Allocator
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.methods.calibration.prose import embedded_prose
+from kvbench.methods.dropping.knorm import Knorm
+from kvbench.methods.dropping.snapkv import SnapKV
+from kvbench.methods.full import Full
+from kvbench.tests.vectors import Check, built, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = Knorm.Params(0, None, 0, "fair")
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "knorm").glob("*.npz"))

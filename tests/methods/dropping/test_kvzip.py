@@ -9,29 +9,29 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.budget import Frame
-from engine.causal import causal, whole
-from engine.checkpoints.load import shape_of
-from engine.decode import decode
-from engine.errors import ConfigError
-from engine.model import Model, register_attention
-from engine.passes.probe import probe
-from engine.passes.repetition import FIRST, NEXT, Repetition, largest_weights
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from engine.softmax import Softmax
-from evals.asked import Lookups, ask_one
-from evals.cells import cell_without_task
-from evals.settings import from_words
-from methods.allocator import Allocator
-from methods.base import SelectiveAttention, Variant
-from methods.dropping.allocators import Counts
-from methods.dropping.kvzip import KVzip, above_threshold
-from methods.full import full_attention
-from tests.tiny import prompt, tiny
-from tests.tiny_run import run, save_tiny, sweep
-from tests.tiny_tokenizer import tiny_tokenizer
-from tests.vectors import Check, built, differs, first, load, request
+from kvbench.engine.budget import Frame
+from kvbench.engine.causal import causal, whole
+from kvbench.engine.checkpoints.load import shape_of
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.model import Model, register_attention
+from kvbench.engine.passes.probe import probe
+from kvbench.engine.passes.repetition import FIRST, NEXT, Repetition, largest_weights
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.engine.softmax import Softmax
+from kvbench.evals.asked import Lookups, ask_one
+from kvbench.evals.cells import cell_without_task
+from kvbench.evals.settings import from_words
+from kvbench.methods.allocator import Allocator
+from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.methods.dropping.allocators import Counts
+from kvbench.methods.dropping.kvzip import KVzip, above_threshold
+from kvbench.methods.full import full_attention
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.tiny_run import run, save_tiny, sweep
+from kvbench.tests.tiny_tokenizer import tiny_tokenizer
+from kvbench.tests.vectors import Check, built, differs, first, load, request
 
 FIRST_IDS, NEXT_IDS = (7, 5, 9), (7, 8)
 PARAMS = KVzip.Params(20, 8, False, FIRST_IDS, NEXT_IDS)

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.budget import resolve
-from engine.errors import ConfigError
-from methods.allocator import Allocator
-from methods.dropping.lagkv import LagKV, lag_scores, ranks, spread
-from methods.full import Full
-from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
+from kvbench.engine.budget import resolve
+from kvbench.engine.errors import ConfigError
+from kvbench.methods.allocator import Allocator
+from kvbench.methods.dropping.lagkv import LagKV, lag_scores, ranks, spread
+from kvbench.methods.full import Full
+from kvbench.tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = LagKV.Params(4, 8, 1.0, "quota", "prompt", "fair")
 OFFICIAL = replace(PARAMS, evict="always", budget_rule="official")

@@ -7,19 +7,26 @@ import numpy as np
 import pytest
 import torch
 
-from engine.budget import Budget, resolve
-from engine.decode import decode
-from engine.errors import ConfigError
-from engine.observe import MeanWeights
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from kernels.column_sums import column_sums
-from methods.dropping.pyramidinfer import Course, Generated, PyramidInfer, fit_course, n_of_block, rising_weights
-from methods.full import Full
-from tests.tiny import prompt, tiny
-from tests.vectors import Check, built, differs, first, request, row_for
+from kvbench.engine.budget import Budget, resolve
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import MeanWeights
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.column_sums import column_sums
+from kvbench.methods.dropping.pyramidinfer import (
+    Course,
+    Generated,
+    PyramidInfer,
+    fit_course,
+    n_of_block,
+    rising_weights,
+)
+from kvbench.methods.full import Full
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.vectors import Check, built, differs, first, request, row_for
 
 PARAMS = PyramidInfer.Params(None, None, None, None, 4, 1, 1.2, False)
 PUBLISHED = PyramidInfer.Params("cosine", Fraction(9, 10), Fraction(1, 5), 64, 4, 1, 1.2, False)
@@ -172,7 +179,7 @@ def test_weighted_sums_of_the_last_rows_do_not_depend_on_the_blocks(
     q, k = (torch.randn(1, heads, 64, 8, generator=draw) for heads in (4, 2))
     weights = torch.rand(30, generator=draw)
     whole = column_sums(q[:, :, -30:], k, 0.3, weights)
-    monkeypatch.setattr("kernels.column_sums.COLUMN_BLOCK_BYTES", 4 * 2 * 64 * 7)  # blocks of 7 rows
+    monkeypatch.setattr("kvbench.kernels.column_sums.COLUMN_BLOCK_BYTES", 4 * 2 * 64 * 7)  # blocks of 7 rows
     torch.testing.assert_close(column_sums(q[:, :, -30:], k, 0.3, weights), whole)
     assert whole.sum(-1).allclose(weights.sum().double(), rtol=1e-5)
 

@@ -8,16 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.budget import resolve
-from engine.errors import ConfigError
-from engine.observe import LastQueries
-from engine.passes.trace import Trace
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from methods.dropping.pyramidkv import PyramidKV, fit_schedule, pyramid, schedule
-from methods.dropping.snapkv import SnapKV
-from tests.methods.dropping.test_snapkv import check_kept, kept_positions, vector_heads, vector_params
-from tests.vectors import Check, built, differs, first, load, request, row_for
+from kvbench.engine.budget import resolve
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import LastQueries
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.dropping.pyramidkv import PyramidKV, fit_schedule, pyramid, schedule
+from kvbench.methods.dropping.snapkv import SnapKV
+from kvbench.tests.methods.dropping.test_snapkv import check_kept, kept_positions, vector_heads, vector_params
+from kvbench.tests.vectors import Check, built, differs, first, load, request, row_for
 
 PARAMS = PyramidKV.Params(8, 7, "max", "mean", 20, match_published=False)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "pyramidkv").glob("*.npz"))

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import observe
-from engine.budget import resolve
-from engine.errors import ConfigError
-from engine.observe import LastQueries
-from methods import scorers
-from methods.dropping.snapkv import SnapKV, fit_window
-from methods.scorers import keep_top, pool_scores, reduce_group, window_votes
-from tests.vectors import Check, at, built, differs, first, load, request, row_for, row_of, step, trace_of
+from kvbench.engine import observe
+from kvbench.engine.budget import resolve
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import LastQueries
+from kvbench.methods import scorers
+from kvbench.methods.dropping.snapkv import SnapKV, fit_window
+from kvbench.methods.scorers import keep_top, pool_scores, reduce_group, window_votes
+from kvbench.tests.vectors import Check, at, built, differs, first, load, request, row_for, row_of, step, trace_of
 
 PARAMS = SnapKV.Params(8, 5, "max", "mean")
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "snapkv").glob("*.npz"))

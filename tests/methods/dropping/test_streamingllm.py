@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.budget import resolve
-from engine.errors import ConfigError
-from methods.dropping.streamingllm import StreamingLLM
-from tests.tiny import tiny
-from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
+from kvbench.engine.budget import resolve
+from kvbench.engine.errors import ConfigError
+from kvbench.methods.dropping.streamingllm import StreamingLLM
+from kvbench.tests.tiny import tiny
+from kvbench.tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = StreamingLLM.Params(4, "inside", "original")
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "streamingllm").glob("*.npz"))

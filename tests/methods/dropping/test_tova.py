@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
-from engine.passes.trace import Trace
-from methods.allocator import Allocator
-from methods.dropping.tova import LAST_QUERY, TOVA
-from methods.full import Full
-from methods.scorers import lowest_slot, lowest_slots
-from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Trace
+from kvbench.methods.allocator import Allocator
+from kvbench.methods.dropping.tova import LAST_QUERY, TOVA
+from kvbench.methods.full import Full
+from kvbench.methods.scorers import lowest_slot, lowest_slots
+from kvbench.tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 ALWAYS, ONE_SHOT = TOVA.Params("always"), TOVA.Params("prompt")
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "tova").glob("*.npz"))

@@ -12,15 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.budget import resolve
-from engine.errors import ConfigError
-from engine.observe import LastQueries, window_scores
-from engine.passes.trace import Trace
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from methods.dropping import xkv
-from methods.dropping.allocators import by_need, by_need_until, by_shares
-from methods.dropping.xkv import (
+from kvbench.engine.budget import resolve
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import LastQueries, window_scores
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.dropping import xkv
+from kvbench.methods.dropping.allocators import by_need, by_need_until, by_shares
+from kvbench.methods.dropping.xkv import (
     XKV,
     average_shares,
     layer_vector,
@@ -28,8 +28,8 @@ from methods.dropping.xkv import (
     retention_ratio,
     tokens_for,
 )
-from methods.scorers import keep_top, pool_scores, reduce_group
-from tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
+from kvbench.methods.scorers import keep_top, pool_scores, reduce_group
+from kvbench.tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 
 PARAMS = XKV.Params(8, 7, "size", None, "exact", None, "kv_head", 0)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "xkv").glob("*.npz"))

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.errors import ConfigError
-from engine.shapes import Checkpoint, ModelShape
-from methods.gates import files
-from methods.gates.networks import GateScores, drawn, fastkvzip, kvzap
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import Checkpoint, ModelShape
+from kvbench.methods.gates import files
+from kvbench.methods.gates.networks import GateScores, drawn, fastkvzip, kvzap
 
 SHAPE = ModelShape("m", 3, 4, 2, 8, 1024, (0, 2), 24)
 MODEL = Checkpoint(SHAPE, ("abc", "old"), 8)

@@ -5,16 +5,16 @@ from fractions import Fraction
 import pytest
 import torch
 
-from engine.budget import BudgetRequest
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.asked import coding_of, rules_and_params
-from evals.settings import from_words
-from kernels.packed.codes import quantise_channels, quantise_tokens, rebuild_channels, rebuild_tokens
-from methods.quantising.kivi import KIVI
-from methods.rules import Coding
-from tests.conformance import answers, model, ours
-from tests.vectors import built, step, trace_of
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.asked import coding_of, rules_and_params
+from kvbench.evals.settings import from_words
+from kvbench.kernels.packed.codes import quantise_channels, quantise_tokens, rebuild_channels, rebuild_tokens
+from kvbench.methods.quantising.kivi import KIVI
+from kvbench.methods.rules import Coding
+from kvbench.tests.conformance import answers, model, ours
+from kvbench.tests.vectors import built, step, trace_of
 
 SNAPKV = ours("snapkv")
 LARGE, SMALL = ModelShape("l", 1, 32, 8, 128, 1 << 20, (0,)), ModelShape("s", 1, 9, 3, 64, 1 << 20, (0,))

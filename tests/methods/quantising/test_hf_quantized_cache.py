@@ -5,12 +5,12 @@ from fractions import Fraction
 import pytest
 import torch
 
-from engine.budget import BudgetRequest
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from kernels.packed.codes import quantise_tokens, rebuild_tokens, unpack
-from methods.quantising.hf_quantized_cache import HFQuantizedCache, WholeCodec
-from tests.vectors import row_of, step, trace_of
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.packed.codes import quantise_tokens, rebuild_tokens, unpack
+from kvbench.methods.quantising.hf_quantized_cache import HFQuantizedCache, WholeCodec
+from kvbench.tests.vectors import row_of, step, trace_of
 
 WHOLE = BudgetRequest(Fraction(1), None, Fraction(0))
 LARGE = ModelShape("l", 1, 32, 8, 128, 1 << 20, (0,))

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from engine.budget import BudgetRequest
-from engine.caches.blocks import BlockCacheSpec
-from engine.caches.packed_host import PackedHost, host_of
-from engine.caches.token_code import TokenCode
-from engine.errors import ConfigError
-from engine.turns.state import fork_of
-from evals.asked import coding_of, rules_and_params
-from evals.settings import from_words
-from kernels.packed.codes import quantise_tokens, rebuild_tokens
-from methods.quantising.hf_quantized_cache import HFQuantizedCache
-from methods.quantising.kivi import KIVI
-from methods.rules import Coding
-from tests.conformance import answers, model, ours
-from tests.vectors import built, request, step, trace_of
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.caches.packed_host import PackedHost, host_of
+from kvbench.engine.caches.token_code import TokenCode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.turns.state import fork_of
+from kvbench.evals.asked import coding_of, rules_and_params
+from kvbench.evals.settings import from_words
+from kvbench.kernels.packed.codes import quantise_tokens, rebuild_tokens
+from kvbench.methods.quantising.hf_quantized_cache import HFQuantizedCache
+from kvbench.methods.quantising.kivi import KIVI
+from kvbench.methods.rules import Coding
+from kvbench.tests.conformance import answers, model, ours
+from kvbench.tests.vectors import built, request, step, trace_of
 
 FOUR, EIGHT = (Coding(KIVI, KIVI.Params(bits, bits, 8, 16)) for bits in (4, 8))
 D = model().shape.d_h

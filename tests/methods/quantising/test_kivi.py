@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.budget import BudgetRequest
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from kernels.packed.codes import quantise_channels, quantise_tokens, rebuild_channels, rebuild_tokens, unpack
-from methods.quantising.kivi import KIVI, KIVICodec
-from tests.conformance import answers, model, ours, variant
-from tests.vectors import Check, differs, first, load, row_of, step, trace_of
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.packed.codes import quantise_channels, quantise_tokens, rebuild_channels, rebuild_tokens, unpack
+from kvbench.methods.quantising.kivi import KIVI, KIVICodec
+from kvbench.tests.conformance import answers, model, ours, variant
+from kvbench.tests.vectors import Check, differs, first, load, row_of, step, trace_of
 
 VECTORS = Path(__file__).parents[2] / "golden" / "kivi"
 PARAMS = KIVI.Params(4, 4, 32, 128)

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.budget import BudgetRequest
-from engine.causal import causal
-from engine.errors import ConfigError
-from engine.observe import LastQueries
-from engine.shapes import ModelShape
-from evals.asked import ask, coding_of, rules_and_params
-from evals.settings import from_words
-from methods.quantising.think import ThinCodec, ThinK, channel_scores, kept_channels
-from methods.rules import Coding
-from tests.conformance import answers, model, ours
-from tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.causal import causal
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import LastQueries
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.asked import ask, coding_of, rules_and_params
+from kvbench.evals.settings import from_words
+from kvbench.methods.quantising.think import ThinCodec, ThinK, channel_scores, kept_channels
+from kvbench.methods.rules import Coding
+from kvbench.tests.conformance import answers, model, ours
+from kvbench.tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = ThinK.Params(Fraction(2, 5), 32, 32, "kv_head")
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "think").glob("*.npz"))

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.budget import BudgetRequest
-from engine.errors import ConfigError
-from engine.layouts.coded import CodedLayer
-from engine.shapes import ModelShape
-from methods.quantising import codebooks, turboquant
-from methods.quantising.turboquant import PRESETS, Book, TurboQuant, TurboQuantCodec
-from tests.conformance import answers, model
-from tests.vectors import Check, differs, first, load, row_of, step, trace_of
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.layouts.coded import CodedLayer
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.quantising import codebooks, turboquant
+from kvbench.methods.quantising.turboquant import PRESETS, Book, TurboQuant, TurboQuantCodec
+from kvbench.tests.conformance import answers, model
+from kvbench.tests.vectors import Check, differs, first, load, row_of, step, trace_of
 
 VECTORS = Path(__file__).parents[2] / "golden" / "turboquant"
 WHOLE = BudgetRequest(Fraction(1), None, Fraction(0))

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.budget import resolve
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from methods.ranking.compactor import Compactor, TwoWay, leverages, z_scores
-from tests.vectors import Check, differs, first, load, request, row_of, trace_of
+from kvbench.engine.budget import resolve
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.ranking.compactor import Compactor, TwoWay, leverages, z_scores
+from kvbench.tests.vectors import Check, differs, first, load, request, row_of, trace_of
 
 PARAMS = Compactor.Params(48, 256, 0.35, "both", 8, 4, "masked", 0)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "compactor").glob("*.npz"))

@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
-from engine.observe import LastQueries
-from engine.passes.trace import Known, Trace
-from engine.prefill import prefill
-from engine.softmax import Softmax
-from evals.typed import convert
-from methods.allocator import Allocator
-from methods.dropping.allocators import head_protect
-from methods.dropping.snapkv import SnapKV
-from methods.ranking.criticalkv import CriticalKV, OutputProjection, output_norms
-from methods.rules import NoParams, Scorer
-from methods.scoring import ScoringMethod
-from tests.tiny import prompt, tiny
-from tests.vectors import Check, built, differs, first, load, request, row_of, trace_of
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import LastQueries
+from kvbench.engine.passes.trace import Known, Trace
+from kvbench.engine.prefill import prefill
+from kvbench.engine.softmax import Softmax
+from kvbench.evals.typed import convert
+from kvbench.methods.allocator import Allocator
+from kvbench.methods.dropping.allocators import head_protect
+from kvbench.methods.dropping.snapkv import SnapKV
+from kvbench.methods.ranking.criticalkv import CriticalKV, OutputProjection, output_norms
+from kvbench.methods.rules import NoParams, Scorer
+from kvbench.methods.scoring import ScoringMethod
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.vectors import Check, built, differs, first, load, request, row_of, trace_of
 
 PARAMS = CriticalKV.Params(Scorer(SnapKV, SnapKV.Params(8, 5, "avg", "mean")), Fraction(1, 2), 1e-4, Fraction(1), False)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "criticalkv").glob("*.npz"))
@@ -156,7 +156,7 @@ def test_norms_are_means_of_a_group_in_blocks_of_tokens(monkeypatch: pytest.Monk
     draw = torch.Generator().manual_seed(0)
     values, weights = torch.randn(1, 2, 11, 4, generator=draw), torch.randn(4, 4, 8, generator=draw)
     whole = output_norms(values, weights)
-    monkeypatch.setattr("methods.ranking.criticalkv.BLOCK_BYTES", 100)
+    monkeypatch.setattr("kvbench.methods.ranking.criticalkv.BLOCK_BYTES", 100)
     assert torch.allclose(output_norms(values, weights), whole)
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
-from methods.ranking.cur import CUR, leverages, local_shares
-from tests.vectors import Check, differs, first, load, request, row_of, trace_of
+from kvbench.engine.errors import ConfigError
+from kvbench.methods.ranking.cur import CUR, leverages, local_shares
+from kvbench.tests.vectors import Check, differs, first, load, request, row_of, trace_of
 
 PARAMS = CUR.Params("kv_product", 16, "whole", 4, None, 0)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "cur").glob("*.npz"))

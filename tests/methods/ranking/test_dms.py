@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.budget import EVERYTHING
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from evals.asked import ask
-from evals.settings import from_words
-from methods.full import Full
-from methods.gates.networks import GateScores, kvzap
-from methods.ranking.dms import DMS
-from tests.conformance import answers, model, ours
-from tests.vectors import built, differs, load, step, trace_of
+from kvbench.engine.budget import EVERYTHING
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.evals.asked import ask
+from kvbench.evals.settings import from_words
+from kvbench.methods.full import Full
+from kvbench.methods.gates.networks import GateScores, kvzap
+from kvbench.methods.ranking.dms import DMS
+from kvbench.tests.conformance import answers, model, ours
+from kvbench.tests.vectors import built, differs, load, step, trace_of
 
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "kvzap").glob("*.npz"))
 GATED = ours("dms_kvzap")

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from engine.errors import ConfigError
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from methods.gates.networks import GateScores, fastkvzip
-from methods.ranking.fastkvzip import FastKVzip
-from tests.conformance import answers, ours
-from tests.tiny import prompt, tiny
-from tests.vectors import Check, built, differs, first, load, request
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.gates.networks import GateScores, fastkvzip
+from kvbench.methods.ranking.fastkvzip import FastKVzip
+from kvbench.tests.conformance import answers, ours
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.vectors import Check, built, differs, first, load, request
 
 PARAMS = FastKVzip.Params("drawn", 4, Fraction(1, 50), "kvpress")
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "fastkvzip").glob("*.npz"))

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from engine.budget import Frame
-from engine.errors import ConfigError
-from engine.keeping import AS_THEY_ARE
-from engine.observe import LastQueries
-from engine.passes.trace import Trace
-from engine.softmax import Softmax
-from methods.ranking.finch import Finch
-from methods.scorers import window_votes
-from tests.engine.test_keeping import turn_of
-from tests.vectors import Check, built, differs, first, load, request, trace_of
+from kvbench.engine.budget import Frame
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.keeping import AS_THEY_ARE
+from kvbench.engine.observe import LastQueries
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.ranking.finch import Finch
+from kvbench.methods.scorers import window_votes
+from kvbench.tests.engine.test_keeping import turn_of
+from kvbench.tests.vectors import Check, built, differs, first, load, request, trace_of
 
 PARAMS = Finch.Params(None, True, "head", None, False)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "finch").glob("*.npz"))

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.errors import ConfigError
-from evals.asked import ask
-from evals.settings import from_words
-from methods.gates.networks import kvzap
-from tests.conformance import answers, model, ours
-from tests.methods.ranking.test_dms import kept_vectors
-from tests.vectors import Check, differs, first, load, request
+from kvbench.engine.errors import ConfigError
+from kvbench.evals.asked import ask
+from kvbench.evals.settings import from_words
+from kvbench.methods.gates.networks import kvzap
+from kvbench.tests.conformance import answers, model, ours
+from kvbench.tests.methods.ranking.test_dms import kept_vectors
+from kvbench.tests.vectors import Check, differs, first, load, request
 
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "kvzap").glob("*.npz"))
 

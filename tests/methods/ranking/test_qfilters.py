@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
-from engine.passes.trace import Known
-from engine.shapes import Checkpoint
-from methods.calibration import files
-from methods.calibration.qfilters import directions, filters
-from methods.ranking.qfilters import QFilters, calibrated
-from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Known
+from kvbench.engine.shapes import Checkpoint
+from kvbench.methods.calibration import files
+from kvbench.methods.calibration.qfilters import directions, filters
+from kvbench.methods.ranking.qfilters import QFilters, calibrated
+from kvbench.tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = QFilters.Params(64, "prompt", "missing", None)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "qfilters").glob("*.npz"))

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import ConfigError
-from engine.passes.trace import Trace
-from methods.allocator import Allocator
-from methods.ranking.random import BASE, FIRST, SECOND, STEP, Random, drawn, marks
-from tests.vectors import Check, differs, first, load, request, row_of, trace_of
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Trace
+from kvbench.methods.allocator import Allocator
+from kvbench.methods.ranking.random import BASE, FIRST, SECOND, STEP, Random, drawn, marks
+from kvbench.tests.vectors import Check, differs, first, load, request, row_of, trace_of
 
 PARAMS = Random.Params("head", 0, 0, 0, "counter")
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "random").glob("*.npz"))

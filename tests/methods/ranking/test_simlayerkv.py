@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.errors import ConfigError
-from engine.observe import MeanWeights
-from engine.passes.trace import Trace
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from methods.dropping.allocators import whole_layers
-from methods.ranking.simlayerkv import SimLayerKV, lazy_share
-from tests.vectors import Check, built, differs, first, load, request, row_of, trace_of
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import MeanWeights
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.dropping.allocators import whole_layers
+from kvbench.methods.ranking.simlayerkv import SimLayerKV, lazy_share
+from kvbench.tests.vectors import Check, built, differs, first, load, request, row_of, trace_of
 
 PARAMS = SimLayerKV.Params(4, None, None, 1, "counted")
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "simlayerkv").glob("*.npz"))

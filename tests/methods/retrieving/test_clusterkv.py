@@ -13,19 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.budget import resolve
-from engine.caches.blocks import BlockCacheSpec
-from engine.errors import ConfigError
-from engine.passes.trace import Trace
-from engine.sampling.draws import seeded
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from engine.step import step_rows
-from kernels.clusters import cluster_tokens
-from kernels.kmeans import draw_points, kmeans, nearest
-from methods.full import Full
-from methods.retrieving import clusterkv
-from methods.retrieving.clusterkv import (
+from kvbench.engine.budget import resolve
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.sampling.draws import seeded
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.step import step_rows
+from kvbench.kernels.clusters import cluster_tokens
+from kvbench.kernels.kmeans import draw_points, kmeans, nearest
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving import clusterkv
+from kvbench.methods.retrieving.clusterkv import (
     ClusterKV,
     Clusters,
     append_clusters,
@@ -34,8 +34,8 @@ from methods.retrieving.clusterkv import (
     hit_rates,
     touched,
 )
-from methods.retrieving.oracle import Oracle
-from tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
+from kvbench.methods.retrieving.oracle import Oracle
+from kvbench.tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 
 PARAMS = ClusterKV.Params(
     comm_mode="native", num_clusters=None, metric="cosine", max_rounds=20, n_sink=4, agg="query_head",

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.budget import key_bytes
-from engine.errors import ConfigError
-from engine.passes.trace import Known, Trace
-from engine.shapes import ModelShape
-from kernels.labels import label_scores
-from methods.calibration.base import Seen
-from methods.calibration.channels import Channels
-from methods.full import Full
-from methods.retrieving.double_sparsity import (
+from kvbench.engine.budget import key_bytes
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Known, Trace
+from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.labels import label_scores
+from kvbench.methods.calibration.base import Seen
+from kvbench.methods.calibration.channels import Channels
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving.double_sparsity import (
     DoubleSparsity,
     order_of,
     quantised,
@@ -24,8 +24,8 @@ from methods.retrieving.double_sparsity import (
     union_of,
     union_within,
 )
-from methods.retrieving.labels import weights_of
-from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
+from kvbench.methods.retrieving.labels import weights_of
+from kvbench.tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = DoubleSparsity.Params("matched", 16, 16, "q", "paper", "query_head", "stay", None, 0, "missing", None)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "double_sparsity").glob("*.npz"))

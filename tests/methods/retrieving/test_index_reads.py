@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.budget import find_bytes
-from tests.conformance import S, Said, model, ours, variant, watched
+from kvbench.engine.budget import find_bytes
+from kvbench.tests.conformance import S, Said, model, ours, variant, watched
 
 RATIO = "0.2"
 PRICED = ("quest", "sparq", "loki", "double_sparsity")  # what they read is what `comm` limits

@@ -9,23 +9,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.budget import BudgetRequest, key_bytes
-from engine.causal import Chunk
-from engine.decode import decode
-from engine.errors import ConfigError
-from engine.model import Model
-from engine.observe import ChannelSums
-from engine.passes.session import Call
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from engine.selection import Found
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from methods.full import Full
-from methods.retrieving.infinigen import InfiniGen, common_count, foretold_logits, make_proxy, merged, top_stable
-from methods.retrieving.oracle import Oracle
-from tests.tiny import CONFIGS, prompt, tiny
-from tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
+from kvbench.engine.budget import BudgetRequest, key_bytes
+from kvbench.engine.causal import Chunk
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.model import Model
+from kvbench.engine.observe import ChannelSums
+from kvbench.engine.passes.session import Call
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.engine.selection import Found
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving.infinigen import (
+    InfiniGen,
+    common_count,
+    foretold_logits,
+    make_proxy,
+    merged,
+    top_stable,
+)
+from kvbench.methods.retrieving.oracle import Oracle
+from kvbench.tests.tiny import CONFIGS, prompt, tiny
+from kvbench.tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 
 PARAMS = InfiniGen.Params("matched", Fraction(1, 5), True, "query_key", None, "query_head", "stay", 0, 0)
 AHEAD = replace(PARAMS, lookahead=1, full_layers=2)
@@ -506,7 +513,7 @@ def test_channel_sums_by_their_definition_whatever_the_blocks(
 ) -> None:
     q, k, _ = random_tokens(h, h_kv, 90, d_h=8)
     whole = ChannelSums(True).observe(q, k, Softmax(1.0))
-    monkeypatch.setattr("engine.observe.BASIS_QUERIES", 17)
+    monkeypatch.setattr("kvbench.engine.observe.BASIS_QUERIES", 17)
     blocks = ChannelSums(True).observe(q, k, Softmax(1.0))
     torch.testing.assert_close(blocks.abs(), whole.abs(), atol=1e-4, rtol=1e-5)
     for kv_head in range(h_kv):

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.budget import resolve
-from engine.caches.blocks import BlockCacheSpec
-from engine.decode import decode
-from engine.errors import ConfigError
-from engine.observe import BandLogits, BandSums
-from engine.passes.trace import Trace
-from engine.prefill import prefill
-from methods.full import Full
-from methods.retrieving.infllm import InfLLM, representatives
-from tests.tiny import prompt, tiny
-from tests.vectors import (
+from kvbench.engine.budget import resolve
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.decode import decode
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import BandLogits, BandSums
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.prefill import prefill
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving.infllm import InfLLM, representatives
+from kvbench.tests.tiny import prompt, tiny
+from kvbench.tests.vectors import (
     Check,
     at,
     built,

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from engine.budget import key_bytes
-from engine.errors import ConfigError
-from engine.passes.trace import Known, Trace
-from engine.shapes import ModelShape
-from kernels.labels import label_scores
-from methods.calibration.pca import components, moments
-from methods.full import Full
-from methods.retrieving.labels import weights_of
-from methods.retrieving.loki import Loki, fitted, n_components
-from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
+from kvbench.engine.budget import key_bytes
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Known, Trace
+from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.labels import label_scores
+from kvbench.methods.calibration.pca import components, moments
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving.labels import weights_of
+from kvbench.methods.retrieving.loki import Loki, fitted, n_components
+from kvbench.tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = Loki.Params("auto", None, "post", "query_head", "stay", "missing", None)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "loki").glob("*.npz"))

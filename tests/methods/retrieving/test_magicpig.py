@@ -7,12 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
-from engine.shapes import ModelShape
-from kernels.rows.collisions import chance
-from methods.full import Full
-from methods.retrieving.magicpig import CALIBRATION, MagicPIG, affordable_tables, codes_of, dense_layers, draw_planes
-from tests.vectors import Check, built, differs, first, load, request, row_for, row_of, step, trace_of
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.rows.collisions import chance
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving.magicpig import (
+    CALIBRATION,
+    MagicPIG,
+    affordable_tables,
+    codes_of,
+    dense_layers,
+    draw_planes,
+)
+from kvbench.tests.vectors import Check, built, differs, first, load, request, row_for, row_of, step, trace_of
 
 PARAMS = MagicPIG.Params(10, "auto", 4, 64, 0, 0)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "magicpig").glob("*.npz"))

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.budget import resolve
-from engine.softmax import Softmax
-from methods.retrieving.oracle import AGGREGATES, Oracle, token_scores, top_tokens
-from tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
+from kvbench.engine.budget import resolve
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.retrieving.oracle import AGGREGATES, Oracle, token_scores, top_tokens
+from kvbench.tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = Oracle.Params("group_sum", 4, Fraction(1, 2), "inside", "fair", "renormalise")
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "oracle").glob("*.npz"))
@@ -152,7 +152,7 @@ def test_aggregates_differ_where_heads_of_a_group_differ_in_sharpness() -> None:
 
 
 def test_without_selected_tokens_it_is_streamingllm() -> None:
-    from methods.dropping.streamingllm import StreamingLLM
+    from kvbench.methods.dropping.streamingllm import StreamingLLM
 
     q, k, v = random_tokens(4, 2, 60)
     params = StreamingLLM.Params(4, "inside", "original")

@@ -10,20 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.budget import key_bytes, resolve
-from engine.caches.blocks import BlockCacheSpec
-from engine.errors import ConfigError
-from engine.passes.trace import Trace
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from engine.turns.state import fork_of
-from kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, pq_codes_ref, room_bytes
-from kernels.pq_fit import pq_fit
-from kernels.pq_scores import pq_logits_ref
-from methods.full import Full
-from methods.retrieving import pqcache
-from methods.retrieving.pqcache import PQCache, code_shape
-from methods.retrieving.pqcache_quantiser import (
+from kvbench.engine.budget import key_bytes, resolve
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.engine.turns.state import fork_of
+from kvbench.kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, pq_codes_ref, room_bytes
+from kvbench.kernels.pq_fit import pq_fit
+from kvbench.kernels.pq_scores import pq_logits_ref
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving import pqcache
+from kvbench.methods.retrieving.pqcache import PQCache, code_shape
+from kvbench.methods.retrieving.pqcache_quantiser import (
     Copies,
     Lane,
     Load,
@@ -32,7 +32,7 @@ from methods.retrieving.pqcache_quantiser import (
     first_centroids,
     groups_of,
 )
-from methods.retrieving.pqcache_rounds import (
+from kvbench.methods.retrieving.pqcache_rounds import (
     Line,
     Parabola,
     clipped,
@@ -41,7 +41,7 @@ from methods.retrieving.pqcache_rounds import (
     rounds_by_line,
     rounds_by_two_lines,
 )
-from tests.vectors import Check, built, differs, first, load, request, row_for, row_of, step, trace_of
+from kvbench.tests.vectors import Check, built, differs, first, load, request, row_for, row_of, step, trace_of
 
 PARAMS = PQCache.Params(
     m="auto", b="auto", n_sink=32, local_share=Fraction(1, 2), budget_rule="fair", fit="all_but_sinks", iterations=10,

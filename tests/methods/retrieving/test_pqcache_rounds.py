@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.softmax import Softmax
-from methods.retrieving import pqcache_rounds
-from methods.retrieving.pqcache_rounds import Clock, Profile
-from tests.methods.retrieving.test_pqcache import random_tokens, variant
-from tests.vectors import trace_of
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.retrieving import pqcache_rounds
+from kvbench.methods.retrieving.pqcache_rounds import Clock, Profile
+from kvbench.tests.methods.retrieving.test_pqcache import random_tokens, variant
+from kvbench.tests.vectors import trace_of
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_the_bound_follows_the_profile(tmp_path: Path) -> None:
 
 def test_a_layer_is_what_lies_between_two_buildings(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([1.0, 4.0, 4.5, 5.0, 9.0, 9.5])
-    monkeypatch.setattr("engine.books.clock.perf_counter", lambda: next(now))
+    monkeypatch.setattr("kvbench.engine.books.clock.perf_counter", lambda: next(now))
     clock, cpu = Clock(), torch.device("cpu")
     clock.enter(0, cpu)
     assert clock.latest() is None

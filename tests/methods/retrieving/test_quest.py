@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.budget import resolve
-from engine.caches.blocks import BlockCacheSpec
-from engine.decode import attend_group
-from engine.errors import ConfigError
-from engine.passes.trace import Trace
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from methods.base import SelectiveAttention
-from methods.full import Full
-from methods.retrieving.quest import (
+from kvbench.engine.budget import resolve
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.decode import attend_group
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving.quest import (
     AGGREGATES,
     Bounds,
     Quest,
@@ -28,7 +28,7 @@ from methods.retrieving.quest import (
     select_pages,
     tokens_of,
 )
-from tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
+from kvbench.tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 
 PARAMS = Quest.Params("matched", 16, "harness", False, "query_head", 0)
 NATIVE = replace(PARAMS, comm_mode="native")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
-from engine.selection import selection
-from engine.shapes import ModelShape
-from methods.retrieving.retroinfer import (
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.selection import selection
+from kvbench.engine.shapes import ModelShape
+from kvbench.methods.retrieving.retroinfer import (
     RetroInfer,
     append_index,
     at_most,
@@ -21,7 +21,7 @@ from methods.retrieving.retroinfer import (
     initial_centroids,
     paid_clusters,
 )
-from tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
+from kvbench.tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = RetroInfer.Params("auto", None, 0.232, "expected", 4, 64, 8192, 10, 1024)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "retroinfer").glob("*.npz"))

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.budget import find_bytes
-from engine.errors import ConfigError
-from engine.observe import LastQueries
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from methods.full import Full
-from methods.retrieving.oracle import token_scores
-from methods.retrieving.oracle import top_tokens as oracle_tokens
-from methods.retrieving.rocketkv import RocketKV, chunk_and_channels, chunk_scores, top_tokens, voted_scores
-from methods.retrieving.sparq import top_components
-from tests.vectors import Check, built, differs, first, load, request, row_for, row_of, step, trace_of
+from kvbench.engine.budget import find_bytes
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.observe import LastQueries
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving.oracle import token_scores
+from kvbench.methods.retrieving.oracle import top_tokens as oracle_tokens
+from kvbench.methods.retrieving.rocketkv import RocketKV, chunk_and_channels, chunk_scores, top_tokens, voted_scores
+from kvbench.methods.retrieving.sparq import top_components
+from kvbench.tests.vectors import Check, built, differs, first, load, request, row_for, row_of, step, trace_of
 
 PARAMS = RocketKV.Params(8, 7, "device", "harness", 0)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "rocketkv").glob("*.npz"))

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.budget import BudgetRequest
-from engine.caches.blocks import BlockCacheSpec
-from engine.errors import ConfigError
-from engine.passes.trace import Trace
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from methods.full import Full
-from methods.retrieving.shadowkv import Landmarks, ShadowKV, chunk_means, factored, landmark_scores
-from tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving.shadowkv import Landmarks, ShadowKV, chunk_means, factored, landmark_scores
+from kvbench.tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = ShadowKV.Params(
     chunk=8, rank_share=Fraction(160, 1024), outlier_chunks=48, local_chunks=4, native=False, budget_rule="harness"

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.budget import key_bytes, resolve
-from engine.caches.blocks import BlockCacheSpec
-from engine.decode import attend_group
-from engine.errors import ConfigError
-from engine.passes.trace import Trace
-from engine.shapes import ModelShape
-from engine.softmax import Softmax
-from methods.full import Full
-from methods.retrieving.oracle import Oracle
-from methods.retrieving.sparq import (
+from kvbench.engine.budget import key_bytes, resolve
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.decode import attend_group
+from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Trace
+from kvbench.engine.shapes import ModelShape
+from kvbench.engine.softmax import Softmax
+from kvbench.methods.full import Full
+from kvbench.methods.retrieving.oracle import Oracle
+from kvbench.methods.retrieving.sparq import (
     SparQ,
     covered_mass,
     n_components,
@@ -26,7 +26,7 @@ from methods.retrieving.sparq import (
     read_rows,
     top_components,
 )
-from tests.vectors import Check, at, built, differs, first, load, request, row_for, row_of, step, trace_of
+from kvbench.tests.vectors import Check, at, built, differs, first, load, request, row_for, row_of, step, trace_of
 
 PARAMS = SparQ.Params(4, Fraction(1, 2), True, "columns", "on_top", "fair")
 PUBLISHED = replace(PARAMS, n_sink=0, generated="inside")

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import run
-from engine.machine import arithmetic, cpu_multiplies_bfloat16
-from engine.terminal import say
+from kvbench import run
+from kvbench.engine.machine import arithmetic, cpu_multiplies_bfloat16
+from kvbench.engine.terminal import say
 
 if TYPE_CHECKING:
-    from results import RunResult
+    from kvbench.results import RunResult
 
 STARTED = time.monotonic()
 OUT = "runs/first_look"
@@ -52,9 +52,9 @@ def slow(dtype: str) -> str:
 
 def show(done: "Sequence[tuple[Path, RunResult]]", out: Path) -> None:
     """The table, the picture and the page; run.py's own table where the runs are no comparison."""
-    from evals.screen.table import print_table
-    from plots.comparison import compare, draw, is_comparable, made_otherwise, print_comparison
-    from plots.report.page import main as report
+    from kvbench.evals.screen.table import print_table
+    from kvbench.plots.comparison import compare, draw, is_comparable, made_otherwise, print_comparison
+    from kvbench.plots.report.page import main as report
 
     if not is_comparable([result for _, result in done]):
         return print_table(done)

@@ -1,0 +1,74 @@
+"""In a checkout: `import kernels` never finds our folder of that name, whose modules are `kvbench.kernels`.
+
+Python looks for modules in the working directory too, and there stand `kernels/`, `tasks/`, `results/`: names that
+other packages have (transformers imports Hugging Face's `kernels`), and a second name for each of our modules. So the
+checkout's folder is searched for everything but them. `make setup` writes a .pth file that imports `kvbench` whenever
+Python starts, so that this holds before anything of ours is asked for.
+"""
+
+import os
+import sys
+from importlib.abc import PathEntryFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+PACKAGE = os.path.dirname(os.path.realpath(__file__))
+ROOT = os.path.dirname(PACKAGE)
+AT_START = "import sys; exec('try: import kvbench\\nexcept ImportError: pass')\n"
+
+
+def rooms() -> frozenset[str]:
+    """The names that are hidden: of each folder that a link of ours leads to, and of run.py. None in a wheel."""
+    links = {name for name in os.listdir(PACKAGE) if os.path.islink(os.path.join(PACKAGE, name))}
+    return frozenset(links | {"run"} if links else links)
+
+
+def runs() -> str:
+    """Where runs go that are not told: into the checkout, or the working directory of an installed KVBench."""
+    return os.path.join(ROOT if rooms() else os.getcwd(), "runs")
+
+
+def hide_rooms() -> None:
+    if not (hidden := rooms()):
+        return
+
+    def finder(path: str) -> PathEntryFinder:
+        """Python's own finder of the checkout's folder, but for our rooms; other folders are other hooks' matter."""
+        try:
+            if not os.path.samefile(path, ROOT):
+                raise ImportError(path=path)
+        except OSError:
+            raise ImportError(path=path) from None
+        own = next(made for hook in sys.path_hooks if hook is not finder and (made := tried(hook, path)))
+        find = own.find_spec
+
+        def find_spec(fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
+            return None if fullname.partition(".")[0] in hidden else find(fullname, target)
+
+        own.find_spec = find_spec
+        return own
+
+    sys.path_hooks.insert(0, finder)
+    for path in [*sys.path_importer_cache]:  # as it was searched until now
+        try:
+            known = os.path.samefile(path, ROOT)
+        except OSError:
+            continue
+        if known:
+            del sys.path_importer_cache[path]
+
+
+def tried(hook: object, path: str) -> PathEntryFinder | None:
+    """What a hook makes of a path; None where it is not its kind."""
+    try:
+        return hook(path)  # pyright: ignore[reportCallIssue]
+    except ImportError:
+        return None
+
+
+def hide_at_start() -> None:
+    """Of `make setup`: hide them whenever this Python starts."""
+    import sysconfig
+
+    with open(os.path.join(sysconfig.get_path("purelib"), "kvbench-rooms.pth"), "w", encoding="utf-8") as file:
+        file.write(AT_START)
