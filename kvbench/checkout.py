@@ -2,8 +2,8 @@
 
 Python looks for modules in the working directory too, and there stand `kernels/`, `tasks/`, `results/`: names that
 other packages have (transformers imports Hugging Face's `kernels`), and a second name for each of our modules. So the
-checkout's folder is searched for everything but them. `make setup` writes a .pth file that imports `kvbench` whenever
-Python starts, so that this holds before anything of ours is asked for.
+checkout's folder is searched for everything but them. `make setup` writes a .pth file that runs this file whenever
+Python starts, so that it holds before anything of ours is asked for.
 """
 
 import os
@@ -14,7 +14,10 @@ from types import ModuleType
 
 PACKAGE = os.path.dirname(os.path.realpath(__file__))
 ROOT = os.path.dirname(PACKAGE)
-AT_START = "import sys; exec('try: import kvbench\\nexcept ImportError: pass')\n"
+# A line of a .pth file. It leaves no module behind: what `kvbench` is, the program's own search finds.
+AT_START = """import os; f = {file!r}; t = {{"__name__": "kvbench.checkout", "__file__": f}}; \
+os.path.isfile(f) and (exec(open(f, encoding="utf-8").read(), t), t["hide_rooms"]())
+"""
 
 
 def rooms() -> frozenset[str]:
@@ -39,7 +42,8 @@ def hide_rooms() -> None:
                 raise ImportError(path=path)
         except OSError:
             raise ImportError(path=path) from None
-        own = next(made for hook in sys.path_hooks if hook is not finder and (made := tried(hook, path)))
+        behind = sys.path_hooks[sys.path_hooks.index(finder) + 1 :]
+        own = next(made for hook in behind if (made := tried(hook, path)))
         find = own.find_spec
 
         def find_spec(fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -71,4 +75,4 @@ def hide_at_start() -> None:
     import sysconfig
 
     with open(os.path.join(sysconfig.get_path("purelib"), "kvbench-rooms.pth"), "w", encoding="utf-8") as file:
-        file.write(AT_START)
+        file.write(AT_START.format(file=os.path.join(PACKAGE, "checkout.py")))
