@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.engine.errors import ConfigError, RunError
-from kvbench.engine.terminal import lacks, say
+from kvbench.engine.terminal import is_kvbench, lacks, say
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     Show = Callable[[Sequence[tuple[Path, RunResult]]], None]
 
+PROGRAM = "kvbench" if is_kvbench() else "run.py"
 CONF = (Path(__file__).parent / "conf").resolve()
 EXAMPLES = """\
 KVBench: KV-cache compression methods under the same budget, with what each one really costs.
@@ -90,6 +91,7 @@ def compose_and_run(argv: list[str], run: "Run | None" = None) -> "list[tuple[Pa
     from kvbench.evals.settings import settings
 
     done: list[tuple[Path, RunResult]] = []
+    refused: list[ConfigError | RunError] = []
 
     def job(cfgs: "DictConfig | list[DictConfig]") -> "list[tuple[Path, RunResult]]":
         """Hydra hands over one configuration without its own node; our launcher hands over all of a sweep's."""
@@ -105,11 +107,9 @@ def compose_and_run(argv: list[str], run: "Run | None" = None) -> "list[tuple[Pa
                 from kvbench.evals.runner import run_cells
 
             results = (run or run_cells)(cells)
-        except ConfigError as error:
-            sys.exit(refuse(error))  # Hydra would add a line of its own to any other exception
-        except RunError as error:
-            refuse(error)
-            sys.exit(1)
+        except (ConfigError, RunError) as error:
+            refused.append(error)  # Hydra would add a line of its own to any exception
+            return []
         done.extend(results)
         return results
 
@@ -118,13 +118,15 @@ def compose_and_run(argv: list[str], run: "Run | None" = None) -> "list[tuple[Pa
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
     else:
         job(composition(CONF, tuple(argv)))
+    if refused:
+        raise refused[0]
     return done
 
 
 def refuse(error: Exception) -> int:
     """Wrong input: one sentence, no traceback."""
     words = (w if len(w) <= LONGEST else f"{w[:LONGEST]}…" for w in str(error).split())
-    say("run.py:", " ".join(words), file=sys.stderr)
+    say(f"{PROGRAM}:", " ".join(words), file=sys.stderr)
     return 2
 
 
@@ -159,7 +161,7 @@ def main(argv: list[str], show: "Show | None" = None) -> int:
     try:
         return answer(argv, show)
     except KeyboardInterrupt as stop:
-        say("run.py: stopped; the same command goes on from here", file=sys.stderr)
+        say(f"{PROGRAM}: stopped; the same command goes on from here", file=sys.stderr)
         return 143 if isinstance(stop, Terminated) else 130
 
 
@@ -207,6 +209,9 @@ def answer(argv: list[str], show: "Show | None") -> int:
         done = compose_and_run(check_overrides(argv), run)
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         return refuse(error)
+    except RunError as error:
+        refuse(error)
+        return 1
     if done:  # nothing was run with --cfg or --info
         from kvbench.evals.screen.table import print_table
 

