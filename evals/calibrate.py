@@ -46,10 +46,13 @@ OF_A_RUN = ("model", "device", "dtype")
 
 
 def main(words: Sequence[str]) -> int:
+    if {"-h", "--help"} & {*words}:
+        say((__doc__ or "").partition("\nNot here")[0].strip())
+        return 0
     try:
         say(written(words))
     except ConfigError as error:
-        say("calibrate:", " ".join(str(error).split()), file=sys.stderr)
+        say("kvbench calibrate:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     return 0
 

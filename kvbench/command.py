@@ -17,7 +17,7 @@ from kvbench.engine.terminal import lacks, say
 
 WORDS = {  # what stands behind each, what it does, and the module of those whose `main` takes the words behind
     "run": ("KEY=VALUE…", "run methods, print a table: method=snapkv ratio=0.2", ""),
-    "check": ("[model=NAME]", "what this machine has; what a model has, and what of it fits", ""),
+    "check": ("[model=NAME]", "what this machine has; what a model has and fits", ""),
     "ls": ("KIND", "methods, tasks, models or experiments", ""),
     "table": ("[RUNS]", "finished runs as a table: Markdown, LaTeX, CSV", "plots.table"),
     "report": ("[RUNS]", "finished runs as one HTML page", "plots.report.page"),
@@ -88,13 +88,13 @@ def help_text() -> str:
     lines = [f"  {word:<11} {given:<12}  {about}" for word, (given, about, _) in WORDS.items()]
     return "\n".join(
         [
-            "KVBench: KV-cache compression methods under the same budget, with what each costs",
+            "KVBench: KV-cache compression methods under one budget, and what each costs",
             "",
             "usage: kvbench WORD …",
             "",
             *lines,
             "",
-            "kvbench run --help lists methods, tasks, models and keys; each word has its --help",
+            "kvbench run --help lists what can be run; every other word has its own --help",
         ]
     )
 

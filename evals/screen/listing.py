@@ -1,4 +1,4 @@
-"""`python run.py --list tasks|methods|models`: what can stand on a command line, no wider than the terminal.
+"""`python run.py --list tasks|methods|models|experiments`: what can stand on a command line, as wide as the terminal.
 
 What is said of a task is its card, and which of its data are here; of a method, the first line of its card, and its
 family; of a model, what its architecture says. No sample is made and torch is not imported, but for the models.
@@ -10,6 +10,7 @@ BibTeX (`methods/cite.py`).
 
 import ast
 import inspect
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import yaml
 
 from kvbench.engine.budget import token_bytes
-from kvbench.engine.errors import ConfigError, one_line
+from kvbench.engine.errors import ConfigError, one_line, unknown_name
 from kvbench.evals.overrides import CONF
 from kvbench.evals.screen.check import where
 from kvbench.evals.screen.fits import shipped
@@ -38,9 +39,11 @@ REFERENCES = "references"  # the family of what has no place in figures of one
 
 def main(words: Sequence[str]) -> int:
     """Print the list that is named."""
-    lists = {"tasks": tasks, "methods": methods, "models": models}
-    if len(words) != 1 or words[0] not in lists:
+    lists = {"tasks": tasks, "methods": methods, "models": models, "experiments": experiments}
+    if len(words) != 1:
         raise ConfigError(f"--list wants one of {', '.join(lists)}; give python run.py --list methods")
+    if words[0] not in lists:
+        raise ConfigError(unknown_name("list", words[0], lists))
     for sheet in lists[words[0]]():
         show(sheet, fits=True)
     return 0
@@ -92,6 +95,18 @@ def methods() -> Iterator[Sheet]:
         below = [note] if family == max(families) else [""]
         n = len(METHOD_HEADS)
         yield Sheet(METHOD_HEADS, families[family], about=family, notes=below, n_keys=n, n_wrapped=n)
+
+
+def experiments() -> Iterator[Sheet]:
+    """By their files' first comments that say what is asked."""
+    rows = list[list[str]]()
+    for file in sorted((CONF / "experiment").glob("*.yaml")):
+        lines = itertools.takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+        said = (line.removeprefix("#").strip() for line in lines)
+        asks = " ".join(line for line in said if not line.startswith(("@package", "python run.py")))
+        rows.append([file.stem, asks.partition(". ")[0].rstrip(".") or ABSENT])
+    notes = ["python run.py -m experiment=NAME runs one, with scale=smoke in minutes on the embedded model and data"]
+    yield Sheet(["experiment", "what is asked"], rows, notes=notes, n_keys=2, n_wrapped=2)
 
 
 def models() -> Iterator[Sheet]:

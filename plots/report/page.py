@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def refuse(sentence: str) -> int:
-    say("report:", one_line(sentence), file=sys.stderr)
+    say("kvbench report:", one_line(sentence), file=sys.stderr)
     return 2
 
 
