@@ -11,6 +11,7 @@ run again. A list is swept; every other value stands for all cells.
 Not here: how anything is run (`kvbench/run.py`), the columns (`results/frame.py`).
 """
 
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -54,12 +55,14 @@ def compare(model: str, methods: "Sequence[str | Path | type]", **keys: Any) -> 
 
 
 def named(method: "str | Path | type") -> str:
-    """A method as the command line names it."""
+    """A method as the command line names it: a class by its file."""
     if not isinstance(method, type):
         return str(method)
-    from kvbench.evals import outside
-
-    return outside.name_of(method)
+    try:
+        file = Path(inspect.getfile(method))
+    except (OSError, TypeError):
+        raise ConfigError(f"{method.__name__} has no file; put it into one, and give its path") from None
+    return file.stem if method.__module__.startswith("kvbench.") else f"{file}:{method.__name__}"
 
 
 def values(key: str, value: Any) -> str:
