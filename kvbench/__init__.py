@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench import checkout
 
 if TYPE_CHECKING:
-    from kvbench.evals.compare import compare
+    from kvbench.comparing import compare
     from kvbench.results.frame import frame as results
 
 __version__ = "0.2.0"
@@ -30,5 +30,5 @@ def __getattr__(name: str) -> Any:
     if name == "results":
         return import_module("kvbench.results")
     if name == "compare":
-        return import_module("kvbench.evals.compare").compare
+        return import_module("kvbench.comparing").compare
     raise AttributeError(f"module 'kvbench' has no attribute {name!r}")

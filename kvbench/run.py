@@ -67,8 +67,7 @@ LONGEST = 400  # characters of one word in a sentence
 
 def help_text() -> str:
     """Groups and keys as the YAML files have them; read as text, parsers drop the comments."""
-    listed = []
-    folders = {path.relative_to(CONF).parent.as_posix() for path in CONF.glob("*/**/*.yaml")}
+    listed, folders = [], {path.relative_to(CONF).parent.as_posix() for path in CONF.glob("*/**/*.yaml")}
     for folder in sorted(folders - {"architecture"}):  # which nobody chooses: a model's name leads to its file there
         names = ", ".join(sorted(file.stem for file in (CONF / folder).glob("*.yaml")))
         lines = textwrap.wrap(names, 80, break_on_hyphens=False)
@@ -207,11 +206,8 @@ def answer(argv: list[str], show: "Show | None") -> int:
 
             argv, run = asked(argv)
         done = compose_and_run(check_overrides(argv), run)
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        return refuse(error)
-    except RunError as error:
-        refuse(error)
-        return 1
+    except (ConfigError, RunError, HydraException, OmegaConfBaseException) as error:
+        return min(refuse(error), 1 if isinstance(error, RunError) else 2)
     if done:  # nothing was run with --cfg or --info
         from kvbench.evals.screen.table import print_table
 

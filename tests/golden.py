@@ -114,7 +114,7 @@ def of_method(folder: str) -> Runner | None:
     test = next((TESTS / "methods").rglob(f"test_{folder}.py"), None)
     if test is None:
         return None
-    module = import_module(".".join(test.relative_to(TESTS.parent).with_suffix("").parts))
+    module = import_module(".".join(["kvbench", *test.relative_to(TESTS.parent).with_suffix("").parts]))
     return getattr(module, "run_vectors", None)
 
 

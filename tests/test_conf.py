@@ -73,7 +73,7 @@ def test_a_preset_says_only_what_differs(group: str, name: str, of: str) -> None
 def test_a_task_has_one_name_everywhere(name: str) -> None:
     """A preset is called after its task: needle_short is one of needle, longbench_v2 is a task of its own."""
     part, task = composed(f"task={name}").task, task_of(name)
-    assert part.target.startswith(f"tasks.{task}.")
+    assert part.target.startswith(f"kvbench.tasks.{task}.")
     assert load_class(part).name == task  # type: ignore[attr-defined]
 
 

@@ -15,7 +15,7 @@ from kvbench.benchmarks.gpu.offline.__main__ import main, merge, unpack
 from kvbench.benchmarks.gpu.offline.jobs import Job, Jobs
 from kvbench.benchmarks.gpu.steps import main as steps
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 WAYS = {  # what a job runs, and its verdict
     "good": ("print('fine')", "ok"),
     "wrong": ("import sys; print('Full: WRONG'); sys.exit(1)", "failed: exit code 1"),

@@ -16,7 +16,7 @@ from kvbench.engine.budget import EVERYTHING
 from kvbench.kernels.jit import triton
 from kvbench.tasks.latency import Timed, run_pass
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")

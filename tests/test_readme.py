@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from kvbench import command
 from kvbench.evals.overrides import check_overrides
 from kvbench.evals.screen import room
 from kvbench.evals.screen.check import refuse_others
@@ -33,16 +34,16 @@ COMMANDS = sorted({
     line.strip().split("#")[0].strip()
     for page in PAGES
     for line in page.read_text().splitlines()
-    if line.strip().startswith("python run.py")
+    if line.strip().startswith(("python run.py", "kvbench run "))
 })  # fmt: skip
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_of_the_docs_composes(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in re.findall(r"path/to/(\w+)\.py", command):
+@pytest.mark.parametrize("line", COMMANDS)
+def test_every_command_of_the_docs_composes(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in re.findall(r"path/to/(\w+)\.py", line):
         example_file(tmp_path / "path" / "to", name)
     monkeypatch.chdir(tmp_path)
-    given = command.replace("…", "DATA").split()[2:]
+    given = line.replace("…", "DATA").split()[2:]
     if "--check" in given:
         given.remove("--check")
         refuse_others(given)
@@ -69,7 +70,9 @@ def test_every_module_and_file_that_a_page_names_is_there(page: Path) -> None:
     for module in re.findall(r"python -m ([a-z_.]+[a-z])", text):
         place = ROOT / module.replace(".", "/")
         assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), module
-    rooms = "benchmarks|conf|engine|evals|kernels|methods|plots|results|tasks|tests"
+    for word in re.findall(r"(?:^    |`)kvbench ([a-z]+)\b", text, re.MULTILINE):
+        assert word in command.WORDS, word
+    rooms = "kvbench|benchmarks|conf|engine|evals|kernels|methods|plots|results|tasks|tests"
     for file in re.findall(rf"`((?:{rooms})/[\w/.]+\.\w+)`", text):
         assert (ROOT / file).exists() or "NAME" in file, file
 

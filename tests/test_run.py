@@ -51,7 +51,7 @@ STOPPED = "run.py: stopped; the same command goes on from here\n"
 WAITING = """
 import sys, threading, time
 from types import ModuleType
-import run
+from kvbench import run
 
 def run_cells(cells):
     threading.Thread(target=time.sleep, args=(60,)).start()  # as clustering beside a prefill
@@ -109,7 +109,9 @@ def test_help_answers_at_once_and_lists_what_there_is() -> None:
 
 
 def test_help_imports_neither_torch_nor_hydra() -> None:
-    code = "import sys, run; run.main(['--help']); assert not {'torch', 'hydra'} & sys.modules.keys()"
+    code = (
+        "import sys; from kvbench import run; run.main(['--help']); assert not {'torch', 'hydra'} & sys.modules.keys()"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=RUN.parent, check=True, capture_output=True)
 
 

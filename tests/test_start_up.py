@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_CPU_SECONDS = 4.0  # of a refusal; idle cores take a second
 WRONG = """
 import resource, sys
-import run
+from kvbench import run
 try:
     code = run.main(sys.argv[1:])
 except SystemExit as stop:
@@ -23,7 +23,7 @@ print(code, used.ru_utime + used.ru_stime, *({"torch._C", "transformers"} & sys.
 """
 RIGHT = """
 import sys
-import run
+from kvbench import run
 import kvbench.evals.batch.reading
 
 def prefill(*_, **__):

@@ -66,6 +66,6 @@ def line_of(frame: FrameType | None) -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(f"{ROOT}/") and not name.startswith((HERE, f"{ROOT}/.venv/")):
-            return f"{name[len(str(ROOT)) + 1 :]}:{frame.f_lineno}"
+            return f"{name[len(str(ROOT)) + 1 :].removeprefix('kvbench/')}:{frame.f_lineno}"
         frame = frame.f_back
     return "elsewhere"

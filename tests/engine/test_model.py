@@ -10,7 +10,6 @@ KNOW_TRANSFORMERS = {
     "engine/checkpoints/conversion.py",
     "engine/checkpoints/kinds.py",
     "engine/checkpoints/load.py",
-    "engine/checkpoints/packages.py",
     "engine/checkpoints/text.py",
     "engine/checkpoints/trial.py",
     "engine/passes/rotations.py",

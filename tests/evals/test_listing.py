@@ -88,7 +88,7 @@ def test_a_task_that_cannot_be_asked_has_a_line_beside_the_others(
     if file is not None:
         (tmp_path / "mine.py").write_text(file)
     monkeypatch.setattr(kvbench.tasks, "__path__", [*kvbench.tasks.__path__, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "tasks.mine", raising=False)
+    monkeypatch.delitem(sys.modules, "kvbench.tasks.mine", raising=False)
     monkeypatch.setattr(listing, "CONF", tmp_path / "conf")
     assert main(["tasks"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -252,7 +252,7 @@ def test_an_import_that_fails_within_a_class_is_not_the_users_fault(
     (tmp_path / "broken_module.py").write_text("import surely_not_installed\n")
     monkeypatch.setattr(kvbench.tasks, "__path__", [*kvbench.tasks.__path__, str(tmp_path)])
     with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
-        load_class(Choice("task", "x", "tasks.broken_module.X", {}))
+        load_class(Choice("task", "x", "kvbench.tasks.broken_module.X", {}))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from kvbench.kernels import aot
 from kvbench.kernels.jit import triton
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(triton is None, reason="Triton is not installed")
 
 

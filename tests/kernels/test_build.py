@@ -140,7 +140,7 @@ def test_what_a_killed_build_left_is_removed_at_the_next_start(tmp_path: Path, m
     compiler.chmod(0o755)
     command = [sys.executable, "-c", "from kvbench.kernels import build; build.load('clusters', 'DEFAULT')"]
     environment = {**os.environ, "CXX": str(compiler)}
-    killed = subprocess.Popen(command, cwd=Path(build.__file__).parents[1], env=environment)
+    killed = subprocess.Popen(command, cwd=Path(build.__file__).resolve().parents[1], env=environment)
     folder = build.library_path("clusters", "DEFAULT").parent
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
         assert killed.poll() is None
@@ -205,7 +205,7 @@ def test_processes_that_compile_at_once_do_not_disturb_each_other(tmp_path: Path
     names = ["clusters", "kmeans"]
     code = f"from kvbench.kernels import build; assert all(build.library(name) is not None for name in {names})"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "KVBENCH_KERNELS": "native"}
-    root = Path(build.__file__).parents[1]
+    root = Path(build.__file__).resolve().parents[1]
     both = [subprocess.Popen([sys.executable, "-c", code], cwd=root, env=environment) for _ in range(2)]
     assert [one.wait() for one in both] == [0, 0]
     for name in names:
@@ -226,7 +226,7 @@ lines = Path("/proc/self/maps").read_text().splitlines()
 print(*{line.split()[-1] for line in lines if "libgomp" in line})
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(build.__file__).parents[1],
+        [sys.executable, "-c", code], cwd=Path(build.__file__).resolve().parents[1],
         env={**os.environ, "KVBENCH_KERNELS": "native"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert len(done.stdout.split()) <= 1, done.stdout

@@ -60,7 +60,7 @@ def test_a_run_that_is_killed_again_and_again_ends_the_same(tmp_path: Path) -> N
 
 
 KILL_AT_EACH_STEP = """
-import results, itertools, pyarrow.parquet
+import itertools, kvbench.results, pyarrow.parquet
 base = Path(sys.argv[1])
 run(base / "whole", 2)  # imports everything that is imported late
 

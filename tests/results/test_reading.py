@@ -33,6 +33,8 @@ def test_a_result_without_its_samples_is_refused(copied: Path) -> None:
 
 
 def test_the_reader_needs_neither_torch_nor_pandas() -> None:
-    code = "import sys, results\nprint([name for name in ('torch', 'pandas', 'pyarrow') if name in sys.modules])"
+    code = (
+        "import sys, kvbench.results\nprint([name for name in ('torch', 'pandas', 'pyarrow') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr

@@ -304,7 +304,7 @@ def test_what_is_missing_is_fetched_into_the_cache_or_the_folder_that_was_named(
     assert fetched(None, source="hub", prompts="own") == [test]
     root = tmp_path_factory.mktemp("named")
     assert fetched(str(root), source="hub", prompts="own") == [("gsm8k", root, gsm8k.TEST)]
-    with pytest.raises(ConfigError, match=r"evals\.fetch gsm8k"):
+    with pytest.raises(ConfigError, match=r"kvbench fetch gsm8k"):
         fetched(str(root))
 
 

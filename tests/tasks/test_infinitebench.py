@@ -506,7 +506,7 @@ def test_files_are_fetched_where_none_is_there_and_none_was_named(monkeypatch, t
         asked.clear()
         assert len(made.samples(tokenizer)) == 1 and not asked
     made = task(None, source="local", datasets=["code_debug"])
-    with pytest.raises(ConfigError, match=r"evals\.fetch infinitebench"):
+    with pytest.raises(ConfigError, match=r"kvbench fetch infinitebench"):
         made.check(shape())
 
 

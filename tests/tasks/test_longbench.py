@@ -499,7 +499,7 @@ def test_the_embedded_set_is_asked_by_its_source(tmp_path, monkeypatch, tokenize
     assert (made.data_source, made.dataset) == ("embedded", "embedded")
     assert any(note.startswith("embedded set ") for note in made.notes)
     assert len(made.samples(tokenizer)) == 7 * longbench.EMBEDDED_ROWS
-    with pytest.raises(ConfigError, match=r"qasper\.jsonl is missing .*evals\.fetch longbench"):
+    with pytest.raises(ConfigError, match=r"qasper\.jsonl is missing .*kvbench fetch longbench"):
         task(tmp_path, datasets=["qasper"])
 
 

@@ -218,7 +218,7 @@ def test_a_table_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_table_the_command_that_makes_one_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"methods\.calibrate heads"):
+    with pytest.raises(ConfigError, match=r"kvbench calibrate heads"):
         DuoAttention.check(PARAMS, request(tokens=20), random_trace().shape)
 
 

@@ -82,4 +82,4 @@ def test_folders_without_runs_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_class_in_a_file_is_that_file() -> None:
-    assert kvbench.evals.compare.named(SnapKV) == "snapkv"
+    assert kvbench.comparing.named(SnapKV) == "snapkv"
