@@ -73,7 +73,7 @@ class Mine(Task):
         (TASK.format(arguments="params, data_dir, seed"), "paht: x", "no task key 'paht'"),
         ("def broken(:", "path: x", "SyntaxError: "),
         ("import sys; sys.exit(3)", "path: x", "SystemExit: 3"),
-        (None, "path: x", "is no Task of tasks/"),
+        (None, "path: x", "is no Task of kvbench.tasks"),
         ("", "- a", "no task is chosen"),
         ("", "[", "ParserError: "),
     ],
@@ -88,7 +88,7 @@ def test_a_task_that_cannot_be_asked_has_a_line_beside_the_others(
     if file is not None:
         (tmp_path / "mine.py").write_text(file)
     monkeypatch.setattr(kvbench.tasks, "__path__", [*kvbench.tasks.__path__, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "tasks.mine", raising=False)
+    monkeypatch.delitem(sys.modules, "kvbench.tasks.mine", raising=False)
     monkeypatch.setattr(listing, "CONF", tmp_path / "conf")
     assert main(["tasks"]) == 0
     lines = capsys.readouterr().out.splitlines()
