@@ -3,8 +3,10 @@
 Not here: errors of our own making. Those are assertions, and they print a traceback.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from pathlib import Path
+from traceback import extract_tb
 
 MANY = 30  # names that a sentence can list
 
@@ -58,3 +60,15 @@ def is_panic(error: BaseException) -> bool:
 
 def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def said(error: BaseException, files: Collection[str]) -> str:
+    """An error of a user's code in one line: where in these files it arose, of which kind it is, what it says."""
+    places = [(frame.filename, frame.lineno) for frame in extract_tb(error.__traceback__) if frame.filename in files]
+    if isinstance(error, SyntaxError) and (file := error.filename) and file in files:
+        places, error = [(file, error.lineno)], type(error)(error.msg)
+    where = ""
+    if places:
+        file, line = places[-1]
+        where = f"line {line}: " if len(files) == 1 else f"line {line} of {Path(file).name}: "
+    return f"{where}{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")

@@ -21,7 +21,7 @@ from kvbench.engine import checks
 from kvbench.engine.budget import EVERYTHING, Bytes
 from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.checkpoints.header import header_shape, shape_of_config
-from kvbench.engine.errors import ConfigError
+from kvbench.engine.errors import ConfigError, unknown_name
 from kvbench.engine.keeping import AS_THEY_ARE, Keeping, Merging
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.terminal import say
@@ -30,6 +30,7 @@ from kvbench.evals.settings import ORDERS, Choice, GivenKeeping, ModelSpec, Sett
 from kvbench.evals.typed import build, build_params
 from kvbench.methods.rules import Coding, Rules
 from kvbench.results.names import own_methods
+from kvbench.results.schema import METRICS
 from kvbench.tasks.base import Task
 
 if TYPE_CHECKING:  # imports torch
@@ -137,6 +138,7 @@ def ask_one(given: Settings, look: Lookups) -> Asked:
     task_class, task_params = class_and_params(settings.task)
     task: Task = task_class(task_params, settings.data_dir, settings.seed)
     asks = f"task={settings.task.name}"
+    refuse_unsaid(task, asks)
     if settings.weights == "random" and not task.is_timed:
         raise ConfigError(f"weights=random answers nothing that {asks} could score; use it with task=latency")
     if task.is_forced and settings.scope != "full_prompt":
@@ -246,6 +248,15 @@ def refuse_heads(settings: Settings, shape: ModelShape) -> None:
             f"allocator={settings.allocator.name} divides tokens among KV heads, and the model {shape.name!r} keeps "
             "one latent per token for all heads; use allocator=uniform or one that divides among layers"
         )
+
+
+def refuse_unsaid(task: Task, asks: str) -> None:
+    """Raise `ConfigError` for a task that does not say what results have to."""
+    for word in ("dataset", "data_source"):
+        if not isinstance(getattr(task, word, None), str):
+            raise ConfigError(f"{asks} has no {word}, which results print; see tasks/base.py")
+    if task.metric is not None and task.metric not in METRICS:
+        raise unknown_name(f"metric of {asks}", task.metric, METRICS)
 
 
 def refuse_answers(settings: Settings, rules: type[Rules], task: Task) -> None:

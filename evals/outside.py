@@ -1,29 +1,40 @@
-"""A method in a file of the user's own, outside this repository: `method=path/to/mine.py`.
+"""Classes from outside this repository: a method in a file of the user's own, methods and tasks of installed packages.
 
-The file's class is found, and the defaults of its `Params` take the place of a file in `conf/method/`. Such a method is
-called after its file. What the file holds identifies a run, so that an edited file never goes on with old answers:
-`Choice.target` is `PATH:CLASS@DIGEST`, and a worker that finds another file under the path refuses it.
+The defaults of the class's `Params` take the place of a file in `conf/`. `method=path/to/mine.py` is called after its
+file. What the file holds identifies a run, so that an edited file never goes on with old answers: `Choice.target` is
+`PATH:CLASS@DIGEST`, and a worker that finds another file under the path refuses it.
 
 A user's file may look up in torch what it likes while it is imported, so torch is loaded before it.
 
-Not here: files that the user's file imports. They are no part of a run's identity.
+Not here: which packages bring something, and what their targets are (`evals/plugins.py`); files that the user's file
+imports: they are no part of a run's identity.
 """
 
 import hashlib
 import inspect
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import MISSING, fields, is_dataclass
 from fractions import Fraction
+from importlib import import_module
 from pathlib import Path
-from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
-from kvbench.engine.errors import ConfigError
+from kvbench.engine.errors import ConfigError, said
 from kvbench.engine.lazy import load_torch
+from kvbench.evals import plugins
+from kvbench.evals.plugins import Plugin
 from kvbench.evals.typed import build_params
+
+KINDS = {  # what a group's classes are
+    "method": "kvbench.methods.base.SelectiveAttention",
+    "task": "kvbench.tasks.base.Task",
+    "prefill": "kvbench.engine.sparse.base.SparsePrefill",
+    "logger": "kvbench.evals.logger.Logger",
+}
+SAY = {"method": {"title": str, "drops": bool}, "task": {"name": str, "version": int, "Params": type}}  # of itself
 
 FILE = re.compile(r"(?P<path>.*\.py)(:(?P<name>\w+))?", re.DOTALL)  # path/to/mine.py or path/to/mine.py:Class
 TARGET = re.compile(r"(?P<path>.*\.py):(?P<name>\w+)@(?P<digest>[0-9a-f]{16})", re.DOTALL)
@@ -48,14 +59,26 @@ def is_file(text: str) -> bool:
 
 
 def is_target(target: str) -> bool:
-    """Whether a `Choice.target` names a class in a file and not one in our packages."""
-    return TARGET.fullmatch(target) is not None
+    """Whether a `Choice.target` names a class from outside and not one in our packages."""
+    return plugins.is_target(target) or TARGET.fullmatch(target) is not None
+
+
+def origin(target: str) -> dict[str, str]:
+    """What identifies a class from outside beside its name; {} for ours."""
+    if plugins.is_target(target):
+        return plugins.origin(target)
+    return {"digest": match["digest"]} if (match := TARGET.fullmatch(target)) else {}
+
+
+def file_of(target: str) -> str:
+    """The file that a class from outside was read from; "" for ours."""
+    if plugins.is_target(target):
+        return plugins.file_of(target)
+    return match["path"] if (match := TARGET.fullmatch(target)) else ""
 
 
 def register(text: str, taken: Iterable[str]) -> str:
     """Let Hydra find the defaults of the method in a file: its name, which is none of those `taken`."""
-    from hydra.core.config_store import ConfigStore
-
     match = FILE.fullmatch(text)
     assert match is not None, text
     source, path = read(text, match["path"])
@@ -71,13 +94,37 @@ def register(text: str, taken: Iterable[str]) -> str:
         )
     if name in taken:
         raise ConfigError(f"method={text} has the name of another method, {name}; rename the file")
-    node = {"_target_": f"{path}:{kind.__name__}@{digest}"} | defaults(kind, path)
-    ConfigStore.instance().store(name=name, node=node, group="method")
+    values = defaults("method", kind, str(path), {str(path)})
+    store("method", name, {"_target_": f"{path}:{kind.__name__}@{digest}"} | values)
     return name
+
+
+def store(group: str, name: str, node: dict[str, Any]) -> None:
+    """Let Hydra find this in place of a file of `conf/`."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name=name, node=node, group=group)
+
+
+def node_of(plugin: Plugin) -> dict[str, Any]:
+    """What a file in `conf/` would say of a plug-in; `ConfigError` where it is none that can be asked."""
+    if not NAME.fullmatch(plugin.name):
+        raise ConfigError(
+            f"{plugin} has a name that no folder can have; use letters, digits and _, with a letter in front"
+        )
+    kind, target = plugin.load()
+    module, _, name = KINDS[plugin.group].rpartition(".")
+    if not (inspect.isclass(kind) and issubclass(kind, getattr(import_module(module), name))):
+        raise ConfigError(f"{plugin} is no class that inherits from {name}; name one in its entry point")
+    refuse_incomplete(plugin.group, kind, str(plugin))
+    files = {str(file) for file in plugins.sources(kind.__module__).values()}
+    return {"_target_": target} | defaults(plugin.group, kind, str(plugin), files)
 
 
 def load(target: str) -> Any:
     """The class that a `Choice.target` names, from the same source as when the command was given."""
+    if plugins.is_target(target):
+        return plugins.load(target)
     match = TARGET.fullmatch(target)
     assert match is not None, target
     source, path = read(match["path"], match["path"])
@@ -110,13 +157,14 @@ def module_of(source: bytes, path: Path, digest: str) -> ModuleType:
     return sys.modules.get(name) or new_module(name, source, path)
 
 
-def new_module(name: str, source: bytes, path: Path) -> ModuleType:
-    """Run the source as a module of this name.
+def new_module(name: str, source: bytes, path: Path, package: str = "") -> ModuleType:
+    """Run the source as a module of this name; of a file in a package, whose imports may say so.
 
     It is compiled here, because Python's own cache of compiled files overlooks an edit within the same second.
     """
     module = ModuleType(name)
     module.__file__ = str(path)
+    module.__package__ = package or None
     sys.modules[name] = module  # dataclasses look their module up
     try:
         load_torch()  # a user's file may look up in it what it likes
@@ -124,18 +172,9 @@ def new_module(name: str, source: bytes, path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(
-            f"{path} cannot be imported: {said(error, path)}; mend it and give the command again"
+            f"{path} cannot be imported: {said(error, {str(path)})}; mend it and give the command again"
         ) from None
     return module
-
-
-def said(error: BaseException, path: Path) -> str:
-    """An error of a user's file in one line: where it arose, of which kind it is, what it says."""
-    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(path)]
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        lines, error = [error.lineno], type(error)(error.msg)
-    where = f"line {lines[-1]}: " if lines else ""
-    return f"{where}{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 def methods_of(module: ModuleType) -> dict[str, Any]:
@@ -161,17 +200,20 @@ def choose(kinds: dict[str, Any], name: str | None, path: Path) -> Any:
     if name is not None and name not in kinds:
         raise ConfigError(f"{path} holds no method {name}; it has {' and '.join(kinds)}")
     kind = kinds[name or next(iter(kinds))]
-    wanted = {"title": str, "drops": bool}
-    lacking = sorted(kind.__abstractmethods__)
-    lacking += [word for word, hint in wanted.items() if not isinstance(getattr(kind, word, None), hint)]
-    if lacking:
-        raise ConfigError(f"{kind.__name__} of {path} has no {' and no '.join(lacking)}; see docs/adding-a-method.md")
+    refuse_incomplete("method", kind, str(path))
     return kind
 
 
-def defaults(kind: Any, path: Path) -> dict[str, Any]:
-    """What a file in `conf/method/` would say: the defaults of the class's `Params`."""
-    where = f"{kind.__name__}.Params of {path}"
+def refuse_incomplete(group: str, kind: Any, where: str) -> None:
+    lacking = sorted(kind.__abstractmethods__)
+    lacking += [word for word, hint in SAY[group].items() if not isinstance(getattr(kind, word, None), hint)]
+    if lacking:
+        raise ConfigError(f"{kind.__name__} of {where} has no {' and no '.join(lacking)}; see docs/adding-a-method.md")
+
+
+def defaults(group: str, kind: Any, where: str, files: Collection[str]) -> dict[str, Any]:
+    """What a file in `conf/` would say: the defaults of the class's `Params`, which is in these files."""
+    where = f"{kind.__name__}.Params of {where}"
     if not (inspect.isclass(kind.Params) and is_dataclass(kind.Params)):
         raise ConfigError(f"{where} is no dataclass; write @dataclass(frozen=True) above it")
     bare = [f.name for f in fields(kind.Params) if f.default is MISSING and f.default_factory is MISSING]
@@ -180,9 +222,9 @@ def defaults(kind: Any, path: Path) -> dict[str, Any]:
     try:
         made = kind.Params()
         tree = {field.name: plain(getattr(made, field.name)) for field in fields(made)}
-        build_params(kind, tree, "method")
+        build_params(kind, tree, group)
     except (Exception, SystemExit) as error:  # whatever a user's own checks raise
-        reason = str(error) if isinstance(error, ConfigError) else said(error, path)
+        reason = str(error) if isinstance(error, ConfigError) else said(error, files)
         raise ConfigError(f"{where} cannot be made of its defaults: {reason}") from None
     return tree
 

@@ -24,6 +24,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import (
     Glob,
+    IntervalSweep,
     Override,
     OverrideType,
     RangeSweep,
@@ -33,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.engine.errors import ConfigError, unknown_name
-from kvbench.evals import outside
+from kvbench.evals import outside, plugins
 from kvbench.evals.typed import expanded, unknown_key
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -212,9 +213,13 @@ def is_read(word: str) -> bool:
 def config_groups() -> dict[str, list[str]]:
     """The folders of `conf/` that a command line chooses from, with the names of their files."""
     folders = [path for path in sorted(CONF.iterdir()) if path.is_dir() and path.name not in APART]
-    groups = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in folders}
-    launchers = sorted(file.stem for file in (CONF / LAUNCHER).glob("*.yaml"))
-    return groups | {LAUNCHER: ["basic", *launchers]}  # the former is Hydra's own
+    groups = {folder.name: names_of(folder.name) for folder in folders}
+    return groups | {LAUNCHER: ["basic", *names_of(LAUNCHER)]}  # the former is Hydra's own
+
+
+def names_of(group: str) -> list[str]:
+    """The files of a group."""
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
 
 
 def check_form(override: Override, groups: Mapping[str, list[str]]) -> None:
@@ -275,8 +280,8 @@ def normal_form(override: Override, groups: Mapping[str, list[str]]) -> list[Ove
     key = override.key_or_group
     if key not in groups or override.type != OverrideType.CHANGE:
         return [override]
-    if key == "method":
-        return [with_files(override, groups[key])]
+    if key in plugins.GROUPS:
+        return [with_outside(override, groups[key])]
     if key == "model":
         ids = values_of(override, groups[key])
         free = [model for text in ids if text not in groups[key] and (model := free_model(text))]
@@ -292,19 +297,24 @@ def normal_form(override: Override, groups: Mapping[str, list[str]]) -> list[Ove
     return [override]
 
 
-def with_files(override: Override, names: list[str]) -> Override:
-    """The override with files of the user's own by the names that they get; these join `names`."""
-    if ".py" not in (override.input_line or "") or override.package is not None:
+def with_outside(override: Override, names: list[str]) -> Override:
+    """The override with the user's own files by the names that they get; these and packages' join `names`."""
+    if override.package is not None or isinstance(override.value(), RangeSweep | IntervalSweep):  # numbers are no names
         return override
-    given = values_of(override, names)
-    found = {text: "" for text in given if outside.is_file(text)}
-    for text in found:
-        found[text] = outside.register(text, names)
-        names.append(found[text])
-    if not found:
-        return override
-    composition.cache_clear()  # another file may have had this name
-    return parse_override("method=" + ",".join(found.get(text, text) for text in given))
+    group = override.key_or_group
+    given, own = dict.fromkeys(values_of(override, names)), names_of(group)
+    found = {text: plugin for text in given if (plugin := plugins.find(group, text, own))}
+    for text, plugin in found.items():
+        outside.store(group, text, outside.node_of(plugin))
+    if not given.keys() <= {*names}:
+        names += plugins.names(group)  # one that is misspelt may be near
+    files = {text: "" for text in given if group == "method" and outside.is_file(text)}
+    for text in files:
+        files[text] = outside.register(text, {*own, *found, *files.values()})
+        names.append(files[text])
+    if found or files:
+        composition.cache_clear()  # another class may have had this name
+    return parse_override(f"{group}=" + ",".join(files.get(text, text) for text in given)) if files else override
 
 
 def free_model(text: str) -> str | None:
@@ -347,10 +357,8 @@ def choices(overrides: Iterable[Override], groups: Mapping[str, list[str]]) -> d
             raise ConfigError(f"{override.input_line} matches no file of conf/{group}")
         for name in chosen[group]:
             if name.endswith(".py"):
-                raise ConfigError(
-                    f"{group}={name} is a file, and only methods are taken from one; write a file of conf/{group} that "
-                    f"names its class, and give its name"
-                )
+                how = "bring it as a package (docs/adding-a-method.md)" if group in plugins.GROUPS else "give a name"
+                raise ConfigError(f"{group}={name} is a file, and only methods are taken from one; {how}")
             if name not in groups[group]:
                 raise unknown_name(group, name, groups[group])
     return chosen

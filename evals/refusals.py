@@ -7,13 +7,12 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from traceback import extract_tb
 from typing import Any, TypeVar
 
-from kvbench.engine.errors import ConfigError, RunError
+from kvbench.engine.errors import ConfigError, RunError, said
 from kvbench.engine.terminal import say
-from kvbench.evals.outside import said
+from kvbench.evals.outside import file_of
 from kvbench.evals.settings import POOLS, Settings
 
 S = TypeVar("S")
@@ -94,9 +93,9 @@ def staying(targets: Iterable[str]) -> Iterator[None]:
 
 def who_left(error: SystemExit, targets: Iterable[str]) -> RunError:
     """A method that ends the process: the files among `targets` that the way there led through, else a guess."""
-    files = dict.fromkeys(file for target in targets if (file := target.rpartition(":")[0]))
+    files = dict.fromkeys(file for target in targets if (file := file_of(target)))
     frames = {frame.filename for frame in extract_tb(error.__traceback__)}
-    way = [f"{file}, {said(error, Path(file))}" for file in files if file in frames]
+    way = [f"{file}, {said(error, {file})}" for file in files if file in frames]
     return RunError(
         f"{' and '.join(way) or 'something that was called raised SystemExit'}: a method must not end the process; "
         "raise an exception that says what is wrong"

@@ -22,6 +22,7 @@ import yaml
 from kvbench.engine.budget import show
 from kvbench.engine.errors import ConfigError, RunError, one_line
 from kvbench.engine.terminal import printable, say
+from kvbench.evals import outside, plugins
 from kvbench.evals.screen.progress import Progress
 from kvbench.evals.settings import Choice, load_class
 from kvbench.evals.typed import build_params
@@ -109,7 +110,7 @@ def judge_of(folder: Path) -> tuple[Task, dict[str, Any]]:
     try:
         config = read_config(folder)
         name, params = config["task"]["name"], config["task"]["params"]
-        defaults = conf_of(name)
+        defaults = node_of_package(name, config["task"]["package"]) if "package" in config["task"] else conf_of(name)
         kind: Any = load_class(Choice("task", name, defaults.pop("_target_"), params))
         if not (kind.is_forced or kind.is_timed):
             task = object.__new__(kind)  # without its __init__, which looks for data
@@ -127,6 +128,14 @@ def conf_of(name: str) -> dict[str, Any]:
     if "_target_" in content or ("defaults" not in content and "_" not in name):
         return content
     return conf_of(content["defaults"][0] if "defaults" in content else name.rpartition("_")[0])
+
+
+def node_of_package(name: str, package: str) -> dict[str, Any]:
+    """What a file of conf/ would say of an installed package's task, in the version of today."""
+    plugin = plugins.find("task", name, ours=())
+    if plugin is None:
+        raise ConfigError(f"task={name} is of the package {package}, which is not installed here; install it")
+    return outside.node_of(plugin)
 
 
 def unreadable(folder: Path, error: Exception) -> ConfigError:

@@ -28,6 +28,7 @@ from kvbench.engine.keeping import Keeping, Merging
 from kvbench.engine.lazy import wait_for_torch
 from kvbench.engine.sampling.spec import Sampling
 from kvbench.evals import outside
+from kvbench.evals.outside import KINDS
 from kvbench.evals.typed import METHODS, build, convert, same_names, scorer_fields, scorer_values, values_of
 from kvbench.methods.allocator import UNIFORM, Allocator
 from kvbench.results.names import FIRST, known, own_methods
@@ -48,14 +49,6 @@ USUAL: dict[str, dict[str, Any]] = {
         **{"allocator": None, "positions": None, "dropped": None, "merging": {"threshold": 0.0, "share": "1"}},
     },
 }
-KINDS = {  # what a group's classes are, and the package that they are taken from
-    "method": "kvbench.methods.base.SelectiveAttention",
-    "task": "kvbench.tasks.base.Task",
-    "prefill": "kvbench.engine.sparse.base.SparsePrefill",
-    "logger": "kvbench.evals.logger.Logger",
-}
-
-
 EVICTED_CHUNK = 512  # tokens of a prompt that is read with eviction, where nothing else is given
 MADE_OF = {"task": ("params", "data_dir", "seed")}  # what a class is called with
 CHECKS = ("auto", "never")
@@ -258,9 +251,8 @@ def unusual(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity(choice: Choice) -> dict[str, Any]:
-    """What of a choice identifies a run; of a file outside the repository its content does too."""
-    known = {"name": choice.name, "params": unusual(choice.group, choice.params)}
-    return known | ({"digest": choice.target.rpartition("@")[2]} if outside.is_target(choice.target) else {})
+    """What of a choice identifies a run; of a class from outside the repository its source does too."""
+    return {"name": choice.name, "params": unusual(choice.group, choice.params)} | outside.origin(choice.target)
 
 
 def identity_of_allocator(allocator: Allocator) -> dict[str, Any]:
@@ -381,10 +373,12 @@ def from_words(words: Sequence[str]) -> Settings:
 
 
 def load_class(choice: Choice) -> type:
-    """The class that a file of conf/ names in `_target_`, or a file of the user's. torch is loaded when it is used."""
+    """The class that a file of conf/ names in `_target_`, or one from outside. torch is loaded when it is used."""
     wait_for_torch()
     if outside.is_target(choice.target):
-        return outside.load(choice.target)
+        found = outside.load(choice.target)
+        refuse_signature(choice, found)
+        return found
     module, _, name = choice.target.rpartition(".")
     room = KINDS[choice.group].split(".")[:2]
     names = module.split(".")
@@ -403,8 +397,7 @@ def of_kind(choice: Choice, found: Any) -> type:
     module, _, name = KINDS[choice.group].rpartition(".")
     kind = getattr(importlib.import_module(module), name)
     if inspect.isclass(found) and issubclass(found, kind) and not inspect.isabstract(found):
-        if choice.group in MADE_OF:
-            refuse_signature(choice, found)
+        refuse_signature(choice, found)
         return found
     room = ".".join(module.split(".")[:2])
     raise ConfigError(
@@ -414,7 +407,8 @@ def of_kind(choice: Choice, found: Any) -> type:
 
 def refuse_signature(choice: Choice, found: type) -> None:
     """Raise `ConfigError` for a class that cannot be made of what all of its group are made of."""
-    names = MADE_OF[choice.group]
+    if (names := MADE_OF.get(choice.group)) is None:
+        return
     try:
         inspect.signature(found).bind(*names)
     except TypeError as error:

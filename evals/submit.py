@@ -17,6 +17,7 @@ from pathlib import Path
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.terminal import say
 from kvbench.evals.submission.manifest import FORMAT, MANIFEST, RUN_FILES, Manifest
+from kvbench.results import read_config
 from kvbench.results.files import is_file
 
 
@@ -31,6 +32,8 @@ def submit(
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; give a new folder with --out")
     commits, machines = set[str](), set[str]()
+    for folder in folders:
+        refuse_packages(folder)
     for folder in folders:
         to = out / "runs" / folder.name
         if to.exists():
@@ -60,6 +63,19 @@ def submit(
         raise ConfigError(f"the submission cannot be made: {error}") from None
     (out / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
+
+
+def refuse_packages(folder: Path) -> None:
+    """Raise `ConfigError` for a run of an installed package's method or task, which nobody could verify."""
+    remedies = {
+        "method": "run the method as a file, and hand that in with --method",
+        "task": "a submission is of tasks that are in KVBench",
+    }
+    config = read_config(folder)
+    for group, remedy in remedies.items():
+        part = config.get(group)
+        if isinstance(part, dict) and "package" in part:
+            raise ConfigError(f"{folder} is of {group}={part.get('name')} of the package {part['package']}; {remedy}")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -71,9 +71,11 @@ class Run:
 
     @property
     def file(self) -> dict[str, str]:
-        """Which state of the user's own file the method was, as if it were a parameter; {} for ours."""
-        digest = self.setting("method", "digest")
-        return {} if digest is None else {"file": str(digest)[:8]}
+        """Which state of the user's own file or package the method was, as if it were a parameter; {} for ours."""
+        digest, package = self.setting("method", "digest"), self.setting("method", "package")
+        if digest is None:
+            return {}
+        return {"file": str(digest)[:8]} if package is None else {"package": f"{package} {str(digest)[:8]}"}
 
     @property
     def prefill(self) -> str:

@@ -166,7 +166,8 @@ numbers = count()  # of copies
 def copy_of(one: Subject) -> Subject:
     """The same method from a module that was run anew: it shares nothing that a class or a module may keep."""
     path, name = Path(inspect.getfile(one.kind)), f"copy_{next(numbers)}"
-    module = outside.new_module(name, path.read_bytes(), path)
+    package = sys.modules[one.kind.__module__].__package__ or ""
+    module = outside.new_module(name, path.read_bytes(), path, package)
     del sys.modules[name]
     return replace(one, kind=getattr(module, one.kind.__name__))
 
@@ -695,7 +696,7 @@ def run(one: Subject, ratios: Sequence[str]) -> bool:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="kvbench conformance", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("method", help="path/to/mine.py, path/to/mine.py:Class, or the name of a method of ours")
+    parser.add_argument("method", help="path/to/mine.py, path/to/mine.py:Class, or the name of a method")
     parser.add_argument("params", nargs="*", metavar="method.KEY=VALUE", help="parameters other than the defaults")
     parser.add_argument("--ratio", nargs="+", default=RATIOS, metavar="R", help="budgets to try, as shares of a prompt")
     given = parser.parse_args(arguments)

@@ -1,7 +1,8 @@
 """`python run.py --list tasks|methods|models|experiments`: what can stand on a command line, as wide as the terminal.
 
 What is said of a task is its card, and which of its data are here; of a method, the first line of its card, and its
-family; of a model, what its architecture says. No sample is made and torch is not imported, but for the models.
+family; of a model, what its architecture says. No sample is made and torch is not imported, but for models and for what
+installed packages bring; a package that brings nothing that can be asked has a line on standard error.
 
 Not here: how many samples a task has and how long they take (`--dry-run`), which files it lacks and how to get them
 (`--check`), all that a model's shape says (`--check model=NAME`), a method's parameters (its file in conf/method),
@@ -12,15 +13,19 @@ import ast
 import inspect
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from kvbench.engine.budget import token_bytes
 from kvbench.engine.errors import ConfigError, one_line, unknown_name
-from kvbench.evals.overrides import CONF
+from kvbench.engine.terminal import say
+from kvbench.evals import outside, plugins
+from kvbench.evals.overrides import CONF, names_of
+from kvbench.evals.plugins import Plugin
 from kvbench.evals.screen.check import where
 from kvbench.evals.screen.fits import shipped
 from kvbench.evals.settings import Choice, choice, load_class, refuse_missing
@@ -32,8 +37,10 @@ from kvbench.tasks.base import Data
 
 TASK_HEADS = ["task", "what it asks", "data here"]
 METHOD_HEADS = ["method", "published as: what it does", "presets"]
+PACKAGED_HEADS = [*METHOD_HEADS[:2], "package"]
 MODEL_HEADS = ["model", "hub name", "weights", "layers", "window", "KV per\ntoken"]
 FAMILY = re.compile(r"^Figures +(.+): #", re.MULTILINE)
+T = TypeVar("T")
 REFERENCES = "references"  # the family of what has no place in figures of one
 
 
@@ -60,6 +67,7 @@ def tasks() -> Iterator[Sheet]:
         except (Exception, SystemExit) as error:  # whatever a user's file raises, the others are listed
             why = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {one_line(error)}"
             others.append(f"task={file.stem} cannot be asked: {why}")
+    rows += [row for plugin, own in packaged("task", rows_of) for row in [*own, ["", f"package {plugin.package}", ""]]]
     notes = [
         "how many samples a task has, and how long they take here: python run.py task=NAME --dry-run",
         "where to get data that are not here: python run.py --check",
@@ -83,18 +91,49 @@ def methods() -> Iterator[Sheet]:
     presets = [file.stem for file in (CONF / "method").glob("*.yaml")]
     families: dict[str, list[list[str]]] = {}
     for name, file in own_methods().items():
-        card = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-        published, colon, does = card.partition("\n")[0].partition(": ")
+        card = docstring(file)
         others = sorted(one.removeprefix(f"{name}_") for one in presets if known(one) == name != one)
         family = found[1] if (found := FAMILY.search(card)) else REFERENCES
-        families.setdefault(family, []).append(
-            [name, published + colon + does.partition(". ")[0].rstrip("."), ", ".join(others) or ABSENT]
-        )
+        families.setdefault(family, []).append([name, first_line(card), ", ".join(others) or ABSENT])
     note = "a preset goes by both names, method=snapkv_paper; its file in conf/method says what it sets"
     for family in sorted(families):
         below = [note] if family == max(families) else [""]
         n = len(METHOD_HEADS)
         yield Sheet(METHOD_HEADS, families[family], about=family, notes=below, n_keys=n, n_wrapped=n)
+    if rows := [[plugin.name, words, plugin.package] for plugin, words in packaged("method", line_of)]:
+        yield Sheet(PACKAGED_HEADS, rows, about="from installed packages", notes=[""], n_keys=n, n_wrapped=n)
+
+
+def docstring(file: Path) -> str:
+    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+
+
+def first_line(card: str) -> str:
+    """What a method's card says first, up to the end of the sentence."""
+    published, colon, does = card.partition("\n")[0].partition(": ")
+    return published + colon + does.partition(". ")[0].rstrip(".")
+
+
+def line_of(chosen: Choice) -> str:
+    """What a package's method is, by its card or else its title."""
+    kind: Any = load_class(chosen)
+    return first_line(docstring(Path(inspect.getfile(kind)))) or kind.title
+
+
+def packaged(group: str, say_of: Callable[[Choice], T]) -> Iterator[tuple[Plugin, T]]:
+    """What is said of each plug-in; why one cannot be asked stands on standard error, and the others are listed."""
+    refused = list[str]()
+    for plugin in plugins.plugins():
+        if plugin.group != group:
+            continue
+        try:
+            plugins.find(group, plugin.name, names_of(group))
+            yield plugin, say_of(choice(group, plugin.name, outside.node_of(plugin)))
+        except (Exception, SystemExit) as error:
+            kind = "" if isinstance(error, ConfigError) else f"{plugin}: {type(error).__name__}: "
+            refused.append(f"{kind}{one_line(error)}")
+    for why in dict.fromkeys(refused):  # namesakes have one sentence
+        say(why, file=sys.stderr)
 
 
 def experiments() -> Iterator[Sheet]:

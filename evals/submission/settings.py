@@ -3,7 +3,7 @@
 It is what a stranger wrote, so each part is built by the checks that a command line goes through, and the settings must
 say the same configuration again: nothing in it is overlooked.
 
-Not here: methods in files of their own, which are not imported here.
+Not here: what is not in this repository, methods in files and whatever is of a package: none is imported here.
 """
 
 from collections.abc import Mapping
@@ -42,6 +42,8 @@ def conf_of(group: str, name: str) -> dict[str, Any]:
 
 def choice(group: str, part: Any) -> Choice:
     """A group's file with the parameters that a configuration has."""
+    if isinstance(part, Mapping) and "package" in part:
+        raise ConfigError(f"its {group} is of the package {part['package']!r:.80}, which is not imported here")
     if (
         not isinstance(part, Mapping)
         or not isinstance(part.get("params"), Mapping)

@@ -80,11 +80,12 @@ def command(run: Run) -> str:
 
 
 def words(config: Mapping[str, Any]) -> Iterator[str]:
-    """The overrides of a configuration; a method of the user's own is named as a file."""
+    """The overrides of a configuration; a method in a file of the user's own is named as a file."""
     for group in ("method", "task", "prefill"):
         part = config.get(group)
         if isinstance(part, Mapping) and (group != "prefill" or part.get("name") != "exact"):
-            yield from choice(group, str(part.get("name")), part.get("params") or {}, "digest" in part)
+            is_file = "digest" in part and "package" not in part
+            yield from choice(group, str(part.get("name")), part.get("params") or {}, is_file)
     model = config.get("model")
     if isinstance(model, Mapping):
         yield from choice("model", str(model.get("name")), {k: v for k, v in model.items() if k != "name"}, False)

@@ -73,7 +73,7 @@ class Mine(Task):
         (TASK.format(arguments="params, data_dir, seed"), "paht: x", "no task key 'paht'"),
         ("def broken(:", "path: x", "SyntaxError: "),
         ("import sys; sys.exit(3)", "path: x", "SystemExit: 3"),
-        (None, "path: x", "is no Task of kvbench.tasks;"),
+        (None, "path: x", "is no Task of kvbench.tasks"),
         ("", "- a", "no task is chosen"),
         ("", "[", "ParserError: "),
     ],
