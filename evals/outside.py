@@ -12,6 +12,7 @@ imports: they are no part of a run's identity.
 
 import hashlib
 import inspect
+import linecache
 import re
 import sys
 from collections.abc import Collection, Iterable
@@ -38,6 +39,7 @@ SAY = {"method": {"title": str, "drops": bool}, "task": {"name": str, "version":
 
 FILE = re.compile(r"(?P<path>.*\.py)(:(?P<name>\w+))?", re.DOTALL)  # path/to/mine.py or path/to/mine.py:Class
 TARGET = re.compile(r"(?P<path>.*\.py):(?P<name>\w+)@(?P<digest>[0-9a-f]{16})", re.DOTALL)
+LIVE: dict[str, type] = {}  # classes of a notebook's cells, by what stands for their files
 # What methods called or defined before they returned values, and what they return now (engine/placement.py).
 FORMER = {
     r"store\.(keep|keep_until_full|keep_reached|keep_all|keep_ragged|replace|keep_searchable|keep_coded)\(": "arrange "
@@ -81,6 +83,12 @@ def register(text: str, taken: Iterable[str]) -> str:
     """Let Hydra find the defaults of the method in a file: its name, which is none of those `taken`."""
     match = FILE.fullmatch(text)
     assert match is not None, text
+    if (kind := LIVE.get(text)) is not None:
+        if (name := kind.__name__) in taken:
+            raise ConfigError(f"the class {name} has the name of another method; rename it")
+        values = defaults("method", kind, f"the class {name}", {text})
+        store("method", name, {"_target_": f"{text}:{name}@{Path(text).parent.name}"} | values)
+        return name
     source, path = read(text, match["path"])
     digest = digest_of(source)
     module = module_of(source, path, digest)
@@ -97,6 +105,26 @@ def register(text: str, taken: Iterable[str]) -> str:
     values = defaults("method", kind, str(path), {str(path)})
     store("method", name, {"_target_": f"{path}:{kind.__name__}@{digest}"} | values)
     return name
+
+
+def word_of(kind: type) -> str:
+    """What names a class on a command line of this process: its file, or for a notebook's cell one that is not there.
+
+    What identifies the run is then the cell's text. Another process cannot have such a class.
+    """
+    if kind.__module__.startswith("kvbench."):
+        return kind.__module__.rpartition(".")[2]
+    codes = [value.__code__ for value in vars(kind).values() if inspect.isfunction(value)]
+    file = codes[0].co_filename if codes else ""
+    if Path(file).is_file():
+        return f"{file}:{kind.__name__}"
+    cell = "".join(linecache.getlines(file))
+    if not cell:
+        raise ConfigError(f"the class {kind.__name__} has no source that can be read; put it into a file")
+    refuse_incomplete("method", kind, "a notebook")
+    word = f"notebook/{digest_of(cell.encode())}/{kind.__name__}.py"
+    LIVE[word] = kind
+    return word
 
 
 def store(group: str, name: str, node: dict[str, Any]) -> None:
@@ -127,6 +155,8 @@ def load(target: str) -> Any:
         return plugins.load(target)
     match = TARGET.fullmatch(target)
     assert match is not None, target
+    if match["path"] in LIVE:
+        return LIVE[match["path"]]
     source, path = read(match["path"], match["path"])
     if digest_of(source) != match["digest"]:
         raise ConfigError(f"{path} is not what it was when the command was given; give the command again")

@@ -11,7 +11,6 @@ run again. A list is swept; every other value stands for all cells.
 Not here: how anything is run (`kvbench/run.py`), the columns (`results/frame.py`).
 """
 
-import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -35,34 +34,25 @@ FIRST = (  # columns that a reader looks at first
 def compare(model: str, methods: "Sequence[str | Path | type]", **keys: Any) -> "DataFrame":
     """Run every method at every budget and give a row a run, as `results.frame.runs` has them.
 
-    `model` and `methods` are what `model=` and `method=` take: names, paths; a method may be a class of your own, too.
+    `model` and `methods` are what `model=` and `method=` take: names and paths. A method may be a class as well, of a
+    file or of a notebook's cell.
     `keys` are those of the command line, such as `ratio`, `memory`, `task`, `limit`, `out`; those with a point in their
     name stand in a dict: `**{"task.lengths": [1000]}`. What is refused there raises `ConfigError` here.
     """
+    from kvbench.evals import outside
     from kvbench.evals.overrides import check_overrides
     from kvbench.results.frame import runs
     from kvbench.run import compose_and_run
 
     if isinstance(methods, str) or not methods:
         raise ConfigError(f"methods={methods!r} is no list of methods; give one, such as ['full', 'snapkv']")
-    swept = {"method": [named(method) for method in methods]} | keys
+    swept = {"method": [outside.word_of(one) if isinstance(one, type) else str(one) for one in methods]} | keys
     words = ["-m", f"model={word(model)}", *(f"{key}={values(key, value)}" for key, value in swept.items())]
     with as_command(words):
         done = compose_and_run(check_overrides(words))
     table = runs(*(folder for folder, _ in dict(done).items()))
     first = [name for name in FIRST if name in table]
     return table[first + [name for name in table if name not in first]]
-
-
-def named(method: "str | Path | type") -> str:
-    """A method as the command line names it: a class by its file."""
-    if not isinstance(method, type):
-        return str(method)
-    try:
-        file = Path(inspect.getfile(method))
-    except (OSError, TypeError):
-        raise ConfigError(f"{method.__name__} has no file; put it into one, and give its path") from None
-    return file.stem if method.__module__.startswith("kvbench.") else f"{file}:{method.__name__}"
 
 
 def values(key: str, value: Any) -> str:

@@ -1,15 +1,19 @@
 """`kvbench.compare`: what the command line does with the same words, as a DataFrame; `kvbench.results`: its samples."""
 
 import json
+import linecache
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import kvbench
 from kvbench import run
 from kvbench.engine.errors import ConfigError
+from kvbench.evals import outside
 from kvbench.methods.dropping.snapkv import SnapKV
 from kvbench.results.frame import runs
 from kvbench.tests.tiny_run import example_file, save_tiny
@@ -81,5 +85,30 @@ def test_folders_without_runs_are_refused(tmp_path: Path) -> None:
             kvbench.results(folder)
 
 
-def test_a_class_in_a_file_is_that_file() -> None:
-    assert kvbench.comparing.named(SnapKV) == "snapkv"
+def test_a_class_is_named_by_its_file_and_one_of_a_notebook_by_its_cell(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert outside.word_of(SnapKV) == "snapkv"
+    source = example_file(tmp_path / "mine").read_text()
+    found = [of_cell(text) for text in (source, source, source + "# another\n")]
+    words = [outside.word_of(kind) for kind in found]
+    assert words[0] == words[1] != words[2]
+    table = kvbench.compare(str(model), [found[0]], ratio=0.2, out=tmp_path / "out", **SMALL)
+    assert table.method_label.item() == "Smallest keys (C)"
+    kept = yaml.safe_load((Path(table.run.item()) / "config.yaml").read_text())["method"]
+    assert kept["digest"] == words[0].split("/")[1]
+    other = kvbench.compare(str(model), [found[2]], ratio=0.2, out=tmp_path / "out", **SMALL)
+    assert other.run.item() != table.run.item()
+    nameless: dict[str, Any] = {}
+    exec(compile(source, "<stdin>", "exec", dont_inherit=True), nameless)
+    with pytest.raises(ConfigError, match="no source that can be read; put it into a file"):
+        kvbench.compare(str(model), [nameless["SmallestKeys"]], **SMALL)
+
+
+def of_cell(source: str) -> type:
+    """The class of a cell, kept as a notebook's kernel does."""
+    name = f"<ipython-input-{zlib.crc32(source.encode())}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, name, "exec", dont_inherit=True), cell)
+    return cell["SmallestKeys"]

@@ -45,7 +45,9 @@ FOLDERS = "kvbench benchmarks conf engine evals hydra_plugins kernels methods pl
 
 def test_a_method_in_two_files_is_found_everywhere(tmp_path: Path) -> None:
     for folder in FOLDERS.split():
-        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "golden"))
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "golden")
+        )
     (tmp_path / "methods" / "dropping" / "made_up.py").write_text(METHOD)
     (tmp_path / "conf" / "method" / "made_up.yaml").write_text("_target_: kvbench.methods.dropping.made_up.MadeUp\n")
     done = subprocess.run([sys.executable, "-c", FOUND], cwd=tmp_path, capture_output=True, text=True)
