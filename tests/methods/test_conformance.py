@@ -42,4 +42,4 @@ def test_a_method_holds_with_other_keys_and_values(name: str, keys: list[str], w
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_of_ours_lies_in_methods(name: str) -> None:
-    assert ours(name).kind.__module__.startswith("methods.")
+    assert ours(name).kind.__module__.startswith("kvbench.methods.")
