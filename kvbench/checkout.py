@@ -14,25 +14,21 @@ from types import ModuleType
 
 PACKAGE = os.path.dirname(os.path.realpath(__file__))
 ROOT = os.path.dirname(PACKAGE)
+LINKS = {name for name in os.listdir(PACKAGE) if os.path.islink(os.path.join(PACKAGE, name))}
+ROOMS = frozenset(LINKS | {"run"} if LINKS else LINKS)  # what is hidden, run.py among it; nothing in a wheel
 # A line of a .pth file. It leaves no module behind: what `kvbench` is, the program's own search finds.
 AT_START = """import os; f = {file!r}; t = {{"__name__": "kvbench.checkout", "__file__": f}}; \
 os.path.isfile(f) and (exec(open(f, encoding="utf-8").read(), t), t["hide_rooms"]())
 """
 
 
-def rooms() -> frozenset[str]:
-    """The names that are hidden: of each folder that a link of ours leads to, and of run.py. None in a wheel."""
-    links = {name for name in os.listdir(PACKAGE) if os.path.islink(os.path.join(PACKAGE, name))}
-    return frozenset(links | {"run"} if links else links)
-
-
 def runs() -> str:
     """Where runs go that are not told: into the checkout, or the working directory of an installed KVBench."""
-    return os.path.join(ROOT if rooms() else os.getcwd(), "runs")
+    return os.path.join(ROOT if ROOMS else os.getcwd(), "runs")
 
 
 def hide_rooms() -> None:
-    if not (hidden := rooms()):
+    if not ROOMS:
         return
 
     def finder(path: str) -> PathEntryFinder:
@@ -47,7 +43,7 @@ def hide_rooms() -> None:
         find = own.find_spec
 
         def find_spec(fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
-            return None if fullname.partition(".")[0] in hidden else find(fullname, target)
+            return None if fullname.partition(".")[0] in ROOMS else find(fullname, target)
 
         own.find_spec = find_spec
         return own

@@ -14,7 +14,7 @@ import pytest
 from kvbench import checkout
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = sorted(checkout.rooms())
+ROOMS = sorted(checkout.ROOMS)
 STAND_IN = """\
 class Meta(type):
     def __getattr__(kind, name):

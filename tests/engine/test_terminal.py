@@ -5,13 +5,16 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from rich.table import Table
 
+from kvbench import checkout
 from kvbench.engine import terminal
 from kvbench.engine.errors import ConfigError
+from kvbench.engine.terminal import EXTRAS, as_started, lacks
 from kvbench.evals.screen.progress import Progress
 from kvbench.evals.screen.table import print_table
 from kvbench.plots import costs, results, scopes, turns
@@ -156,3 +159,26 @@ def test_the_commands_themselves_are_wrapped(tmp_path: Path) -> None:
             [sys.executable, "-m", module, str(tmp_path / "runs")], cwd=ROOT, capture_output=True, text=True, check=True
         )
         assert is_harmless(found.stdout + found.stderr)
+
+
+def test_sentences_name_the_commands_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a checkout those of the checkout, behind `kvbench` its words, outside a checkout no make."""
+    text = "python run.py --list methods, python run.py --check and python run.py x=1; run `make setup`"
+    behind = "kvbench ls methods, kvbench check and kvbench run x=1; run `make setup`"
+    for program, said in (("run.py", text), ("/bin/kvbench", behind), ("/x/kvbench/__main__.py", behind)):
+        monkeypatch.setattr(sys, "argv", [program])
+        assert as_started(text) == said
+    monkeypatch.setattr(checkout, "ROOMS", frozenset())
+    monkeypatch.setattr(sys, "argv", ["notebook"])
+    assert as_started(text) == behind.replace("make setup", "pip install 'kvbench[demo,tasks]'")
+    error = ModuleNotFoundError("no", name="altair.vegalite")
+    assert lacks(error).endswith("has no altair.vegalite; pip install 'kvbench[report]'")
+    assert lacks(ModuleNotFoundError("no", name="yaml")).endswith("has no yaml; pip install 'yaml'")
+
+
+def test_every_extra_that_a_sentence_names_has_its_packages() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, names in EXTRAS.items():
+        asked = {line.replace("-", "_") for line in extras[extra]}
+        assert all(any(line.startswith(name) for line in asked) for name in names), extra
+    assert {"demo", "tasks"} <= extras.keys()
