@@ -14,6 +14,8 @@ from types import ModuleType
 
 PACKAGE = os.path.dirname(os.path.realpath(__file__))
 ROOT = os.path.dirname(PACKAGE)
+if os.path.isfile(os.path.join(PACKAGE, "engine")):  # what git leaves where it may make no links
+    raise ImportError(f"{PACKAGE}/engine is no link to engine/: git clone -c core.symlinks=true, or install a wheel")
 LINKS = {name for name in os.listdir(PACKAGE) if os.path.islink(os.path.join(PACKAGE, name))}
 ROOMS = frozenset(LINKS | {"run"} if LINKS else LINKS)  # what is hidden, run.py among it; nothing in a wheel
 # A line of a .pth file. It leaves no module behind: what `kvbench` is, the program's own search finds.
