@@ -52,7 +52,7 @@ def compare(model: str, methods: "Sequence[str | Path | type]", **keys: Any) -> 
         done = compose_and_run(check_overrides(words))
     table = runs(*(folder for folder, _ in dict(done).items()))
     first = [name for name in FIRST if name in table]
-    return table[first + [name for name in table if name not in first]]
+    return table.loc[:, first + [name for name in table if name not in first]]
 
 
 def values(key: str, value: Any) -> str:

@@ -23,7 +23,7 @@ Not here: the loop over samples (`evals/loop.py`), statistics over runs (`plots/
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvbench.results.config import config_hash, read_config, run_name
 from kvbench.results.folder import RunFolder
@@ -45,9 +45,6 @@ from kvbench.results.schema import (
     prompt_hash,
 )
 from kvbench.results.summary import combined, combined_ci95, summarise
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 __all__ = [
     "EVICT",
@@ -86,7 +83,7 @@ __all__ = [
 class Results(ModuleType):
     """This module, which can be called too: its name is what people look for to get samples."""
 
-    def __call__(self, *folders: Path | str) -> "DataFrame":
+    def __call__(self, *folders: Path | str) -> Any:
         """A DataFrame, a row a sample of each finished run in or below the folders (`results/frame.py`)."""
         from kvbench.results.frame import frame
 

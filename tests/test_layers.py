@@ -79,7 +79,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
             assert node.module
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
-            assert name.split(".")[0] not in OURS, f"line {node.lineno}: {name} is kvbench.{name}"
+            assert name.split(".")[0] not in OURS, f"{name} is kvbench.{name}"
             yield name.removeprefix("kvbench.")
 
 
