@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "kvbench": {"comparing", "results"},  # named for types, imported when asked for
     "checkout": set[str](),
     "run": {"engine.errors", "engine.terminal", "evals", "results", "serving.run"},
-    "comparing": {"engine.checks", "engine.errors", "evals.overrides", "results", "run"},
+    "comparing": {"engine.checks", "engine.errors", "evals", "results", "run"},
     "command": {"kvbench", "run", "engine.terminal"},
     "__main__": {"command"},
     "first_look": {"run", "engine.machine", "engine.terminal", "results", "evals.screen.table", "plots"},
