@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import kvbench
+
 
 @cache
 def environment() -> dict[str, Any]:
@@ -32,9 +34,9 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that can change a number."""
+    """Versions of Python, of KVBench, and of the installed packages that can change a number."""
     packages = "torch transformers tokenizers numpy triton datasets gguf hydra-core pyarrow"
-    by_name = {"python": platform.python_version()}
+    by_name = {"python": platform.python_version(), "kvbench": kvbench.__version__}
     for name in packages.split():
         try:
             by_name[name] = importlib.metadata.version(name)

@@ -1,6 +1,7 @@
 """`kvbench WORD …`: every word leads to its command, a wrong one to its near miss, and help answers at once."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -91,16 +92,24 @@ def test_completion_knows_words_groups_keys_and_names() -> None:
     assert completed("table", "ru") == []
 
 
-@pytest.mark.skipif(not Path("/bin/bash").exists(), reason="completion is of bash here, which is not there")
-def test_bash_completes(tmp_path: Path) -> None:
-    """As bash asks: its own variables, and the script that `kvbench completion bash` prints."""
+ASKED = {  # how each shell completes `kvbench run method=snapkv_p`
+    "bash": 'eval "$(kvbench completion bash)"; COMP_WORDS=(kvbench run method=snapkv_p); COMP_CWORD=2; _kvbench; '
+    'echo "${COMPREPLY[@]}"',
+    "zsh": 'autoload -Uz compinit; compinit -u -D; eval "$(kvbench completion zsh)"; compadd() { print -r -- $found }; '
+    "words=(kvbench run method=snapkv_p); CURRENT=3; _kvbench",
+    "fish": "kvbench completion fish | source; complete -C 'kvbench run method=snapkv_p'",
+}
+
+
+@pytest.mark.parametrize("shell", ASKED)
+def test_shells_complete(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
     program = tmp_path / "kvbench"
     program.write_text(f'#!/bin/sh\ncd {ROOT} && exec {sys.executable} -m kvbench "$@"\n')
     program.chmod(0o755)
-    script = 'eval "$(kvbench completion bash)"; COMP_WORDS=(kvbench run method=snapkv_p); COMP_CWORD=2; _kvbench; '
-    script += 'echo "${COMPREPLY[@]}"'
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(["/bin/bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    done = subprocess.run([shell, "-c", ASKED[shell]], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["method=snapkv_paper"]
 
 
