@@ -123,7 +123,7 @@ clean-cache: $(DONE) ## what the cache folder holds and could be freed; ARGS=--y
 	$(BIN)/python -m kvbench.evals.screen.caches $(ARGS)
 
 clean: ## remove .venv, .venv-serving and all caches of this folder; runs/ stays
-	rm -rf .venv .venv-serving .pytest_cache .ruff_cache .hypothesis kvbench.egg-info
+	rm -rf .venv .venv-serving .pytest_cache .ruff_cache .hypothesis kvbench.egg-info build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # vLLM takes no torchvision from PyPI beside a torch of another index, and works without it.
