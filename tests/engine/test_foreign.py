@@ -151,7 +151,7 @@ def test_json_of_upstream_must_hold_the_texts_that_are_used(tmp_path: Path) -> N
         ('{"a": {"b": 1, "c": "{context}"}}', "no usable a.b"),
         ('{"a": {"b": "x", "c": "nowhere"}}', "no usable a.c"),
         ('{"a": []}', "no usable a.b"),
-        ("[" * 5000, "nested too deeply"),
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
         ("[]", "no JSON object"),
     ):
         path.write_text(content)

@@ -57,10 +57,9 @@ def test_what_cannot_be_served_is_one_sentence_and_code_2(
 @NO_VLLM
 def test_a_run_without_vllm_says_how_to_get_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = sys.argv
-    with pytest.raises(SystemExit) as ended:
-        run.main(["task=serving", "method=snapkv", f"out={tmp_path / 'a'}"])
+    code = run.main(["task=serving", "method=snapkv", f"out={tmp_path / 'a'}"])
     sys.argv = argv
-    assert ended.value.code == 2 and "make setup-serving" in capsys.readouterr().err
+    assert code == 2 and "make setup-serving" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
 
 
@@ -78,9 +77,8 @@ def test_a_run_refuses_what_is_not_served(
     """The method's words are composed again, within the run that Hydra composed."""
     monkeypatch.setattr("kvbench.serving.run.need_vllm", lambda: None)
     monkeypatch.setattr(sys, "argv", [*sys.argv])
-    with pytest.raises(SystemExit) as ended:
-        run.main([*words, "task=serving", "ratio=0.2", "dtype=float32", f"out={tmp_path / 'a'}"])
-    assert ended.value.code == 2 and why in capsys.readouterr().err
+    assert run.main([*words, "task=serving", "ratio=0.2", "dtype=float32", f"out={tmp_path / 'a'}"]) == 2
+    assert why in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
 
 

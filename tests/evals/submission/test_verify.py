@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import shutil
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -502,6 +503,7 @@ def test_a_frozen_benchmark_stays_as_it_is(registry: Path, true: Path) -> None:
 
 
 @known_conversion
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the benchmark's texts are Python 3.11's own")
 def test_committed_benchmarks_are_those_of_todays_tasks() -> None:
     found = frozen.registry()
     assert {one.asked["task"]["name"] for one in found} >= {"needle_short", "longbench_short"}
