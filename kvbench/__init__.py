@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvbench.comparing import compare
     from kvbench.results.frame import frame as results
 
-__version__ = "0.2.0"
+__version__ = checkout.VERSION
 __all__ = ["__version__", "compare", "results"]
 
 checkout.hide_rooms()

@@ -12,6 +12,7 @@ from importlib.abc import PathEntryFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+VERSION = "0.2.0"
 PACKAGE = os.path.dirname(os.path.realpath(__file__))
 ROOT = os.path.dirname(PACKAGE)
 if os.path.isfile(os.path.join(PACKAGE, "engine")):  # what git leaves where it may make no links

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
-from kvbench import __version__
+from kvbench.checkout import VERSION
 from kvbench.engine.terminal import lacks, say
 
 WORDS = {  # what stands behind each, what it does, and the module of those whose `main` takes the words behind
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(help_text())
         return 0
     if word in ("-V", "--version"):
-        say(f"kvbench {__version__}")
+        say(f"kvbench {VERSION}")
         return 0
     if word == "--complete":
         for found in completions(rest):

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import kvbench
+from kvbench.checkout import VERSION
 
 
 @cache
@@ -36,7 +36,7 @@ def environment() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Versions of Python, of KVBench, and of the installed packages that can change a number."""
     packages = "torch transformers tokenizers numpy triton datasets gguf hydra-core pyarrow"
-    by_name = {"python": platform.python_version(), "kvbench": kvbench.__version__}
+    by_name = {"python": platform.python_version(), "kvbench": VERSION}
     for name in packages.split():
         try:
             by_name[name] = importlib.metadata.version(name)

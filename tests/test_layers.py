@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "checkout": set[str](),
     "run": {"engine.errors", "engine.terminal", "evals", "results", "serving.run"},
     "comparing": {"engine.checks", "engine.errors", "evals", "results", "run"},
-    "command": {"kvbench", "run", "engine.terminal"},
+    "command": {"run", "engine.terminal"},
     "__main__": {"command"},
     "first_look": {"run", "engine.machine", "engine.terminal", "results", "evals.screen.table", "plots"},
 }
