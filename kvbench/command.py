@@ -101,7 +101,9 @@ def help_text() -> str:
 
 def refuse(word: str) -> int:
     near = get_close_matches(word, WORDS, 1)
-    if "=" in word or word == "-m":
+    if word in LISTS:
+        hint = f"did you mean `kvbench ls {word}`?"
+    elif "=" in word or word == "-m":
         hint = f"runs start with `kvbench run`: kvbench run {word} …"
     else:
         hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(WORDS)}"

@@ -706,7 +706,7 @@ def main(arguments: list[str]) -> int:
             BudgetRequest(parse_fraction(ratio, "--ratio"), None, Fraction(0))
         found = subject([f"method={given.method}", *given.params])
     except ConfigError as error:
-        print("conformance:", " ".join(str(error).split()), file=sys.stderr)
+        print("kvbench conformance:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     return int(not run(found, given.ratio))
 

@@ -46,6 +46,7 @@ def test_help_answers_at_once_and_loads_next_to_nothing() -> None:
         (["tabel"], "no command 'tabel'; did you mean 'table'?"),
         (["zzz"], "no command 'zzz'; it is one of run, check, ls"),
         (["method=snapkv"], "runs start with `kvbench run`: kvbench run method=snapkv"),
+        (["methods"], "did you mean `kvbench ls methods`?"),
         (["-m"], "runs start with `kvbench run`"),
         (["completion", "csh"], "give one of bash, zsh, fish"),
         (["run", "method=snapkvv"], "kvbench: no method 'snapkvv'; did you mean 'snapkv'"),
