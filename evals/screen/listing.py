@@ -1,4 +1,4 @@
-"""`python run.py --list tasks|methods|models|experiments`: what can stand on a command line, as wide as the terminal.
+"""`python run.py --list KIND`: what can stand on a command line, no wider than the terminal.
 
 What is said of a task is its card, and which of its data are here; of a method, the first line of its card, and its
 family; of a model, what its architecture says. No sample is made and torch is not imported, but for models and for what
