@@ -273,9 +273,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="kvbench site", description="Make a site of finished runs.")
     parser.add_argument("runs", nargs="*", type=Path, help="folders of runs, or submissions")
     parser.add_argument("--out", type=Path, default=Path("site"), help="the site's folder")
-    parser.add_argument(
-        "--verdicts", type=Path, action="append", default=[], help="what kvbench verify --out wrote"
-    )
+    parser.add_argument("--verdicts", type=Path, action="append", default=[], help="what kvbench verify --out wrote")
     parser.add_argument("--since", type=Path, help="an earlier version, whose differences a page lists")
     parser.add_argument("--most", type=int, default=200, help="MB that answers may take")
     parser.add_argument("--diff", nargs=2, type=Path, metavar=("OLD", "NEW"), help="print what changed")
