@@ -54,6 +54,10 @@ def test_every_room_has_a_link_and_every_link_a_room() -> None:
     assert own - {"kvbench", "hydra_plugins"} | {"conf", "run"} == {*ROOMS}
     for name in {*ROOMS} - {"run"}:
         assert (ROOT / "kvbench" / name).readlink() == Path("..", name)
+    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]["include"]
+    assert {f"kvbench/{name}" for name in {*ROOMS} - {"run", "conf"}} <= {
+        *checked
+    }  # pyright looks into no link by itself
 
 
 def test_nothing_of_ours_goes_by_another_name_with_the_checkout_as_working_directory() -> None:
