@@ -15,7 +15,8 @@ from kvbench.engine.budget import Budget
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Change, Placement, Release, Stay
 from kvbench.engine.sampling.cues import Cue
-from kvbench.engine.selection import FeedSelection, Found, Search
+from kvbench.engine.search import Search
+from kvbench.engine.selection import FeedSelection, Found
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.turns.feed import Feed
 from kvbench.kernels.scratch import Scratch

@@ -35,7 +35,8 @@ from kvbench.engine.observe import Observation
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Change, Coder, Placement, Release, Stay, Whole
 from kvbench.engine.sampling.cues import Cue
-from kvbench.engine.selection import FeedSelection, Found, Search, Searches
+from kvbench.engine.search import Search, Searches
+from kvbench.engine.selection import FeedSelection, Found
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.jit import constants
 from kvbench.kernels.scratch import Scratch

@@ -27,7 +27,7 @@ from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.layouts.layer import Layer
 from kvbench.engine.row import Row
 from kvbench.engine.rows import Bringer
-from kvbench.engine.selection import Search
+from kvbench.engine.search import Search
 from kvbench.engine.softmax import Softmax
 from kvbench.kernels.packed.rows import CodedRows, takes_codes
 from kvbench.kernels.rows.append import Places

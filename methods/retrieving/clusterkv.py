@@ -50,14 +50,15 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.beside import Beside
 from kvbench.engine.placement import Offloaded, Release
 from kvbench.engine.sampling.draws import seeded
-from kvbench.engine.selection import ALWAYS, Cost, Found, Search, Selection
+from kvbench.engine.search import KernelSearch, Units, products
+from kvbench.engine.selection import ALWAYS, Cost
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.choices import METRICS
-from kvbench.kernels.clusters import cluster_keys_triton, cluster_tokens, cluster_tokens_triton
+from kvbench.kernels.clusters import cluster_keys_triton, cluster_order, cluster_tokens, cluster_tokens_triton
 from kvbench.kernels.kmeans import draw_points, kmeans
 from kvbench.kernels.scratch import Scratch, empty
 from kvbench.kernels.topk import sort_keys
-from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.retrieving.indexed import Indexed
 
 TOKENS_PER_CLUSTER = 80  # paper: 400 clusters of 32,000 tokens, 4 of 320
 
@@ -113,18 +114,6 @@ def append_clusters(old: Clusters, new: Clusters) -> Clusters:
     )
 
 
-def cluster_order(q: Tensor, centroids: Tensor, agg: str) -> Tensor:
-    """Clusters by falling inner product with queries (n, h, 1, d_h): (n, h, c), or (n, h_kv, c) for `group_mean`."""
-    h_kv, _, d_h = centroids.shape
-    n, h = q.shape[:2]
-    grouped = q.view(n, h_kv, h // h_kv, d_h).float().transpose(0, 1)  # (h_kv, n, g, d_h)
-    if agg == "group_mean":
-        grouped = grouped.mean(2, keepdim=True)  # the mean of scores is the score of the mean
-    scores = grouped.flatten(1, 2) @ centroids.mT  # (h_kv, n * g, c)
-    order = scores.sort(dim=-1, descending=True, stable=True).indices
-    return order.view(h_kv, n, -1, centroids.shape[1]).transpose(0, 1).flatten(1, 2)
-
-
 def touched(order: Tensor, sizes: Tensor, k: int) -> Tensor:
     """Which clusters the first `k` tokens come from, by id: (..., heads, c) bool from order and sizes (heads, c)."""
     sizes = sizes.expand(order.shape).gather(-1, order)
@@ -168,12 +157,12 @@ class Hits:
         self.last = flags[-self.n_steps :]
 
 
-class ClusterKV(SelectiveAttention):
+class ClusterKV(Indexed):
     title = "ClusterKV"
     no_growth = (
         "holds what it reads behind the context until there is enough for clusters, which may be more than a budget"
     )
-    drops = False
+    op = "clusters"
     packs_host = True
     skips = True
 
@@ -220,7 +209,7 @@ class ClusterKV(SelectiveAttention):
 
     params: Params
     plan: Plan
-    clusters: dict[int, Clusters]  # per layer, once its clustering was waited for
+    index: dict[int, Clusters]  # once its clustering was waited for
     pending: dict[int, Future[Clusters]]
     hits: dict[int, Hits]
     n_appended: dict[int, int]  # how often generated tokens became clusters
@@ -269,7 +258,8 @@ class ClusterKV(SelectiveAttention):
     def setup(self) -> None:
         if self.variant.cache is not None:
             self.check_cache(self.params, self.variant.cache)
-        self.clusters, self.pending, self.hits, self.n_appended = {}, {}, {}, {}
+        super().setup()
+        self.pending, self.hits, self.n_appended = {}, {}, {}
 
     # While the prompt is read.
 
@@ -306,41 +296,50 @@ class ClusterKV(SelectiveAttention):
 
     def ready(self, layer: int) -> Clusters:
         """The layer's clusters; waits for them at the first step."""
-        if layer not in self.clusters:
+        if layer not in self.index:
             with span("wait", layer):
-                self.clusters[layer] = self.pending.pop(layer).result()
-        return self.clusters[layer]
+                self.index[layer] = self.pending.pop(layer).result()
+        return self.index[layer]
+
+    def score(self, layer: int, question: Tensor, index: Clusters) -> Tensor:
+        """Inner products with centroids."""
+        n, _, _, d_h = question.shape
+        grouped = question.view(n, len(index.centroids), -1, d_h).float()
+        if self.agg == "group_mean":
+            grouped = grouped.mean(2, keepdim=True)  # the mean of scores is the score of the mean
+        return products(grouped, index.centroids.unsqueeze(0))
+
+    def units(self, layer: int) -> Units:
+        """The tokens of clusters."""
+        return Units(self.plan.k, self.store[layer].n_seen - self.store[layer].n_window, self.plan.n_sink)
+
+    def choose(self, layer: int, ranking: Tensor, scores: Tensor) -> Tensor:
+        """The first tokens of the best clusters."""
+        clusters, order = self.index[layer], cluster_order(ranking)
+        note([self], layer, order.to(torch.int32))
+        owned = clusters.sizes, clusters.ends, clusters.tokens
+        return cluster_tokens(order, *owned, self.plan.k) + self.plan.n_sink
 
     @classmethod
-    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
-        """Rows with the same clusters rank them in one product; small budgets get the first tokens of larger ones."""
-        if q.is_cuda:
-            search = ClusterSearch(rows, layer, q)
-            search.choose(q)
-            return [Selection(idx, cost) for idx, cost in zip(search.idx, search.spent, strict=True)]
-        clusters, agg, k = rows[0].clusters[layer], rows[0].params.agg, max(row.plan.k for row in rows)
-        order = cluster_order(q, clusters.centroids, agg)  # (n, heads, c)
-        tokens = cluster_tokens(order, clusters.sizes, clusters.ends, clusters.tokens, k) + rows[0].plan.n_sink
-        note(rows, layer, order.to(torch.int32))
-        costs = [row.cost(clusters, order.shape[1]) for row in rows]
-        return [Selection(tokens[i : i + 1, :, : row.plan.k], costs[i]) for i, row in enumerate(rows)]
-
-    @classmethod
-    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
-        return ClusterSearch(rows, layer, q, scratch)
+    def told(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None) -> ClusterSearch:
+        return ClusterSearch(rows, layer, scratch)
 
     def kind(self, layer: int) -> Hashable:
-        return id(self.ready(layer)), self.params.agg
+        return id(self.ready(layer)), self.agg
 
-    def cost(self, clusters: Clusters, heads: int) -> Cost:
+    def selects_feeds(self, layer: int) -> bool:
+        return False
+
+    def cost(self, layer: int) -> Cost:
         """Of one selection."""
-        return Cost(clusters.nbytes(), read_bytes=clusters.ranked_bytes() + 4 * heads * self.plan.k)
+        clusters = self.index[layer]
+        return Cost(clusters.nbytes(), read_bytes=clusters.ranked_bytes() + 4 * self.n_choosing * self.plan.k)
 
     def fold_hits(self, layer: int) -> None:
         """Count the hits of the steps since the last time."""
         hits = self.hits[layer]
         if hits.orders:
-            sizes = self.clusters[layer].sizes
+            sizes = self.index[layer].sizes
             heads = hits.orders[0][0].shape[1]
             hits.fold(sizes.repeat_interleave(heads // len(sizes), 0), self.plan.k)
 
@@ -355,7 +354,7 @@ class ClusterKV(SelectiveAttention):
         keys = at.kept_and_window()[1].k[0]  # (h_kv, decode_period, d_h)
         generator = seeded(params.seed, layer, self.n_appended[layer])
         late = cluster_keys(keys, n_clusters, params.metric, params.max_rounds, generator)
-        self.clusters[layer] = append_clusters(self.clusters[layer], late)
+        self.index[layer] = append_clusters(self.index[layer], late)
         return Release(cost=Cost(rebuilt_bytes=keys.numel() * ELEMENT_BYTES))
 
     def report(self) -> dict[str, Any]:
@@ -372,7 +371,7 @@ class ClusterKV(SelectiveAttention):
         means = [np.mean(layer.tolist()) for layer in rates if len(layer)]
         if means:
             report["cluster_hit_rate"] = float(np.mean(means))
-        clusters = list(self.clusters.values())
+        clusters = list(self.index.values())
         if clusters:
             report["clustering_s"] = sum(layer.seconds for layer in clusters)
             report["kmeans_rounds"] = sum(layer.rounds for layer in clusters) / len(clusters)
@@ -383,38 +382,40 @@ class ClusterKV(SelectiveAttention):
         return report
 
 
-class ClusterSearch(Search):
-    """Rows with the same clusters, on a GPU: small budgets get the first tokens of larger ones."""
+class ClusterSearch(KernelSearch):
+    """Rows with the same clusters: small budgets get the first tokens of larger ones."""
 
-    def __init__(self, rows: Sequence[ClusterKV], layer: int, q: Tensor, scratch: Scratch | None = None) -> None:
-        self.rows, self.layer, self.agg, self.n_sink = rows, layer, rows[0].params.agg, rows[0].plan.n_sink
-        self.clusters = clusters = rows[0].clusters[layer]
-        heads = clusters.centroids.shape[0] if self.agg == "group_mean" else q.shape[1]
-        self.centroids, size = clusters.centroids.contiguous(), (len(rows), heads, clusters.centroids.shape[1])
-        self.keys = (empty if scratch is None else scratch.take)("keys", q.device, torch.int64, *size)
-        k = max(row.plan.k for row in rows)
-        self.tokens = torch.empty(len(rows), heads, k, dtype=torch.int64, device=q.device)
+    def __init__(self, rows: Sequence[ClusterKV], layer: int, scratch: Scratch | None) -> None:
+        first, clusters = rows[0], rows[0].index[layer]
+        self.rows, self.layer, self.agg, self.n_sink, self.clusters = (
+            rows,
+            layer,
+            first.agg,
+            first.plan.n_sink,
+            clusters,
+        )
+        self.centroids, device = clusters.centroids.contiguous(), clusters.centroids.device
+        size = len(rows), first.n_choosing, clusters.centroids.shape[1]
+        self.keys = (empty if scratch is None else scratch.take)("keys", device, torch.int64, *size)
+        self.tokens = torch.empty(*size[:2], max(row.plan.k for row in rows), dtype=torch.int64, device=device)
         self.idx = [self.tokens[i : i + 1, :, : row.plan.k] for i, row in enumerate(rows)]
-        self.spent = [row.cost(clusters, heads) for row in rows]
         # At the step that fills a period its tokens become clusters.
         periods = [(row.params.decode_period, row.store[layer]) for row in rows if row.plan.n_decode_clusters]
         self.n_steps = max(0, min((period - at.n_window - 1 for period, at in periods), default=ALWAYS))
 
+    @property
+    def is_settled(self) -> bool:
+        return True
+
     def holds(self) -> bool:
-        return self.rows[0].clusters[self.layer] is self.clusters
+        return self.rows[0].index[self.layer] is self.clusters
 
     def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
-        self.choose(q)
-
-    def choose(self, q: Tensor) -> None:
         clusters = self.clusters
         order = sort_keys(cluster_keys_triton(q, self.centroids, self.agg, self.keys))  # ids in the lower halves
         owned = clusters.sizes, clusters.ends, clusters.tokens
         cluster_tokens_triton(order, *owned, self.tokens.shape[2], self.n_sink, self.tokens)
         note(self.rows, self.layer, order)
-
-    def costs(self, age: int) -> Sequence[Cost]:
-        return self.spent
 
 
 def note(rows: Sequence[ClusterKV], layer: int, order: Tensor) -> None:

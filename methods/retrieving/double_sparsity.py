@@ -107,7 +107,6 @@ def taken(keys: Tensor, channels: Tensor, bits: int) -> Tensor:
 class DoubleSparsity(NeedsCalibration, LabelSearch):
     calibration = "channels"
     title = "Double Sparsity"
-    drops = False
     skips = True
 
     @dataclass(frozen=True)
@@ -255,7 +254,7 @@ class DoubleSparsity(NeedsCalibration, LabelSearch):
     def label_keys(self, layer: int, keys: Tensor) -> Tensor:
         return taken(keys, self.channels[layer], self.params.label_bits)
 
-    def asked(self, layer: int, q: Tensor) -> Tensor:
+    def asked_of(self, layer: int, q: Tensor) -> Tensor:
         queries, mask, h_kv = q[:, :, 0], self.masks[layer], self.trace.shape.h_kv
         if mask is not None:
             return queries * mask
@@ -266,7 +265,7 @@ class DoubleSparsity(NeedsCalibration, LabelSearch):
         return queries if self.plan.per_head else queries.unflatten(1, (h_kv, -1)).sum(2)
 
     @property
-    def n_asking(self) -> int:
+    def n_choosing(self) -> int:
         return self.trace.shape.h if self.plan.per_head else self.trace.shape.h_kv
 
     @classmethod

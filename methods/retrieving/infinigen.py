@@ -41,7 +41,7 @@ Not here: how the model makes q~ (`engine/model.py`), the basis (`engine/observe
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Self
@@ -55,13 +55,11 @@ from kvbench.engine.checks import each_one_of, whole_number
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import ChannelSums, Observation
 from kvbench.engine.placement import Offloaded
-from kvbench.engine.selection import Cost, Found, Search, Selection
+from kvbench.engine.search import Launch, Units, best_tokens, products
+from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import ModelShape
-from kvbench.engine.softmax import Softmax
 from kvbench.kernels.rows.logits import channel_keys
-from kvbench.kernels.scratch import Scratch, empty
-from kvbench.kernels.topk import KeyChoice, top_stable
-from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.retrieving.indexed import Indexed
 
 CHOICES = {
     "comm_mode": ("native", "matched"),
@@ -96,23 +94,6 @@ def partial_keys(keys: Tensor, columns: Tensor) -> Tensor:
     return torch.stack([(head.float() @ some).to(keys.dtype).float() for head, some in heads])
 
 
-def foretold_logits(q: Tensor, proxy: Proxy, soft: Softmax) -> tuple[Tensor, Tensor]:
-    """Queries (n, h, 1, d_h) in the proxy's channels, (n, h_kv, g, n_channels), and their logits (n, h_kv, g, s)."""
-    h_kv = len(proxy.keys)
-    n, h = q.shape[:2]
-    grouped = q.reshape(n, h_kv, h // h_kv, -1).float().transpose(0, 1).flatten(1, 2)
-    partial = grouped @ proxy.basis * soft.scale  # (h_kv, n * g, n_channels); the scale is that of whole queries
-    logits = soft.capped(partial @ proxy.keys.mT)  # all rows at once: the keys are read once
-    return tuple(x.view(h_kv, n, h // h_kv, -1).transpose(0, 1) for x in (partial, logits))  # type: ignore[return-value]
-
-
-def merged(logits: Tensor, agg: str) -> Tensor:
-    """What ranks tokens, from logits (h_kv, g, s): (h, s) per query head, else (h_kv, s) per group."""
-    if agg == "query_head":
-        return logits.flatten(0, 1)
-    return logits.amax(1) if agg == "group_max" else logits.mean(1)
-
-
 def common_count(logits: Tensor, alpha: float) -> int:
     """How many tokens come within `alpha` of their head's best, as a mean over the heads (heads, s), rounded down."""
     near = logits > logits.amax(-1, keepdim=True) - alpha
@@ -120,11 +101,11 @@ def common_count(logits: Tensor, alpha: float) -> int:
     return int(near.sum(-1).clamp(min=1).sum()) // len(logits)
 
 
-class InfiniGen(SelectiveAttention):
+class InfiniGen(Indexed):
     title = "InfiniGen"
     no_growth = "fetches by a threshold, up to a number that follows from the context's length"
-    drops = False
     skips = True
+    op = "labels"
 
     @dataclass(frozen=True)
     class Params:
@@ -164,7 +145,7 @@ class InfiniGen(SelectiveAttention):
 
     params: Params
     plan: Plan
-    proxies: dict[int, Proxy]
+    index: dict[int, Proxy]
     late: dict[int, Tensor]  # per layer, partial keys of generated tokens (h_kv, n_new, n_channels)
 
     @classmethod
@@ -203,7 +184,8 @@ class InfiniGen(SelectiveAttention):
 
     def setup(self) -> None:
         self.wants_lookahead = self.params.lookahead == 1 and not self.variant.is_full
-        self.proxies, self.late = {}, {}
+        super().setup()
+        self.late = {}
         self.n_selections = self.n_selected = self.n_capped = 0
 
     @classmethod
@@ -221,56 +203,80 @@ class InfiniGen(SelectiveAttention):
             sums = trace.observed(ChannelSums(self.params.skew), layer)
             return make_proxy(sums, trace.keys(layer), plan.n_channels, self.params.channels)
 
-        self.proxies[layer] = trace.once(("InfiniGen's partial keys", layer, *what), make)
+        self.index[layer] = trace.once(("InfiniGen's partial keys", layer, *what), make)
         if competes:
             room = (trace.shape.h_kv, store.n_new, plan.n_channels)
-            self.late[layer] = self.proxies[layer].keys.new_empty(room)
+            self.late[layer] = self.index[layer].keys.new_empty(room)
         return Offloaded(0, 0, capacity=1 if competes else None)
 
     # A decode step.
 
     @classmethod
-    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
-        """Rows with the same partial keys are foretold in one product."""
-        q, soft = foretold(rows, q), rows[0].trace.softmax[layer]
-        in_torch = soft.cap or any(layer in row.late or row.params.alpha is not None for row in rows)
-        if q.is_cuda and not in_torch:
-            return choose_keys(rows, layer, q)
-        partial, logits = foretold_logits(q, rows[0].proxies[layer], soft)
-        return [row.choose(layer, partial[i], logits[i]) for i, row in enumerate(rows)]
+    def asked(cls, rows: Sequence[Self], q: Tensor) -> Tensor:
+        """The queries that the layer below foretold, for rows that want them."""
+        if not any(row.wants_lookahead for row in rows):
+            return q
+        queries = [row.q_ahead if row.wants_lookahead else q[i : i + 1] for i, row in enumerate(rows)]
+        return queries[0] if len(queries) == 1 else torch.cat(queries)
+
+    def question(self, layer: int, q: Tensor) -> Tensor:
+        """Partial queries, (n, h_kv, g, n_channels)."""
+        basis = self.index[layer].basis
+        grouped = q.reshape(len(q), len(basis), -1, q.shape[-1]).float()
+        return products(grouped, basis.mT.unsqueeze(0)) * self.trace.softmax[layer].scale  # that of whole queries
+
+    def score(self, layer: int, question: Tensor, index: Tensor) -> Tensor:
+        """Logits by partial keys."""
+        return self.trace.softmax[layer].capped(products(question, index))
+
+    def seen(self, layer: int) -> Tensor:
+        return self.index[layer].keys.unsqueeze(0)
 
     @classmethod
-    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
-        is_alike = all(row.repeats for row in rows) and not rows[0].trace.softmax[layer].cap
-        return ForetoldSearch(rows, layer, q, scratch) if is_alike else None
+    def generated(cls, rows: Sequence[Self], layer: int) -> Tensor | None:
+        """Partial keys of generated tokens before the current one, where these compete."""
+        first = rows[0]
+        if layer not in first.late or (t := first.store[layer].n_generated - 1) == 0:
+            return None
+        return torch.stack([row.late[layer][:, :t] for row in rows])
+
+    def append(self, layer: int) -> None:
+        if layer in self.late:
+            t = self.store[layer].n_generated
+            self.late[layer][:, t - 1 : t] = partial_keys(self.store[layer].newest[0], self.index[layer].basis)
+
+    def units(self, layer: int) -> Units:
+        n = self.store[layer].n_seen - 1 if layer in self.late else self.trace.s_prompt
+        return Units(self.plan.k_most, n)
+
+    def choose(self, layer: int, ranking: Tensor, scores: Tensor) -> Tensor | None:
+        units = self.units(layer)
+        if self.params.alpha is not None:
+            units = units._replace(k=min(common_count(ranking[0], self.params.alpha), units.k))
+        self.note(units.k)
+        return best_tokens(ranking, units)
+
+    def has_kernel(self, layer: int) -> bool:
+        return super().has_kernel(layer) and self.repeats and not self.trace.softmax[layer].cap
+
+    @classmethod
+    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor]) -> Launch:
+        index, agg, found = rows[0].index[layer], rows[0].params.agg, keys()
+
+        def launch(q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> Tensor:
+            for row in rows:
+                row.note(row.plan.k_most)
+            return channel_keys(cls.asked(rows, q), index.basis, index.keys, agg, found)
+
+        return launch
 
     @property
     def repeats(self) -> bool:
         """The prompt's partial keys stay what they are; `alpha` says anew how many tokens are near enough."""
         return self.variant.is_full or (self.params.generated == "stay" and self.params.alpha is None)
 
-    def kind(self, layer: int) -> Hashable:
-        return id(self.proxies[layer]), self.params.agg
-
-    def choose(self, layer: int, partial: Tensor, logits: Tensor) -> Selection:
-        """Tokens by logits (h_kv, g, s) of the prompt, and of generated tokens where these compete."""
-        if layer in self.late:
-            late = self.take_in(layer)
-            if late.shape[1]:
-                logits = torch.cat([logits, self.trace.softmax[layer].capped(partial @ late.mT)], -1)
-        ranking, k = merged(logits, self.params.agg), self.plan.k_most
-        if self.params.alpha is not None:
-            k = min(common_count(ranking, self.params.alpha), k)
-        self.note(k)
-        return Selection(top_stable(ranking, k).unsqueeze(0), self.cost(layer))  # (1, h or h_kv, k)
-
-    def take_in(self, layer: int) -> Tensor:
-        """Append the current token's partial key; those of generated tokens before it, (h_kv, t - 1, n_channels)."""
-        late, proxy = self.late[layer], self.proxies[layer]
-        t = self.store[layer].n_seen - self.trace.s_prompt
-        key = self.store[layer].newest[0]
-        late[:, t - 1 : t] = partial_keys(key, proxy.basis)
-        return late[:, : t - 1]
+    def selects_feeds(self, layer: int) -> bool:
+        return False
 
     def note(self, k: int) -> None:
         """Note one selection."""
@@ -305,44 +311,3 @@ class InfiniGen(SelectiveAttention):
             "achieved_ratio": share,
             "overall_ratio": self.overall_ratio(share),
         }
-
-
-def choose_keys(rows: Sequence[InfiniGen], layer: int, q: Tensor) -> list[Selection]:
-    """The best tokens of rows with the same partial keys, on a GPU: positions in the lower halves."""
-    search = ForetoldSearch(rows, layer, q)
-    search.choose(q)
-    return [Selection(idx, cost) for idx, cost in zip(search.idx, search.spent, strict=True)]
-
-
-def foretold(rows: Sequence[InfiniGen], q: Tensor) -> Tensor:
-    """What rows search by, of the layer's queries (n, h, 1, d_h): those that the layer below foretold, if wanted."""
-    if not any(row.wants_lookahead for row in rows):
-        return q
-    queries = [row.q_ahead if row.wants_lookahead else q[i : i + 1] for i, row in enumerate(rows)]
-    return queries[0] if len(queries) == 1 else torch.cat(queries)
-
-
-class ForetoldSearch(Search):
-    """Rows with the same partial keys that select as many tokens as they may, on a GPU: positions in lower halves."""
-
-    def __init__(self, rows: Sequence[InfiniGen], layer: int, q: Tensor, scratch: Scratch | None = None) -> None:
-        self.rows, self.proxy, self.agg = rows, rows[0].proxies[layer], rows[0].params.agg
-        self.spent = [row.cost(layer) for row in rows]
-        (h_kv, self.n, _), ks = self.proxy.keys.shape, [row.plan.k_most for row in rows]
-        heads = q.shape[1] if self.agg == "query_head" else h_kv
-        room = empty if scratch is None else scratch.take
-        self.keys = room("keys", q.device, torch.int64, len(rows), heads, self.n)
-        self.choice = KeyChoice(len(rows), heads, ks, q.device, scratch)
-        self.idx = [self.choice.out[i : i + 1, :, :k] for i, k in enumerate(ks)]
-
-    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
-        self.choose(foretold(self.rows, q))
-
-    def choose(self, q: Tensor) -> None:
-        channel_keys(q, self.proxy.basis, self.proxy.keys, self.agg, self.keys)
-        self.choice.take(self.keys, self.n)
-        for row in self.rows:
-            row.note(row.plan.k_most)
-
-    def costs(self, age: int) -> Sequence[Cost]:
-        return self.spent

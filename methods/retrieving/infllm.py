@@ -30,7 +30,7 @@ Figures   retrieve pages, blocks, clusters: #6E89FF, left, --
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -48,15 +48,15 @@ from kvbench.engine.checks import refuse_cap, tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import BandLogits, BandSums, Observation
 from kvbench.engine.placement import Change, Offloaded, Release
-from kvbench.engine.selection import ALWAYS, Cost, FeedSelection, Found, Search, Selection
+from kvbench.engine.search import Launch, Units
+from kvbench.engine.selection import ALWAYS, Cost, Selection
 from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.engine.turns.feed import Feed
 from kvbench.kernels.gather import gather_tokens
-from kvbench.kernels.pages import expand_keys_triton
 from kvbench.kernels.rows.logits import block_keys, blocks_of
-from kvbench.kernels.scratch import Scratch, empty
-from kvbench.kernels.topk import KeyChoice, top_stable
-from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.kernels.topk import top_stable
+from kvbench.methods.base import Variant
+from kvbench.methods.retrieving.indexed import Indexed
 
 PUBLISHED_REPRESENTATIVES = 4  # of a block
 CHOICES = (
@@ -83,17 +83,17 @@ def representatives(scores: Tensor, keys: Tensor, start: int, block_len: int, n_
 
 def block_scores(q: Tensor, means: Tensor, per_head: bool) -> Tensor:
     """Queries (n, h, 1, d_h) times means of blocks (n_blocks, heads, d_h): (n, 1, n_blocks), or (n, h, n_blocks)."""
-    n_blocks, heads, d_h = means.shape
+    _, heads, d_h = means.shape
     grouped = q.float().reshape(len(q), heads, -1, d_h)  # (n, heads, h // heads, d_h)
     if per_head:
         return (grouped @ means.permute(1, 2, 0)).flatten(1, 2)
-    return (grouped.sum(2).flatten(1) @ means.view(n_blocks, -1).mT).unsqueeze(1)
+    return (grouped.sum(2).flatten(1) @ means.flatten(1).mT).unsqueeze(1)
 
 
-class InfLLM(SelectiveAttention):
+class InfLLM(Indexed):
     title = "InfLLM"
     no_growth = "has blocks of the context alone; method.grow_blocks=true makes blocks of what follows, and grows"
-    drops = False
+    op = "blocks"
 
     @dataclass(frozen=True)
     class Params:
@@ -135,7 +135,7 @@ class InfLLM(SelectiveAttention):
     params: Params
     plan: Plan
     n_blocks: dict[int, int]  # per layer, formed so far
-    means: dict[int, Tensor]  # per layer (n_blocks and those to come, h or h_kv, d_h) float32
+    index: dict[int, Tensor]  # means of representatives (n_blocks and those to come, h or h_kv, d_h) float32
     scores: dict[int, Tensor]  # per layer that forms blocks (h, slots of the window) float32
 
     @classmethod
@@ -187,7 +187,8 @@ class InfLLM(SelectiveAttention):
             )
 
     def setup(self) -> None:
-        self.n_blocks, self.means, self.scores = {}, {}, {}
+        super().setup()
+        self.n_blocks, self.scores = {}, {}
         params, plan, s = self.params, self.plan, self.trace.s_prompt
         last = s + self.store.n_new - 1  # the last query stands behind all tokens but one
         self.grows = params.grow_blocks and plan.n_blocks(last) > plan.n_blocks(s)
@@ -212,11 +213,11 @@ class InfLLM(SelectiveAttention):
                 layer, scores[:, plan.n_sink : plan.n_sink + n_middle], trace.keys(layer), plan.n_sink
             ),
         )
-        self.n_blocks[layer], self.means[layer] = n_blocks, means
+        self.n_blocks[layer], self.index[layer] = n_blocks, means
         if self.grows:
             most = plan.n_blocks(s + self.store.n_new)
-            self.means[layer] = means.new_empty(most, *means.shape[1:])
-            self.means[layer][:n_blocks] = means
+            self.index[layer] = means.new_empty(most, *means.shape[1:])
+            self.index[layer][:n_blocks] = means
             self.scores[layer] = scores.new_zeros(len(scores), room)
             self.scores[layer][:, :n_past] = scores[:, s - n_past :]
         return Offloaded(plan.n_sink, n_past, room)
@@ -267,23 +268,43 @@ class InfLLM(SelectiveAttention):
         self.scores[layer][:, band] += self.trace.softmax[layer].bent(logits.flatten(0, 1))
 
     @classmethod
-    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
-        """On a GPU rows with as many blocks are compared at once."""
-        if not q.is_cuda:
-            return super().search(rows, layer, q)
-        if any(row.q_far is not None for row in rows):
-            q = torch.cat([q[i : i + 1] if row.q_far is None else row.q_far for i, row in enumerate(rows)])
-        return select_blocks(rows, layer, q)
+    def asked(cls, rows: Sequence[Self], q: Tensor) -> Tensor:
+        """Where far tokens are at one distance, the query at that distance."""
+        if all(row.q_far is None for row in rows):
+            return q
+        return torch.cat([q[i : i + 1] if row.q_far is None else row.q_far for i, row in enumerate(rows)])
+
+    def score(self, layer: int, question: Tensor, index: Tensor) -> Tensor:
+        return block_scores(question, index, self.params.per_head).unsqueeze(2)
+
+    def seen(self, layer: int) -> Tensor:
+        return self.index[layer][: self.n_blocks[layer]]
+
+    def units(self, layer: int) -> Units:
+        plan = self.plan
+        stop = plan.n_sink + self.n_blocks[layer] * plan.block_len
+        return Units(plan.k, stop, plan.n_sink, plan.block_len, plan.n_sink)
+
+    @property
+    def n_choosing(self) -> int:
+        return self.trace.shape.h if self.params.per_head else 1
 
     @classmethod
-    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
-        is_alike = all(row.repeats and row.plan.k for row in rows) and rows[0].n_blocks[layer]
-        return BlockSearch(rows, layer, q, scratch) if is_alike else None
+    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor]) -> Launch:
+        told, found = blocks_of([row.index[layer] for row in rows]), keys()
+        n_blocks, per_head = rows[0].n_blocks[layer], rows[0].params.per_head
+        return lambda q, k_new, v_new, age: block_keys(q, told, n_blocks, per_head, found)
+
+    def has_kernel(self, layer: int) -> bool:
+        return super().has_kernel(layer) and self.n_blocks[layer] > 0
 
     @property
     def repeats(self) -> bool:
         """Blocks stay what they are until one is formed, at true positions."""
         return self.variant.is_full or self.is_stored
+
+    def n_static(self, layer: int) -> int:
+        return self.n_to_block(layer) - 1 if layer in self.scores else ALWAYS
 
     @property
     def is_stored(self) -> bool:
@@ -291,42 +312,21 @@ class InfLLM(SelectiveAttention):
         return not self.turns and not (self.grows and self.params.repr_score == "logit")
 
     def kind(self, layer: int) -> Hashable:
-        heads, plan = self.means[layer].shape[1], self.plan
-        return self.n_blocks[layer], heads, plan.n_sink, plan.block_len, self.params.per_head
-
-    def select(self, layer: int, q: Tensor) -> Selection:
-        tokens = self.best_tokens(layer, q if self.q_far is None else self.q_far)
-        return self.chosen(layer, None if tokens is None else tokens[0])
-
-    def best_tokens(self, layer: int, q: Tensor) -> Tensor | None:
-        """Tokens of the best blocks for queries (n, h, 1, d_h): (n, 1 or h, k * block_len)."""
-        n_blocks, plan = self.n_blocks[layer], self.plan
-        means = self.means[layer][:n_blocks]
-        if n_blocks == 0:
-            return None
-        if n_blocks <= plan.k:
-            blocks = torch.arange(n_blocks, device=q.device).expand(len(q), 1, -1)
-        else:
-            blocks = top_stable(block_scores(q, means, self.params.per_head), plan.k)
-        within = torch.arange(plan.n_sink, plan.n_sink + plan.block_len, device=q.device)
-        return (blocks.unsqueeze(-1) * plan.block_len + within).flatten(2)
+        heads, plan = self.index[layer].shape[1], self.plan
+        own = None if self.has_kernel(layer) else id(self.index[layer])
+        return self.n_blocks[layer], heads, plan.n_sink, plan.block_len, self.params.per_head, own
 
     def cost(self, layer: int) -> Cost:
         """Means of the blocks that there are stay, and are read where some are looked for."""
         n_blocks = self.n_blocks[layer]
-        held = self.means[layer][:n_blocks].numel() * ELEMENT_BYTES
+        held = self.index[layer][:n_blocks].numel() * ELEMENT_BYTES
         return Cost(held, read_bytes=held if n_blocks > self.plan.k else 0)
 
-    def chosen(self, layer: int, tokens: Tensor | None) -> Selection:
-        """What is fetched, of tokens (1 or h, n)."""
-        if tokens is None:
-            return Selection(cost=self.cost(layer))
-        turned = partial(self.brought_near, layer, tokens, self.q_far) if self.turns else None
-        return Selection(self.of_heads(tokens), self.cost(layer), turned=turned)
-
-    def of_heads(self, tokens: Tensor) -> Tensor:
-        """Tokens (1 or h, n) as heads fetch them: (1, h_kv or h, n)."""
-        return tokens.unsqueeze(0) if len(tokens) > 1 else tokens.expand(1, self.trace.shape.h_kv, -1)
+    def found(self, layer: int, idx: Tensor | None) -> Selection:
+        if idx is None or not self.turns:
+            return Selection(idx, self.cost(layer))
+        tokens = idx[0] if self.params.per_head else idx[0, :1]
+        return Selection(idx, self.cost(layer), turned=partial(self.brought_near, layer, tokens, self.q_far))
 
     def brought_near(self, layer: int, positions: Tensor, q: Tensor | None, fetched: Part) -> Part:
         """Where far tokens are at one distance, those that were fetched come there too."""
@@ -342,12 +342,6 @@ class InfLLM(SelectiveAttention):
         """At most until a block is formed."""
         n = super().at_once(layer, m)
         return max(1, min(n, self.n_to_block(layer))) if layer in self.scores else n
-
-    def select_feed(self, layer: int, feed: Feed) -> FeedSelection:
-        tokens, costs = self.best_tokens(layer, feed.queries), [self.cost(layer)] * len(feed.moments)
-        if tokens is not None and tokens.shape[1] == 1:
-            tokens = tokens.expand(-1, self.trace.shape.h_kv, -1)
-        return FeedSelection(tokens, costs)
 
     def after_feed(self, layer: int, feed: Feed, out: Tensor, lse: Tensor) -> Tensor:
         """As after each token: what local tokens got is added up."""
@@ -406,7 +400,7 @@ class InfLLM(SelectiveAttention):
         keys = self.store[layer].resident()[0].k
         start = plan.n_sink + n_blocks * plan.block_len
         mean = self.means_of(layer, scores[:, : plan.block_len], keys.contiguous(), start, plan.n_sink)
-        self.means[layer][n_blocks] = mean[0]
+        self.index[layer][n_blocks] = mean[0]
         self.n_blocks[layer] += 1
         scores[:, : -plan.block_len] = scores[:, plan.block_len :].clone()
         scores[:, -plan.block_len :] = 0
@@ -498,46 +492,6 @@ def official_layout(params: InfLLM.Params, budget: Budget, n_repr: int) -> InfLL
     n_local = max(1, int(besides * 0.5))
     k = max(1, ceil((besides - n_local) / params.block_len))
     return InfLLM.Plan(n_sink, n_local, params.block_len, k, n_repr)
-
-
-def select_blocks(rows: Sequence[InfLLM], layer: int, q: Tensor) -> list[Selection]:
-    """Tokens of the best blocks of rows that have as many of them, on a GPU."""
-    if rows[0].n_blocks[layer] == 0 or not any(row.plan.k for row in rows):
-        return [row.chosen(layer, None) for row in rows]
-    search = BlockSearch(rows, layer, q)
-    search.choose(q)
-    return [row.chosen(layer, tokens) for row, tokens in zip(rows, search.each, strict=True)]
-
-
-class BlockSearch(Search):
-    """Rows with as many blocks, on a GPU."""
-
-    def __init__(self, rows: Sequence[InfLLM], layer: int, q: Tensor, scratch: Scratch | None = None) -> None:
-        self.n_blocks, self.per_head = rows[0].n_blocks[layer], rows[0].params.per_head
-        self.start, self.block_len = rows[0].plan.n_sink, rows[0].plan.block_len
-        self.blocks = blocks_of([row.means[layer] for row in rows])
-        self.spent = [row.cost(layer) for row in rows]
-        self.n_steps = min((row.n_to_block(layer) - 1 for row in rows if layer in row.scores), default=ALWAYS)
-        n, heads, ks = len(rows), q.shape[1] if self.per_head else 1, [min(self.n_blocks, row.plan.k) for row in rows]
-        room = empty if scratch is None else scratch.take
-        self.keys = room("keys", q.device, torch.int64, n, heads, self.n_blocks)
-        self.choice = None if min(ks) == self.n_blocks else KeyChoice(n, heads, ks, q.device, scratch)
-        self.tokens = torch.empty(n, heads, max(ks) * self.block_len, dtype=torch.int64, device=q.device)
-        self.each = [self.tokens[i, :, : k * self.block_len] for i, k in enumerate(ks)]
-        self.idx = [row.of_heads(tokens) for row, tokens in zip(rows, self.each, strict=True)]
-
-    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
-        self.choose(q)
-
-    def choose(self, q: Tensor) -> None:
-        keys = block_keys(q, self.blocks, self.n_blocks, self.per_head, self.keys)
-        if self.choice is not None:
-            keys = self.choice.take(keys, self.n_blocks)
-        stop = self.start + self.n_blocks * self.block_len
-        expand_keys_triton(keys, self.start, self.block_len, stop, self.tokens)
-
-    def costs(self, age: int) -> Sequence[Cost]:
-        return self.spent
 
 
 def observed_band(params: InfLLM.Params, plan: InfLLM.Plan) -> Observation:

@@ -70,7 +70,6 @@ def turned(x: Tensor, components: Tensor) -> Tensor:
 class Loki(NeedsCalibration, LabelSearch):
     calibration = "pca"
     title = "Loki"
-    drops = False
 
     @dataclass(frozen=True)
     class Params:
@@ -177,18 +176,18 @@ class Loki(NeedsCalibration, LabelSearch):
         return trace.once(("Loki's labels", layer, *what), make)
 
     def label_keys(self, layer: int, keys: Tensor) -> Tensor:
-        return turned(keys, self.labels[layer].turn.mT)
+        return turned(keys, self.index[layer].turn.mT)
 
-    def kind(self, layer: int) -> Any:
-        return super().kind(layer), self.params.granularity
+    def alike(self, layer: int) -> str:
+        return self.params.granularity
 
-    def asked(self, layer: int, q: Tensor) -> Tensor:
+    def asked_of(self, layer: int, q: Tensor) -> Tensor:
         if self.params.granularity == "query_head":
             return q[:, :, 0]
         return q[:, :, 0].float().unflatten(1, (self.trace.shape.h_kv, -1)).sum(2)  # a sum of logits is that of queries
 
     @property
-    def n_asking(self) -> int:
+    def n_choosing(self) -> int:
         return self.trace.shape.h if self.params.granularity == "query_head" else self.trace.shape.h_kv
 
     @classmethod
@@ -203,7 +202,7 @@ class Loki(NeedsCalibration, LabelSearch):
 
     def report(self) -> dict[str, Any]:
         shape = self.trace.shape
-        counts = [each.keys.shape[2] for _, each in sorted(self.labels.items())]
+        counts = [each.keys.shape[2] for _, each in sorted(self.index.items())]
         return self.origin() | {
             "n_components": counts[0] if len(set(counts)) == 1 else counts,
             "k": self.plan.k,

@@ -15,7 +15,7 @@ Figures   others: #777777, cross, :
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Self
@@ -27,14 +27,12 @@ from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import Budget, key_bytes, split
 from kvbench.engine.checks import each_one_of, share, tokens
 from kvbench.engine.placement import Offloaded
-from kvbench.engine.selection import Cost, Found, Search, Selection
+from kvbench.engine.search import Launch, Units, products
+from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
-from kvbench.engine.store import Store
 from kvbench.kernels.rows.logits import Searched, table_of, token_logits, weigh_logits
-from kvbench.kernels.scratch import Scratch
-from kvbench.kernels.topk import KeyChoice
-from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.retrieving.indexed import Indexed
 
 AGGREGATES = ("group_sum", "query_head", "group_max", "group_logit_mean")
 
@@ -49,19 +47,10 @@ def token_scores(logits: Tensor, agg: str, soft: Softmax) -> Tensor:
     return weights.sum(2) if agg == "group_sum" else weights.amax(2)
 
 
-def top_tokens(scores: Tensor, k: int, start: int, stop: int) -> Tensor:
-    """Positions of the `k` best of the candidates `start` to `stop` (exclusive): (n, heads, k).
-
-    topk promises no order among equal scores. Weights tie only where they underflow to zero and carry nothing.
-    """
-    k = max(0, min(k, stop - start))
-    return scores[..., start:stop].topk(k, sorted=False).indices + start
-
-
-class Oracle(SelectiveAttention):
+class Oracle(Indexed):
     title = "Oracle"
-    drops = False
     fetches_more = True
+    op = "logits"
 
     @dataclass(frozen=True)
     class Params:
@@ -118,46 +107,64 @@ class Oracle(SelectiveAttention):
         self.trace.hold(layer)  # the search reads all keys where they were computed
         return Offloaded(self.plan.n_sink, n_past, self.plan.n_window if slides else None)
 
-    @classmethod
-    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
-        """All rows score the same prompt, so its keys are read once for all of them."""
-        if q.is_cuda:
-            return select_keys(rows, layer, q)
-        soft = rows[0].trace.softmax[layer]
-        logits = all_logits([row.store for row in rows], layer, q, soft)
-        scores = {agg: token_scores(logits, agg, soft) for agg in dict.fromkeys(row.params.agg for row in rows)}
-        chosen: list[Found] = []
-        for i, row in enumerate(rows):
-            n, own_scores = logits.shape[-1], scores[row.params.agg][i : i + 1]
-            idx = top_tokens(own_scores, row.plan.k, row.plan.n_sink, n - row.store[layer].n_window)
-            chosen.append(Selection(idx, row.cost(layer)))
-            if row.params.lost_mass == "spread":
-                row.weights = soft.weights(logits[i].flatten(0, 1), (-1,))  # (h, n)
-        return chosen
+    def score(self, layer: int, question: Tensor, index: Tensor) -> Tensor:
+        """The logits of keys."""
+        grouped = question.reshape(len(question), index.shape[1], -1, index.shape[3]).float()
+        return self.trace.softmax[layer].bent(products(grouped, index.to(grouped)))
+
+    def merge(self, layer: int, scores: Tensor) -> Tensor:
+        return token_scores(scores, self.params.agg, self.trace.softmax[layer])
+
+    def seen(self, layer: int) -> Tensor:
+        return self.trace.keys(layer)
 
     @classmethod
-    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
-        """Once every row chooses as many tokens as it may."""
-        if not all(row.repeats for row in rows):
-            return None
-        search = TokenSearch(rows, layer, q, scratch)
-        fills = zip(rows, search.idx, strict=True)
-        return search if all(0 < idx.shape[2] == row.plan.k for row, idx in fills) else None
+    def generated(cls, rows: Sequence[Self], layer: int) -> Tensor:
+        return torch.cat([row.store[layer].generated()[0] for row in rows])  # (n, h_kv, t, d_h)
+
+    def units(self, layer: int) -> Units:
+        at = self.store[layer]
+        return Units(self.plan.k, at.n_seen - at.n_window, self.plan.n_sink, grows=at.slides)
+
+    def choose(self, layer: int, ranking: Tensor, scores: Tensor) -> Tensor | None:
+        if self.params.lost_mass == "spread":
+            self.weights = self.trace.softmax[layer].weights(scores[0].flatten(0, 1), (-1,))  # (h, n)
+        return super().choose(layer, ranking, scores)
+
+    @classmethod
+    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor]) -> Launch:
+        searched: list[Searched] = []
+        for row in rows:
+            at, units = row.store[layer], row.units(layer)
+            late = at.host.late[0]
+            searched.append(Searched(row.seen(layer), late, at.n_seen, units.start, units.stop, at.slides))
+        soft, agg = rows[0].trace.softmax[layer], rows[0].params.agg
+        told = table_of(searched, searched[0].k.device)
+
+        def launch(q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> Tensor:
+            logits, lses = token_logits(q, told, soft.scale, soft.cap, soft.sink, age)
+            return weigh_logits(logits, lses, told, agg, age)
+
+        return launch
+
+    def has_kernel(self, layer: int) -> bool:
+        """Its kernel makes no weights, which are spread."""
+        return super().has_kernel(layer) and self.repeats
 
     @property
     def repeats(self) -> bool:
         """Mass that is spread is corrected behind every step."""
         return self.variant.is_full or self.params.lost_mass == "renormalise"
 
+    def selects_feeds(self, layer: int) -> bool:
+        return False
+
     def kind(self, layer: int) -> Hashable:
-        return self.params.agg if self.trace.device.type == "cuda" else id(self.trace)  # whose keys are read once
+        return id(self.trace), self.params.agg
 
     def cost(self, layer: int) -> Cost:
-        return self.cost_of(self.store[layer].n_seen)
-
-    def cost_of(self, n: int) -> Cost:
-        """Keys of all `n` tokens are read."""
-        return Cost(searched_bytes=key_bytes(self.trace.shape, n))
+        """Keys of all tokens are read."""
+        return Cost(searched_bytes=key_bytes(self.trace.shape, self.store[layer].n_seen))
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """With `lost_mass: spread` the weights stay as they are, and dropped tokens share what is missing evenly."""
@@ -172,59 +179,3 @@ class Oracle(SelectiveAttention):
         per_head = values.repeat_interleave(self.trace.shape.g, 1)  # (1, h, n, d_h)
         share = (dropped / dropped.sum(-1, keepdim=True).clamp(min=1)).view(1, *dropped.shape[:1], 1, -1)
         return ((1 - lost) * out.float() + lost * (share @ per_head)).to(out.dtype)
-
-
-def select_keys(rows: Sequence[Oracle], layer: int, q: Tensor) -> list[Selection]:
-    """The best tokens of rows whose groups agree in one way, on a GPU: positions in the lower halves."""
-    search = TokenSearch(rows, layer, q)
-    logits = search.choose(q)
-    for i, row in enumerate(rows):
-        if row.params.lost_mass == "spread":
-            row.weights = search.soft.weights(logits[i, :, : search.lengths[i]], (-1,))
-    return [Selection(idx, cost) for idx, cost in zip(search.idx, search.costs(0), strict=True)]
-
-
-class TokenSearch(Search):
-    """Rows whose groups agree in one way, on a GPU."""
-
-    def __init__(self, rows: Sequence[Oracle], layer: int, q: Tensor, scratch: Scratch | None = None) -> None:
-        searched: list[Searched] = []
-        for row in rows:
-            at, keys = row.store[layer], row.trace.keys(layer)
-            stop = at.n_seen - at.n_window
-            searched.append(Searched(keys, at.host.late[0], at.n_seen, row.plan.n_sink, stop, at.slides))
-        self.rows, self.lengths, self.told = rows, [row.n for row in searched], table_of(searched, q.device)
-        self.soft, self.agg, shape = rows[0].trace.softmax[layer], rows[0].params.agg, rows[0].trace.shape
-        heads = shape.h if self.agg == "query_head" else shape.h_kv
-        ks = [max(0, min(row.plan.k, own.stop - own.start)) for row, own in zip(rows, searched, strict=True)]
-        self.choice = KeyChoice(len(rows), heads, ks, q.device, scratch) if max(ks) else None
-        out = q.new_empty(len(rows), heads, 0, dtype=torch.int64) if self.choice is None else self.choice.out
-        self.idx = [out[i : i + 1, :, :k] for i, k in enumerate(ks)]
-
-    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
-        self.choose(q, age)
-
-    def choose(self, q: Tensor, age: int = 0) -> Tensor:
-        """Returns the logits (n, h, s) of all tokens."""
-        soft = self.soft
-        logits, lses = token_logits(q, self.told, soft.scale, soft.cap, soft.sink, age)
-        keys = weigh_logits(logits, lses, self.told, self.agg, age)
-        if self.choice is not None:
-            self.choice.take(keys, self.told.s + age)
-        return logits
-
-    def costs(self, age: int) -> Sequence[Cost]:
-        return [row.cost_of(n + age) for row, n in zip(self.rows, self.lengths, strict=True)]
-
-
-def all_logits(stores: Sequence[Store], layer: int, q: Tensor, soft: Softmax) -> Tensor:
-    """Logits of every row over the prompt and its own generated tokens, (n, h_kv, g, s) float32."""
-    keys = stores[0].trace.keys(layer)  # (1, h_kv, s_prompt, d_h), the same tensor for all rows
-    h_kv, d_h = keys.shape[1], keys.shape[3]
-    grouped = q.reshape(len(q), h_kv, -1, d_h).float()  # (n, h_kv, g, d_h)
-    n, _, g, _ = grouped.shape
-    over_prompt = grouped.transpose(0, 1).reshape(h_kv, n * g, d_h) @ keys[0].float().mT  # (h_kv, n * g, s_prompt)
-    over_prompt = over_prompt.view(h_kv, n, g, -1).transpose(0, 1)
-    late = torch.cat([store[layer].generated()[0] for store in stores])  # (n, h_kv, t, d_h)
-    over_late = grouped @ late.to(grouped).mT
-    return soft.bent(torch.cat([over_prompt, over_late], -1))

@@ -61,7 +61,8 @@ from kvbench.engine.checks import each_one_of, share, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.streams import sent_so_far
 from kvbench.engine.placement import Offloaded, Placement
-from kvbench.engine.selection import Cost, FeedSelection, Found, Search, Selection
+from kvbench.engine.search import Search
+from kvbench.engine.selection import Cost, FeedSelection, Found, Selection
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.turns.feed import Feed
 from kvbench.kernels.choices import EMPTY, MERGES

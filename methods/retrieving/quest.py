@@ -27,7 +27,7 @@ Figures   retrieve pages, blocks, clusters: #4A60DC, circle, -
 Not here: bounds and scores (`kernels/pages.py`).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor
@@ -41,13 +41,12 @@ from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_byte
 from kvbench.engine.checks import each_one_of, refuse_cap, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Offloaded, Release
-from kvbench.engine.selection import Cost, FeedSelection, Found, Search, Selection
+from kvbench.engine.search import Launch, Units
+from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import ModelShape
-from kvbench.engine.turns.feed import Feed
-from kvbench.kernels.pages import expand_keys_triton, page_bounds, page_keys_triton, page_scores
-from kvbench.kernels.scratch import Scratch, empty
-from kvbench.kernels.topk import KeyChoice, top_stable
-from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.kernels.pages import page_bounds, page_keys_triton, page_scores
+from kvbench.methods.base import Variant
+from kvbench.methods.retrieving.indexed import Indexed
 
 AGGREGATES = ("query_head", "group_mean", "group_max")
 
@@ -61,6 +60,9 @@ class Bounds:
 
     kmin: Tensor
     kmax: Tensor
+
+    def first(self, n_pages: int) -> "Bounds":
+        return Bounds(self.kmin[:, :, :n_pages], self.kmax[:, :, :n_pages])
 
     def longer(self, n_pages: int) -> "Bounds":
         """A copy with room for so many pages."""
@@ -82,38 +84,12 @@ class Bounds:
             torch.maximum(kmax, key, out=kmax)
 
 
-def scores_of_rows(q: Tensor, bounds: Bounds, n_pages: int) -> Tensor:
-    """Scores of the first pages for queries (n, h, 1, d_h) that share bounds: (n, h_kv, g, n_pages) float32."""
-    kmin, kmax = bounds.kmin[:, :, :n_pages], bounds.kmax[:, :, :n_pages]
-    (n, h, _, d_h), h_kv = q.shape, kmin.shape[1]
-    # Rows become query heads of the same KV head, so that the bounds are read once.
-    folded = q.reshape(n, h_kv, h // h_kv, d_h).transpose(0, 1).reshape(1, n * h, 1, d_h)
-    scores = page_scores(folded, kmin, kmax)  # (1, n * h, n_pages)
-    return scores.view(h_kv, n, h // h_kv, n_pages).transpose(0, 1)
-
-
-def select_pages(scores: Tensor, k: int, agg: str) -> Tensor:
-    """The `k` best by scores (n, h_kv, g, n_pages), ascending: (n, h, k), or (n, h_kv, k) where a group shares."""
-    if agg == "query_head":
-        scores = scores.flatten(1, 2)
-    else:
-        scores = scores.mean(2) if agg == "group_mean" else scores.amax(2)
-    return top_stable(scores, k).sort(-1).values
-
-
-def tokens_of(pages: Tensor, page_len: int, n: int) -> Tensor:
-    """Positions of the pages' tokens (n_rows, heads, k * page_len), -1 where the last page has none: `n` there are."""
-    within = torch.arange(page_len, device=pages.device)
-    tokens = (pages.unsqueeze(-1) * page_len + within).flatten(2)
-    return tokens.masked_fill(tokens >= n, -1) if n % page_len else tokens
-
-
-class Quest(SelectiveAttention):
+class Quest(Indexed):
     title = "Quest"
     no_growth = "has pages of the context alone; method.page_generated=true pages what follows, and grows"
-    drops = False
     skips = True
     pads = True
+    op = "pages"
 
     @dataclass(frozen=True)
     class Params:
@@ -144,7 +120,7 @@ class Quest(SelectiveAttention):
 
     params: Params
     plan: Plan
-    bounds: dict[int, Bounds]  # per layer; a variant's own where generated tokens are paged
+    index: dict[int, Bounds]  # a variant's own where generated tokens are paged
 
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
@@ -193,9 +169,6 @@ class Quest(SelectiveAttention):
     def extend(self, layer: int, q: Tensor, grown: Variant) -> None:
         self.plan = replace(self.plan, tokens=grown.budget.tokens)
 
-    def setup(self) -> None:
-        self.bounds = {}
-
     # While the prompt is read.
 
     def arrange(self, layer: int) -> Offloaded:
@@ -205,7 +178,7 @@ class Quest(SelectiveAttention):
             lambda: Bounds(*(x if x.is_cuda else x.float() for x in page_bounds(trace.keys(layer), page_len))),
         )
         most = ceil((trace.s_prompt + n_new) / page_len)
-        self.bounds[layer] = shared.longer(most) if self.params.page_generated else shared
+        self.index[layer] = shared.longer(most) if self.params.page_generated else shared
         if not self.params.page_generated:
             return Offloaded(0, 0)
         started = trace.s_prompt % page_len
@@ -220,80 +193,52 @@ class Quest(SelectiveAttention):
 
     # A decode step.
 
-    def candidates(self, layer: int) -> tuple[int, int]:
-        """The first how many tokens are in pages that compete, and how many of these pages are fetched."""
-        n, variant = self.store[layer].n_seen, self.params.variant
+    def score(self, layer: int, question: Tensor, index: Bounds) -> Tensor:
+        """The largest q·k that a page's bounds allow."""
+        (n, h, _, d_h), h_kv = question.shape, index.kmin.shape[1]
+        # Rows become query heads of the same KV head, so that the bounds are read once.
+        folded = question.reshape(n, h_kv, h // h_kv, d_h).transpose(0, 1).reshape(1, n * h, 1, d_h)
+        scores = page_scores(folded, index.kmin, index.kmax)  # (1, n * h, pages)
+        return scores.view(h_kv, n, h // h_kv, -1).transpose(0, 1)
+
+    def units(self, layer: int) -> Units:
+        n, length, variant = self.store[layer].n_seen, self.plan.page_len, self.params.variant
         if not self.params.page_generated:
-            return self.trace.s_prompt, self.plan.k(self.trace.s_prompt, variant)
+            return Units(self.plan.k(self.trace.s_prompt, variant), self.trace.s_prompt, length=length)
         k = self.plan.k(n, variant)
-        return ((n - 1) // self.plan.page_len * self.plan.page_len, k - 1) if self.keeps_current else (n, k)
+        if self.keeps_current:
+            return Units(k - 1, (n - 1) // length * length, length=length)
+        return Units(k, n, length=length)
+
+    def seen(self, layer: int) -> Bounds:
+        return self.index[layer].first(self.units(layer).behind)
 
     @classmethod
-    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
-        """Rows with the same pages score them in one product."""
-        for row in rows:
-            if row.params.page_generated:
-                row.take_in(layer)
-        first = rows[0]
-        n = first.candidates(layer)[0]
-        n_pages = ceil(n / first.plan.page_len)
-        counts, costs = [row.n_chosen(layer, n_pages) for row in rows], [row.cost(layer, n_pages) for row in rows]
-        if not q.is_cuda:
-            scores = scores_of_rows(q, first.bounds[layer], n_pages)
-            chosen = [row.choose(scores[i : i + 1], counts[i], n) for i, row in enumerate(rows)]
-        elif max(counts) == 0:
-            chosen = [None] * len(rows)
-        else:
-            search = PageSearch(rows, layer, q)
-            search.choose(q)
-            chosen = [idx if k else None for idx, k in zip(search.idx, counts, strict=True)]
-        return [Selection(idx, cost) for idx, cost in zip(chosen, costs, strict=True)]
-
-    @classmethod
-    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
-        return PageSearch(rows, layer, q, scratch) if rows[0].repeats else None
+    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor]) -> Launch:
+        index, agg, found = rows[0].seen(layer), rows[0].params.agg, keys()
+        return lambda q, k_new, v_new, age: page_keys_triton(q, index.kmin, index.kmax, agg, found)
 
     @property
     def repeats(self) -> bool:
         """Pages of the prompt alone stay what they are."""
         return self.variant.is_full or not self.params.page_generated
 
-    def kind(self, layer: int) -> Hashable:
-        return id(self.bounds[layer].kmin), self.candidates(layer)[0], self.params.agg
-
     def selects_feeds(self, layer: int) -> bool:
-        return not self.params.page_generated
+        return self.repeats
 
-    def select_feed(self, layer: int, feed: Feed) -> FeedSelection:
-        n = self.candidates(layer)[0]
-        n_pages = ceil(n / self.plan.page_len)
-        scores = scores_of_rows(feed.queries, self.bounds[layer], n_pages)
-        tokens = self.choose(scores, self.n_chosen(layer, n_pages), n)
-        return FeedSelection(tokens, [self.cost(layer, n_pages)] * len(feed.moments))
+    def append(self, layer: int) -> None:
+        """Where generated tokens are paged, widen the current page by the current token."""
+        if self.params.page_generated:
+            index = self.index[layer]
+            page, place = divmod(self.store[layer].n_seen - 1, self.plan.page_len)
+            index.take_in(self.store[layer].newest[0].to(index.kmin), page, place == 0)
 
-    def take_in(self, layer: int) -> None:
-        """Widen the current page by the current token."""
-        bounds = self.bounds[layer]
-        key = self.store[layer].newest[0].to(bounds.kmin)
-        page, place = divmod(self.store[layer].n_seen - 1, self.plan.page_len)
-        bounds.take_in(key, page, place == 0)
-
-    def n_chosen(self, layer: int, n_pages: int) -> int:
-        """How many of `n_pages` pages are fetched."""
-        return min(self.candidates(layer)[1], n_pages)
-
-    def cost(self, layer: int, n_pages: int) -> Cost:
-        """The bounds of `n_pages` pages are read; where generated tokens are paged, the current one is taken in."""
-        shape, paged = self.trace.shape, self.params.page_generated
+    def cost(self, layer: int) -> Cost:
+        """The bounds of pages that compete are read; where generated tokens are paged, the current one is taken in."""
+        shape, paged, n_pages = self.trace.shape, self.params.page_generated, self.units(layer).behind
         of_page = 2 * key_bytes(shape, 1)  # bounds
         n_held = ceil(self.store[layer].n_seen / self.plan.page_len) if paged else n_pages
         return Cost(of_page * n_held, of_page * n_pages, rebuilt_bytes=paged * key_bytes(shape, 1))
-
-    def choose(self, scores: Tensor, k: int, n: int) -> Tensor | None:
-        """Tokens of the `k` best pages by scores (n, h_kv, g, n_pages), of the first `n` tokens."""
-        if k == 0:
-            return None
-        return tokens_of(select_pages(scores, k, self.params.agg), self.plan.page_len, n)
 
     def behind(self, layer: int, weights: Tensor | None) -> Release | None:
         """A full page leaves the window, and competes with the others from now on."""
@@ -312,38 +257,6 @@ class Quest(SelectiveAttention):
             "achieved_ratio": share,
             "overall_ratio": self.overall_ratio(share),
         }
-
-
-class PageSearch(Search):
-    """Rows with the same pages, on a GPU."""
-
-    def __init__(self, rows: Sequence[Quest], layer: int, q: Tensor, scratch: Scratch | None = None) -> None:
-        first = rows[0]
-        self.n, bounds, self.page_len = first.candidates(layer)[0], first.bounds[layer], first.plan.page_len
-        self.n_pages, self.agg = ceil(self.n / self.page_len), first.params.agg
-        self.bounds = bounds.kmin[:, :, : self.n_pages], bounds.kmax[:, :, : self.n_pages]
-        self.spent = [row.cost(layer, self.n_pages) for row in rows]
-        ks, heads = [row.n_chosen(layer, self.n_pages) for row in rows], q.shape[1]
-        heads = heads if self.agg == "query_head" else bounds.kmin.shape[1]
-        self.keys = (empty if scratch is None else scratch.take)(
-            "keys", q.device, torch.int64, len(rows), heads, self.n_pages
-        )
-        is_all = min(ks) == self.n_pages
-        self.choice = None if is_all else KeyChoice(len(rows), heads, ks, q.device, scratch)
-        self.tokens = torch.empty(len(rows), heads, max(ks) * self.page_len, dtype=torch.int64, device=q.device)
-        self.idx = [self.tokens[i : i + 1, :, : k * self.page_len] for i, k in enumerate(ks)]
-
-    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
-        self.choose(q)
-
-    def choose(self, q: Tensor) -> None:
-        keys = page_keys_triton(q, *self.bounds, self.agg, self.keys)
-        if self.choice is not None:
-            keys = self.choice.take(keys, self.n_pages)
-        expand_keys_triton(keys, 0, self.page_len, self.n, self.tokens)
-
-    def costs(self, age: int) -> Sequence[Cost]:
-        return self.spent
 
 
 def matched_page_len(budget: Budget) -> int:

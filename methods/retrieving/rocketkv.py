@@ -28,7 +28,7 @@ Figures   retrieve pages, blocks, clusters: #1494FE, up, :
 Not here: the window's votes (`methods/scorers.py`), a query's channels (`methods/retrieving/sparq.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor, isqrt, log2
@@ -44,15 +44,15 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries, Observation
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Searched
-from kvbench.engine.selection import ALWAYS, Cost, Found, Search, Selection
+from kvbench.engine.search import Launch, Units
+from kvbench.engine.selection import ALWAYS, Cost
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.kernels.gather import gather_tokens
 from kvbench.kernels.pages import page_bounds
 from kvbench.kernels.rows.chunks import Chunked, chunk_keys, table_of
-from kvbench.kernels.scratch import Scratch
-from kvbench.kernels.topk import KeyChoice, top_keys, top_stable
-from kvbench.methods.base import SelectiveAttention
+from kvbench.kernels.topk import top_stable
+from kvbench.methods.retrieving.indexed import Indexed
 from kvbench.methods.retrieving.sparq import query_weights, top_components
 from kvbench.methods.scorers import keep_top, pool_scores, reduce_group, window_votes
 
@@ -122,10 +122,11 @@ def top_tokens(scores: Tensor, chunk: int, n: int, k: int) -> Tensor:
     return tokens[real & (real.cumsum(-1) <= k)].view(len(scores), min(k, n))
 
 
-class RocketKV(SelectiveAttention):
+class RocketKV(Indexed):
     title = "RocketKV"
     no_growth = "searches what its first stage kept of the context"
-    drops = False
+    op = "chunks"
+    takes_newest = True
     attends_current = False
     version = 2  # 2: a dense feed reads what the first stage kept, and no places beyond it
 
@@ -167,7 +168,7 @@ class RocketKV(SelectiveAttention):
 
     params: Params
     plan: Plan
-    bounds: dict[int, Tensor]  # per layer (h_kv, 2 * d_h, chunks), generated tokens' too
+    index: dict[int, Tensor]  # bounds (h_kv, 2 * d_h, chunks), generated tokens' too
 
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
@@ -217,9 +218,6 @@ class RocketKV(SelectiveAttention):
         near = params.tier == "device"
         return held(budget, shape, plan.n_kept if near else 0, index, 0 if near else plan.k)
 
-    def setup(self) -> None:
-        self.bounds = {}
-
     # While the prompt is read.
 
     @classmethod
@@ -230,7 +228,7 @@ class RocketKV(SelectiveAttention):
         plan, trace, chosen = self.plan, self.trace, self.kept(layer)
         most = ceil((min(plan.n_kept, trace.s_prompt) + self.store.n_new) / plan.chunk)
         keys = trace.keys(layer) if chosen is None else gather_tokens(trace.keys(layer), chosen)
-        self.bounds[layer] = chunk_bounds(keys, plan.chunk, most)
+        self.index[layer] = chunk_bounds(keys, plan.chunk, most)
         return Searched(chosen, on_device=self.params.tier == "device")
 
     @classmethod
@@ -247,43 +245,55 @@ class RocketKV(SelectiveAttention):
 
     # A decode step.
 
-    @classmethod
-    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
-        """On a GPU all rows are searched in one launch."""
-        if not q.is_cuda:
-            return super().search(rows, layer, q)
-        counts = [row.counted(layer) for row in rows]
-        newest = [row.store[layer].newest[0] for row in rows]
-        keys = newest[0] if len(newest) == 1 else torch.cat(newest)
-        soft, told = rows[0].trace.softmax[layer], table_of(chunked(rows, layer, counts), q.device)
-        found = chunk_keys(q, keys, told, soft.scale, soft.cap, soft.sink)
-        best = top_keys(found, [count.k for count in counts])
-        return [Selection(best[i : i + 1, :, : count.k], count.cost) for i, count in enumerate(counts)]
+    def append(self, layer: int) -> None:
+        n = self.store[layer].n_host
+        take_in(self.index[layer], self.store[layer].newest[0][0, :, 0], n - 1, self.plan.chunk)
 
-    @classmethod
-    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
-        return ChunkSearch(rows, layer, q, scratch)
-
-    def select(self, layer: int, q: Tensor) -> Selection:
-        """The places of the tokens to attend to, (1, h_kv, k)."""
-        n, k, r, cost = self.counted(layer)
-        take_in(self.bounds[layer], self.store[layer].newest[0][0, :, 0], n - 1, self.plan.chunk)
-        sizes = torch.full((ceil(n / self.plan.chunk),), float(self.plan.chunk), device=q.device)
+    def score(self, layer: int, question: Tensor, index: Tensor) -> Tensor:
+        """What a group gives to the tokens of chunks, were every key as large as they are."""
+        n, _, r, _ = self.counted(layer)
+        sizes = torch.full((ceil(n / self.plan.chunk),), float(self.plan.chunk), device=question.device)
         sizes[-1] = n - (len(sizes) - 1) * self.plan.chunk
-        scores = chunk_scores(q, self.bounds[layer], r, sizes, self.trace.softmax[layer])
-        return Selection(top_tokens(scores, self.plan.chunk, n, k).unsqueeze(0), cost)
+        return chunk_scores(question, index, r, sizes, self.trace.softmax[layer])[None, :, None]
+
+    def choose(self, layer: int, ranking: Tensor, scores: Tensor) -> Tensor:
+        """The places of the tokens to attend to, of the last chunk as many as there is room for."""
+        n, k, *_ = self.counted(layer)
+        return top_tokens(ranking[0], self.plan.chunk, n, k).unsqueeze(0)
+
+    def units(self, layer: int) -> Units:
+        n, k, *_ = self.counted(layer)
+        return Units(k, n, more=int(self.plan.grows or n < self.plan.k))
+
+    @property
+    def n_choosing(self) -> int:
+        return self.trace.shape.h_kv
+
+    def n_static(self, layer: int) -> int:
+        return min(MOST_STEPS, self.plan.n_alike(self.counted(layer).n))
+
+    def selects_feeds(self, layer: int) -> bool:
+        return False
+
+    def kind(self, layer: int) -> Hashable:
+        return None if self.has_kernel(layer) else id(self)
+
+    @classmethod
+    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor]) -> Launch:
+        counts = [row.counted(layer) for row in rows]
+        told, soft = table_of(chunked(rows, layer, counts), rows[0].index[layer].device), rows[0].trace.softmax[layer]
+        return lambda q, k_new, v_new, age: chunk_keys(q, k_new, told, soft.scale, soft.cap, soft.sink, age)
+
+    def cost(self, layer: int) -> Cost:
+        return self.counted(layer).cost
 
     def counted(self, layer: int) -> "Counted":
         """Of the step at hand."""
-        at = self.store[layer]
-        return self.counted_of(at.n_host, at.n_seen - self.trace.s_prompt)
-
-    def counted_of(self, n: int, t: int) -> "Counted":
-        """Of `n` tokens that are searched, `t` of them generated."""
-        plan, shape, n_chunks = self.plan, self.trace.shape, ceil(n / self.plan.chunk)
+        plan, shape, at = self.plan, self.trace.shape, self.store[layer]
+        n_chunks = ceil(at.n_host / plan.chunk)
         r = plan.channels(n_chunks)
         cost = Cost(2 * key_bytes(shape, n_chunks), shape.h_kv * n_chunks * r * ELEMENT_BYTES)
-        return Counted(n, min(plan.k + t * plan.grows, n), r, cost)
+        return Counted(at.n_host, min(plan.k + at.n_generated * plan.grows, at.n_host), r, cost)
 
     def report(self) -> dict[str, Any]:
         plan, s = self.plan, self.trace.s_prompt
@@ -307,30 +317,7 @@ class Counted(NamedTuple):
 def chunked(rows: Sequence[RocketKV], layer: int, counts: Sequence[Counted]) -> list[Chunked]:
     """As kernels take rows."""
     each = zip(rows, counts, strict=True)
-    return [Chunked(row.bounds[layer], count.n, row.plan.chunk, count.r) for row, count in each]
-
-
-class ChunkSearch(Search):
-    """Rows on a GPU, as long as all read as many channels."""
-
-    def __init__(self, rows: Sequence[RocketKV], layer: int, q: Tensor, scratch: Scratch) -> None:
-        counts = [row.counted(layer) for row in rows]
-        self.rows, self.t = rows, rows[0].store[layer].n_generated
-        self.ns, self.soft = [count.n for count in counts], rows[0].trace.softmax[layer]
-        self.told = table_of(chunked(rows, layer, counts), q.device)
-        self.more = [int(row.plan.grows or n < row.plan.k) for row, n in zip(rows, self.ns, strict=True)]
-        self.n_steps = min(MOST_STEPS, *(row.plan.n_alike(n) for row, n in zip(rows, self.ns, strict=True)))
-        ks, heads = [count.k for count in counts], rows[0].trace.shape.h_kv
-        self.choice = KeyChoice(len(rows), heads, ks, q.device, scratch, self.more, self.n_steps)
-        self.idx = [self.choice.out[i : i + 1, :, :k] for i, k in enumerate(ks)]
-
-    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
-        soft = self.soft
-        keys = chunk_keys(q, k_new, self.told, soft.scale, soft.cap, soft.sink, age)
-        self.choice.take(keys, self.told.s(age), age)
-
-    def costs(self, age: int) -> Sequence[Cost]:
-        return [row.counted_of(n + age, self.t + age).cost for row, n in zip(self.rows, self.ns, strict=True)]
+    return [Chunked(row.index[layer], count.n, row.plan.chunk, count.r) for row, count in each]
 
 
 def chunk_and_channels(c2: Fraction | float, d_h: int) -> tuple[int, int]:

@@ -43,14 +43,14 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.streams import sent_home
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Change, Offloaded
-from kvbench.engine.selection import Cost, FeedSelection, Found, Search, Selection
+from kvbench.engine.search import KernelSearch, Units, best_tokens
+from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.turns.feed import Feed
-from kvbench.kernels.rows.columns import Columns, blend, component_keys, cover, find_components, table_of
+from kvbench.kernels.rows.columns import Columns, Table, blend, component_keys, cover, find_components, table_of
 from kvbench.kernels.scratch import Scratch
-from kvbench.kernels.topk import KeyChoice, top_stable
-from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.retrieving.indexed import Indexed
 
 
 def top_components(q: Tensor, h_kv: int, r: int) -> Tensor:
@@ -74,11 +74,16 @@ def query_weights(q: Tensor, components: Tensor, scale: float) -> Tensor:
     return chosen * (scale * share.clamp(min=TINY).rsqrt())
 
 
-def summed(weights: Tensor, keys: Tensor, soft: Softmax) -> Tensor:
-    """Approximate logits, the sum over a group: weights (n, h_kv, g, r), keys (n, h_kv, r, s) -> (n, h_kv, 1, s)."""
-    if soft.cap:  # a sum of capped logits is no product
-        return soft.capped(weights @ keys).sum(2, keepdim=True)
-    return weights.sum(2, keepdim=True) @ keys
+def columns_at(index: Tensor, components: Tensor) -> Tensor:
+    """Components (n, h_kv, r) of tokens by columns (1 or n, h_kv, d_h, s), whatever their strides: (n, h_kv, r, s)."""
+    (n_own, h_kv, d_h, s), (n, _, r) = index.shape, components.shape
+    if index.stride(3) != 1:  # a plain cache, where a component lies apart from token to token
+        where = components.unsqueeze(2).expand(-1, -1, s, -1)
+        return index.mT.expand(n, -1, -1, -1).gather(3, where).mT
+    where = components + torch.arange(0, h_kv * d_h, d_h, device=index.device).unsqueeze(1)
+    if n_own > 1:
+        where = where + torch.arange(0, n * h_kv * d_h, h_kv * d_h, device=index.device).view(-1, 1, 1)
+    return index.reshape(-1, s).index_select(0, where.flatten()).view(n, h_kv, r, s)
 
 
 def covered_mass(logits: Tensor, idx: Tensor, start: int, stop: int, soft: Softmax) -> Tensor:
@@ -103,10 +108,11 @@ class Lacking:
 PUBLISHED_SHARE = Fraction(1, 4)  # of a key's components: 32 of 128, with which the paper moves an eighth of the cache
 
 
-class SparQ(SelectiveAttention):
+class SparQ(Indexed):
     title = "SPARQ"
-    drops = False
     fetches_more = True
+    op = "columns"
+    takes_newest = True
 
     @dataclass(frozen=True)
     class Params:
@@ -139,6 +145,7 @@ class SparQ(SelectiveAttention):
 
     params: Params
     plan: Plan
+    index: dict[int, Tensor]  # the prompt's keys by columns (h_kv, d_h, s_prompt) on the host
     late: dict[int, Tensor]  # per layer the generated tokens' columns (h_kv, d_h, n_new)
     means: dict[int, Tensor]  # per layer the mean of V over all tokens so far (1, h_kv, 1, d_h)
     lacking: Lacking | None  # of the present step and layer, on a GPU
@@ -170,7 +177,8 @@ class SparQ(SelectiveAttention):
         return held(budget, shape, plan.n_sink + plan.n_window - 1, fetched=plan.k)
 
     def setup(self) -> None:
-        self.columns, self.late, self.means, self.covered, self.lacking = {}, {}, {}, None, None
+        super().setup()
+        self.late, self.means, self.covered, self.lacking = {}, {}, None, None
 
     # While the prompt is read.
 
@@ -179,7 +187,7 @@ class SparQ(SelectiveAttention):
         n_past = min(plan.n_window - 1, trace.s_prompt - plan.n_sink)
         slides = self.params.generated == "inside"
         if self.params.layout == "columns":
-            columns = self.columns[layer] = prompt_columns(trace, layer)
+            columns = self.index[layer] = prompt_columns(trace, layer)
             if not trace.keys(layer).is_cuda:  # a GPU reads generated tokens by rows
                 self.late[layer] = columns.new_empty(*columns.shape[:2], store.n_new)
         if self.params.reallocate:
@@ -193,70 +201,87 @@ class SparQ(SelectiveAttention):
 
     # A decode step.
 
-    def take_in(self, layer: int) -> None:
+    def append(self, layer: int) -> None:
         """Add the current token to the columns and to the mean of V."""
         key, value = self.store[layer].newest  # (1, h_kv, 1, d_h)
         if layer in self.late:
-            self.late[layer][:, :, self.store[layer].n_seen - self.trace.s_prompt - 1] = key[0, :, 0]
+            self.late[layer][:, :, self.store[layer].n_generated - 1] = key[0, :, 0]
         if layer in self.means:
             mean = self.means[layer]
-            newest = value.to(mean)
-            self.means[layer] = mean + (newest - mean) / self.store[layer].n_seen
+            self.means[layer] = mean + (value.to(mean) - mean) / self.store[layer].n_seen
+
+    def question(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The components of queries that are largest, and what those of keys are multiplied with."""
+        components = top_components(q, self.trace.shape.h_kv, self.plan.r)
+        return components, query_weights(q, components, self.trace.softmax[layer].scale)
+
+    def score(self, layer: int, question: tuple[Tensor, Tensor], index: Tensor) -> Tensor:
+        """Approximate logits."""
+        components, weights = question
+        keys = columns_at(index, components.to(index.device)).to(weights)  # (n, h_kv, r, s)
+        return self.trace.softmax[layer].capped(weights @ keys)
+
+    def merge(self, layer: int, scores: Tensor) -> Tensor:
+        return scores.sum(2)
+
+    def seen(self, layer: int) -> Tensor:
+        """By columns, or a plain cache (`layout: rows`)."""
+        return self.index[layer].unsqueeze(0) if layer in self.index else self.trace.host(layer)[0].mT
 
     @classmethod
-    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
-        """Rows with as many components read their columns together."""
-        if q.is_cuda:
-            return select_keys(rows, layer, q)
-        for row in rows:
-            row.take_in(layer)
-        plan, params, trace = rows[0].plan, rows[0].params, rows[0].trace
-        components = top_components(q, trace.shape.h_kv, plan.r)  # (n, h_kv, r)
-        read = read_columns if params.layout == "columns" else read_rows
-        keys = read(rows, layer, components).to(q.device).float()  # (n, h_kv, r, s)
-        soft = trace.softmax[layer]
-        weights = query_weights(q, components, soft.scale)
-        scores = summed(weights, keys, soft).split(1)  # n of (1, h_kv, 1, s)
-        logits = [None] * len(rows)  # else n of (1, h_kv, g, s)
-        if params.reallocate:
-            logits = soft.capped(weights @ keys).split(1)
-        found = [row.choose(layer, scores[i].squeeze(2), logits[i]) for i, row in enumerate(rows)]
-        return [Selection(idx, row.cost(layer)) for row, idx in zip(rows, found, strict=True)]
+    def generated(cls, rows: Sequence[Self], layer: int) -> Tensor:
+        first = rows[0]
+        if layer in first.late:
+            return torch.stack([row.late[layer][..., : first.store[layer].n_generated] for row in rows])
+        return torch.cat([row.store[layer].generated()[0] for row in rows]).mT
 
-    @classmethod
-    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
-        """Once every row chooses as many tokens as it may."""
-        search = ColumnSearch(rows, layer, q, scratch)
-        fills = zip(rows, search.idx, strict=True)
-        return search if all(0 < idx.shape[2] == row.plan.k for row, idx in fills) else None
+    def units(self, layer: int) -> Units:
+        at = self.store[layer]
+        return Units(self.plan.k, at.n_seen - at.n_window, self.plan.n_sink, grows=at.slides)
 
-    def kind(self, layer: int) -> Hashable:
-        of_prompt = None if self.trace.device.type == "cuda" else id(self.trace)  # whose keys are read once
-        return self.plan.r, self.params.layout, self.params.reallocate, of_prompt
-
-    def choose(self, layer: int, scores: Tensor, logits: Tensor | None) -> Tensor:
-        """The best tokens by scores (1, h_kv, s); from logits (1, h_kv, g, s) what mass they and the resident have."""
-        start, stop = self.candidates(layer)
-        idx = top_stable(scores[..., start:stop], self.plan.k) + start
+    def choose(self, layer: int, ranking: Tensor, scores: Tensor) -> Tensor | None:
+        """The best tokens, and what mass they and the resident ones have."""
+        units = self.units(layer)
+        idx = best_tokens(ranking, units)
         # With everything selected nothing is missing, which sums in half precision would not quite say.
-        if logits is None or idx.shape[-1] == stop - start:
-            self.covered = None
-        else:
-            self.covered = covered_mass(logits, idx, start, stop, self.trace.softmax[layer])
+        self.covered = None
+        if idx is not None and self.params.reallocate and idx.shape[-1] < units.stop - units.start:
+            self.covered = covered_mass(scores, idx, units.start, units.stop, self.trace.softmax[layer])
         return idx
 
-    def candidates(self, layer: int) -> tuple[int, int]:
-        """The first position that may be fetched, and that behind the last one."""
-        return self.plan.n_sink, self.store[layer].n_seen - self.store[layer].n_window
+    @property
+    def n_choosing(self) -> int:
+        return self.trace.shape.h_kv
+
+    def kind(self, layer: int) -> Hashable:
+        of_prompt = None if self.has_kernel(layer) else id(self.trace)  # whose keys are read once
+        return self.plan.r, self.params.layout, self.params.reallocate, of_prompt
+
+    @classmethod
+    def told(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None) -> ColumnSearch:
+        searched: list[Columns] = []
+        for row in rows:
+            at, units = row.store[layer], row.units(layer)
+            prompt = row.index[layer] if row.params.layout == "columns" else at.host.k[0].mT
+            searched.append(
+                Columns(
+                    prompt, at.host.late[0], row.means.get(layer), at.n_seen, units.start, units.stop, units.n_chosen,
+                    grows=at.slides,
+                )
+            )  # fmt: skip
+        return ColumnSearch(rows, layer, table_of(searched, rows[0].store[layer].device), scratch)
+
+    @classmethod
+    def searched(cls, rows: Sequence[Self], search: KernelSearch) -> None:
+        assert isinstance(search, ColumnSearch)
+        for i, row in enumerate(rows):
+            row.lacking = Lacking(search, i) if search.corrects else None
 
     def cost(self, layer: int) -> Cost:
-        start, stop = self.candidates(layer)
-        return self.cost_of(stop - start)
-
-    def cost_of(self, n: int) -> Cost:
-        """Components of the keys of all `n` candidates are read."""
-        line = self.plan.r if self.params.layout == "columns" else self.trace.shape.d_h
-        return Cost(moved_bytes=self.trace.shape.h_kv * line * max(0, n) * ELEMENT_BYTES)
+        """Components of the keys of all candidates are read."""
+        units, d_h = self.units(layer), self.trace.shape.d_h
+        line = self.plan.r if self.params.layout == "columns" else d_h
+        return Cost(moved_bytes=self.trace.shape.h_kv * line * max(0, units.stop - units.start) * ELEMENT_BYTES)
 
     # A feed.
 
@@ -265,22 +290,10 @@ class SparQ(SelectiveAttention):
         at = self.store[layer]
         return self.params.layout == "columns" and self.params.generated == "on_top" and at.n_window < at.capacity
 
-    def select_feed(self, layer: int, feed: Feed) -> FeedSelection:
-        """The tokens' own columns stand behind the others, and are hidden from those before them."""
-        trace, m, s = self.trace, len(feed.moments), self.trace.s_prompt
-        t, q = self.store[layer].n_seen - s, feed.queries
+    def generated_of_feed(self, layer: int, feed: Feed) -> Tensor:
+        t, m = self.store[layer].n_generated, len(feed.moments)
         self.late[layer][:, :, t : t + m] = feed.k[0].mT
-        components = top_components(q, trace.shape.h_kv, self.plan.r)  # (m, h_kv, r)
-        late = self.late[layer].flatten(0, 1)[:, : t + m]
-        keys = columns_of(self.columns[layer], [late] * m, components).float()  # (m, h_kv, r, s + t + m)
-        weights = query_weights(q, components, feed.soft.scale)  # (m, h_kv, g, r)
-        logits = None
-        if self.params.reallocate:
-            logits = feed.soft.capped(weights @ keys)
-            coming = torch.ones(m, m, dtype=torch.bool).triu(1).view(m, 1, 1, m)
-            logits[..., s + t :].masked_fill_(coming, -torch.inf)
-        idx = self.choose(layer, summed(weights, keys, feed.soft).squeeze(2), logits)
-        return FeedSelection(idx, [self.cost(layer)] * m)
+        return self.late[layer][None, :, :, : t + m]
 
     def after_feed(self, layer: int, feed: Feed, out: Tensor, lse: Tensor) -> Tensor:
         if layer not in self.means or not self.store[layer].can_fetch:
@@ -298,6 +311,8 @@ class SparQ(SelectiveAttention):
     def after_rows_on_gpu(
         cls, rows: Sequence[Self], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> Sequence[Change | None]:
+        if all(row.lacking is None for row in rows):
+            return cls.after_rows(rows, layer, out, weights)
         for i, row in enumerate(rows):
             lacking = row.lacking
             if lacking is not None and lacking.place == 0:
@@ -342,50 +357,27 @@ def n_components(comm: Fraction, d_h: int) -> int:
 TINY = 2.0**-126  # the least normal number of float32
 
 
-def select_keys(rows: Sequence[SparQ], layer: int, q: Tensor) -> list[Selection]:
-    """The best tokens of rows of one kind, on a GPU: positions in the lower halves."""
-    values = [row.store[layer].newest[1] for row in rows]
-    search = ColumnSearch(rows, layer, q)
-    search.find(q, q, values[0] if len(rows) == 1 else torch.cat(values), 0)
-    for i, row in enumerate(rows):
-        row.lacking = Lacking(search, i) if search.corrects else None
-    return [Selection(idx, cost) for idx, cost in zip(search.idx, search.costs(0), strict=True)]
-
-
-class ColumnSearch(Search):
-    """Rows of one kind, on a GPU, and what takes the place of what they did not attend to."""
+class ColumnSearch(KernelSearch):
+    """Rows of one kind, and what takes the place of what they did not attend to."""
 
     covered: Tensor  # (rows, h), -1 where nothing is missing
 
-    def __init__(self, rows: Sequence[SparQ], layer: int, q: Tensor, scratch: Scratch | None = None) -> None:
-        searched: list[Columns] = []
-        for row in rows:
-            at, (start, stop) = row.store[layer], row.candidates(layer)
-            prompt = row.columns[layer] if row.params.layout == "columns" else at.host.k[0].mT
-            k, grows = max(0, min(row.plan.k, stop - start)), at.slides
-            searched.append(
-                Columns(prompt, at.host.late[0], row.means.get(layer), at.n_seen, start, stop, k, grows)
-            )  # fmt: skip
-        self.rows, self.layer, self.told = rows, layer, table_of(searched, q.device)
-        self.r, self.soft, self.h_kv = rows[0].plan.r, rows[0].trace.softmax[layer], rows[0].trace.shape.h_kv
-        self.corrects = rows[0].params.reallocate
-        ks = [row.k for row in searched]
-        self.choice = KeyChoice(len(rows), self.h_kv, ks, q.device, scratch) if max(ks) else None
-        out = q.new_empty(len(rows), self.h_kv, 0, dtype=torch.int64) if self.choice is None else self.choice.out
-        self.out, self.idx = out, [out[i : i + 1, :, :k] for i, k in enumerate(ks)]
-        self.sizes = [(row.stop - row.start, row.grows) for row in searched]
+    def __init__(self, rows: Sequence[SparQ], layer: int, told: Table, scratch: Scratch | None) -> None:
+        super().__init__(rows, layer, self.find_keys, scratch)
+        self.told, self.r, self.soft = told, rows[0].plan.r, rows[0].trace.softmax[layer]
+        self.h_kv, self.corrects = rows[0].trace.shape.h_kv, rows[0].params.reallocate
 
-    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
+    def find_keys(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> Tensor:
         q, soft = q.contiguous(), self.soft
         found = find_components(q, v_new.contiguous(), self.told, self.r, soft.scale, age)
-        keys, logits, lses = component_keys(q, *found, self.told, soft.cap, age)
-        if self.choice is not None:
-            self.choice.take(keys, self.told.s + age)
-        if self.corrects:
-            self.covered = cover(self.out, logits, lses, self.told, soft.sink, age)
+        keys, *self.sums = component_keys(q, *found, self.told, soft.cap, age)
+        return keys
 
-    def costs(self, age: int) -> Sequence[Cost]:
-        return [row.cost_of(n + age * grows) for row, (n, grows) in zip(self.rows, self.sizes, strict=True)]
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
+        super().find(q, k_new, v_new, age)
+        if self.corrects:
+            logits, lses = self.sums
+            self.covered = cover(self.tokens, logits, lses, self.told, self.soft.sink, age)
 
     def correct(self, out: Tensor) -> None:
         blend(out, self.covered, self.told, self.h_kv)
@@ -399,32 +391,3 @@ def prompt_columns(trace: Trace, layer: int) -> Tensor:
         return columns if trace.device == trace.host_device else sent_home(columns)
 
     return trace.once(("SPARQ's columns", layer), turn)
-
-
-def read_columns(rows: Sequence[SparQ], layer: int, components: Tensor) -> Tensor:
-    """Of each row's tokens its components (n, h_kv, r), from a cache by components: (n, h_kv, r, s)."""
-    columns = rows[0].columns[layer]  # the same for all rows
-    t = rows[0].store[layer].n_seen - columns.shape[-1]  # all rows are at the same position
-    return columns_of(columns, [row.late[layer].flatten(0, 1)[:, :t] for row in rows], components)
-
-
-def columns_of(columns: Tensor, late: Sequence[Tensor], components: Tensor) -> Tensor:
-    """Components (n, h_kv, r) of the prompt's columns (h_kv, d_h, s), and of each row's `late` ones (h_kv * d_h, t)."""
-    (h_kv, d_h, s), (n, _, r) = columns.shape, components.shape
-    heads = torch.arange(0, h_kv * d_h, d_h).unsqueeze(1)
-    where = (components.to(columns.device) + heads).view(n, -1)  # (n, h_kv * r)
-    of_prompt = columns.view(-1, s).index_select(0, where.flatten()).view(n, -1, s)
-    behind = [own.index_select(0, at) for own, at in zip(late, where, strict=True)]
-    return torch.cat([of_prompt, torch.stack(behind)], -1).view(n, h_kv, r, -1)
-
-
-def read_rows(rows: Sequence[SparQ], layer: int, components: Tensor) -> Tensor:
-    """The same from a plain cache, where a component lies apart from token to token."""
-    keys = rows[0].trace.host(layer)[0]  # (1, h_kv, s_prompt, d_h), the same for all rows
-    late = torch.cat([row.store[layer].generated()[0] for row in rows])  # (n, h_kv, t, d_h)
-    of = components.to(keys.device).unsqueeze(2)  # (n, h_kv, 1, r)
-    head = torch.arange(keys.shape[1]).view(-1, 1, 1)
-    row = torch.arange(len(rows)).view(-1, 1, 1, 1)
-    token, late_token = (torch.arange(x.shape[2]).view(-1, 1) for x in (keys, late))
-    parts = [keys[0][head, token, of], late[row, head, late_token, of]]
-    return torch.cat(parts, 2).mT

@@ -20,12 +20,11 @@ from kvbench.engine.caches.eviction import Learner
 from kvbench.engine.decode import decode
 from kvbench.engine.layouts.steady import Steady
 from kvbench.engine.row import Row
-from kvbench.engine.selection import Search
+from kvbench.engine.search import KernelSearch, Search
 from kvbench.kernels import select_attend
 from kvbench.kernels.select_attend import Piece, Table, Work
-from kvbench.methods.retrieving.infllm import BlockSearch, InfLLM
+from kvbench.methods.retrieving.infllm import InfLLM
 from kvbench.methods.retrieving.pqcache import PQSearch
-from kvbench.methods.retrieving.quest import PageSearch
 from kvbench.methods.retrieving.sparq import SparQ
 from kvbench.tests import conformance
 from kvbench.tests.pretend.test_methods import moved
@@ -327,13 +326,13 @@ def test_weights_go_to_local_tokens_until_they_become_a_block(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """InfLLM's, whose search and weights are told once, and anew behind each block."""
-    ages, names, n_new = ages_of(BlockSearch, monkeypatch), ("infllm method.block_len=17", "snapkv"), 14
+    ages, names, n_new = ages_of(KernelSearch, monkeypatch), ("infllm method.block_len=17", "snapkv"), 14
     held = dict[int, list[Tensor]]()
 
     def hold(n_steps: int, rows: Sequence[Row]) -> None:
         row = cast("InfLLM", rows[0])
         for layer, scores in row.scores.items():
-            means = row.means[layer][: row.n_blocks[layer]]
+            means = row.index[layer][: row.n_blocks[layer]]
             held.setdefault(n_steps, []).extend([scores.clone(), means.clone(), row.store[layer].positions()])
 
     ids, books, sent = steps(machine, *names, n_new=n_new)
@@ -349,7 +348,7 @@ def test_weights_go_to_local_tokens_until_they_become_a_block(
 
 
 def test_a_row_that_is_told_anew_has_launches_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    ages, names = ages_of(PageSearch, monkeypatch), ("quest method.page_generated=true", "quest")
+    ages, names = ages_of(KernelSearch, monkeypatch), ("quest method.page_generated=true", "quest")
     ids, books, _ = steps(machine, *names)
     assert max(ages) >= 3, ages
     monkeypatch.setattr(Steady, "holds", lambda *_: False)

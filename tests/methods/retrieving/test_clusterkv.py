@@ -21,7 +21,7 @@ from kvbench.engine.sampling.draws import seeded
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.step import step_rows
-from kvbench.kernels.clusters import cluster_tokens
+from kvbench.kernels.clusters import cluster_order, cluster_tokens
 from kvbench.kernels.kmeans import draw_points, kmeans, nearest
 from kvbench.methods.full import Full
 from kvbench.methods.retrieving import clusterkv
@@ -30,10 +30,10 @@ from kvbench.methods.retrieving.clusterkv import (
     Clusters,
     append_clusters,
     cluster_keys,
-    cluster_order,
     hit_rates,
     touched,
 )
+from kvbench.methods.retrieving.indexed import merged
 from kvbench.methods.retrieving.oracle import Oracle
 from kvbench.tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 
@@ -75,7 +75,8 @@ def check_select(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
         for head in range(len(labels)):
             labels[head, clusters.tokens[head, start[head] : stop[head]]] = c
     tokens = min(s, meta["budget"])
-    order = cluster_order(q.unsqueeze(2), centroids[0], agg)
+    scores = q[0].view(len(centroids[0]), -1, q.shape[2]) @ centroids[0].mT  # (h_kv, g, c)
+    order = cluster_order(merged(scores.unsqueeze(0), agg))
     sizes = clusters.sizes.repeat_interleave(order.shape[1] // len(clusters.sizes), 0)
     needed = touched(order[0], sizes, tokens - n_sink).gather(-1, order[0])
     last = torch.arange(1, needed.shape[-1] + 1).mul(needed).amax(-1)  # empty clusters between are touched too
@@ -94,7 +95,7 @@ def check_select(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
         ClusterKV, params, trace_of(k, v, q.shape[1], s), request(tokens=meta["budget"]), plan,
         n_new=max(64, n - s),
     )  # fmt: skip
-    row.clusters[0] = clusters
+    row.index[0] = clusters
     for i in range(s, n - 1):
         row.store[0].append(k[:, :, i : i + 1], v[:, :, i : i + 1])
         row.store.close(0, i - s + 1)
@@ -213,7 +214,7 @@ def fetched(row: Any) -> Tensor:
 
 def by_hand(row: Any, q: Tensor) -> list[list[int]]:
     """Selected positions per query head, by loops over ranked clusters and their tokens."""
-    clusters, g, chosen = row.clusters[0], H // H_KV, []
+    clusters, g, chosen = row.index[0], H // H_KV, []
     for head in range(H):
         kv = head // g
         scores = q[0, head, 0] @ clusters.centroids[kv].T
@@ -230,7 +231,7 @@ def test_whole_clusters_come_in_order_of_their_inner_product(num_clusters: int) 
     q, k, v = tokens(S + 1)
     mine = row(num_clusters=num_clusters)
     step(mine, q[:, :, S:], k[:, :, S:], v[:, :, S:])
-    assert mine.clusters[0].centroids.shape[1] == num_clusters
+    assert mine.index[0].centroids.shape[1] == num_clusters
     assert fetched(mine).tolist() == by_hand(mine, q[:, :, S:])
 
 
@@ -270,8 +271,8 @@ def test_query_heads_of_a_group_choose_for_themselves_or_as_one() -> None:
         assert fetched(mean).shape == (H_KV, 36)
         assert not torch.equal(fetched(each)[0], fetched(each)[1])
     q = tokens(S + 1)[0][:, :, S:]
-    scores = torch.einsum("khd,kcd->khc", q[0].view(H_KV, 2, D), mean.clusters[0].centroids).mean(1)
-    order = cluster_order(q, mean.clusters[0].centroids, "group_mean")[0]
+    scores = torch.einsum("khd,kcd->khc", q[0].view(H_KV, 2, D), mean.index[0].centroids).mean(1)
+    order = cluster_order(ClusterKV.scored([mean], 0, q)[0][0])[0]
     assert torch.equal(order, scores.argsort(-1, descending=True))
 
 
@@ -300,7 +301,7 @@ def test_a_prompt_within_the_budget_is_dense_and_needs_no_clusters(n_tokens: int
     for (_, ours), (_, theirs) in zip(walk(mine, 4), walk(full, 4), strict=True):
         assert torch.equal(ours, theirs)
         assert mine.store.attended(0).all()
-    assert (mine.clusters, mine.pending, mine.reported()) == ({}, {}, {})
+    assert (mine.index, mine.pending, mine.reported()) == ({}, {}, {})
 
 
 # --- Clusters of generated tokens -------------------------------------------------------------
@@ -324,7 +325,7 @@ def test_generated_tokens_become_clusters_every_period_and_leave_the_device() ->
         assert entry.resident_host_bytes == (S - 4 + n_clustered) * H_KV * D * 4
         assert mine.store[0].n_seen == S + t
     assert late_fetched > 0, "no generated token was ever recalled"
-    assert mine.clusters[0].sizes.shape == (H_KV, 5 + 3 * 2)
+    assert mine.index[0].sizes.shape == (H_KV, 5 + 3 * 2)
     assert mine.store.ledger.within(mine.budget, mine.trace.shape)
 
 
@@ -340,7 +341,7 @@ def test_late_clusters_are_those_of_the_generated_keys_alone() -> None:
         late = cluster_keys(keys, 3, "cosine", 20, seeded(0, 0, batch))
         expected = append_clusters(expected, late)
     for name in ("centroids", "sizes", "ends", "tokens"):
-        assert torch.equal(getattr(mine.clusters[0], name), getattr(expected, name)), name
+        assert torch.equal(getattr(mine.index[0], name), getattr(expected, name)), name
     for head in range(H_KV):
         assert sorted(expected.tokens[head].tolist()) == list(range(S - 4 + 16))
 
@@ -363,7 +364,7 @@ def test_without_late_clusters_all_generated_tokens_stay() -> None:
     for t, _ in walk(mine, 20):
         assert mine.store[0].n_window == t
     assert sum(entry.released_bytes for entry in mine.store.ledger.entries) == 0
-    assert mine.clusters[0].tokens.shape[1] == S - 4
+    assert mine.index[0].tokens.shape[1] == S - 4
 
 
 @pytest.mark.parametrize("n_new", [5, 6, 7])
@@ -390,13 +391,13 @@ def test_clusters_are_built_beside_the_prefill_and_awaited_at_the_first_step(
     monkeypatch.setattr(clusterkv, "cluster_keys", slow)
     mine = row()
     assert not mine.pending[0].done()
-    assert mine.clusters == {}
+    assert mine.index == {}
     go.set()
     for _ in walk(mine, 2):
         pass
     assert len(threads) == 1
     assert threads[0] is not main_thread()
-    assert mine.clusters[0].seconds > 0
+    assert mine.index[0].seconds > 0
 
 
 def test_waiting_at_once_gives_the_same_tokens() -> None:
@@ -427,8 +428,8 @@ def test_variants_share_what_is_the_same_and_only_that(monkeypatch: pytest.Monke
     for mine in (*same, *others):
         mine.ready(0)
     assert len(calls) == 5
-    assert same[0].clusters[0] is same[1].clusters[0]
-    assert len({id(mine.clusters[0]) for mine in others}) == 4
+    assert same[0].index[0] is same[1].index[0]
+    assert len({id(mine.index[0]) for mine in others}) == 4
 
 
 def test_a_failure_on_the_thread_reaches_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,7 +514,7 @@ def test_the_cluster_hit_rate_is_that_of_each_heads_own_list(n_steps: int) -> No
     mine = row(60, num_clusters=12, cache_steps=n_steps, decode_period=15, decode_clusters=3)
     lists: list[list[set[int]]] = []
     for _ in walk(mine, 40):
-        clusters = mine.clusters[0]
+        clusters = mine.index[0]
         if mine.store[0].n_window == 15:  # appended behind this step
             label = torch.cat([labels_of(clusters)[:, :-15], torch.full((H_KV, 15), -1)], 1)
         else:

@@ -70,8 +70,8 @@ def check_steps(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     for t in range(n_steps):
         q, k, v = at(x["q"][None], t), at(x["k"][None], s + t), at(x["v"][None], s + t)
         out = step(row, q, k, v, t + 1)
-        labels = row.labels[0]
-        scores = label_scores(weights_of(labels, row.asked(0, q)), labels.keys, s + t + 1)[0]
+        labels = row.index[0]
+        scores = label_scores(weights_of(labels, row.asked_of(0, q)), labels.keys, s + t + 1)[0]
         scores = scores * meta["label_channels"] ** -0.5
         problems += [
             differs(f"scores of step {t}", scores, x["label_scores_f64"][:, t, : s + t + 1], 5e-5),
@@ -278,11 +278,11 @@ def test_rows_choose_together_what_they_choose_alone(change: dict[str, Any]) -> 
 def test_variants_share_labels_and_competing_ones_have_their_own() -> None:
     trace, q, k, v = random_trace()
     base, same, wider = (row_of(DoubleSparsity, PARAMS, trace, request(tokens=8, comm=c)) for c in ("1/2", "1/2", "1"))
-    assert base.labels[0] is same.labels[0] and base.labels[0] is not wider.labels[0]
-    before = base.labels[0].keys.clone()
+    assert base.index[0] is same.index[0] and base.index[0] is not wider.index[0]
+    before = base.index[0].keys.clone()
     own = row_of(DoubleSparsity, replace(PARAMS, generated="compete"), trace, request(tokens=8, comm="1/2"))
     made_steps(own, q, k, v)
-    assert torch.equal(base.labels[0].keys, before)
+    assert torch.equal(base.index[0].keys, before)
 
 
 # --- What a user may say ----------------------------------------------------------------------

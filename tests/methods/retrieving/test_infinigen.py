@@ -21,14 +21,12 @@ from kvbench.engine.prefill import prefill
 from kvbench.engine.selection import Found
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
+from kvbench.kernels.topk import top_stable
 from kvbench.methods.full import Full
 from kvbench.methods.retrieving.infinigen import (
     InfiniGen,
     common_count,
-    foretold_logits,
     make_proxy,
-    merged,
-    top_stable,
 )
 from kvbench.methods.retrieving.oracle import Oracle
 from kvbench.tests.tiny import CONFIGS, prompt, tiny
@@ -111,9 +109,9 @@ def check_serving(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     row = row_of(InfiniGen, params, trace, request(tokens=1), plan)
     q = (torch.from_numpy(x["hidden"])[:, 0] @ w_q.mT).view(1, n * h, 1, d_h)
     step(row, q, k[:, :, :1], v[:, :, :1])
-    chosen = row.proxies[0].chosen  # (n * h, n_channels)
+    chosen = row.index[0].chosen  # (n * h, n_channels)
     weights = w_q.view(h, d_h, -1)[torch.arange(h).unsqueeze(1), chosen[:h]].flatten(0, 1)
-    logits = foretold_logits(q, row.proxies[0], Softmax(1.0))[1].flatten(0, 2)  # (n * h, s)
+    logits = row.score(0, row.question(0, q), row.seen(0)).flatten(0, 2)  # (n * h, s)
     fetched = row.store[0].fetches[0][0]  # (n * h, k)
     by_score = fetched.gather(1, logits.gather(1, fetched).argsort(-1, descending=True))
     expected = x["prefetch_idx"][:, 0].T  # (n * h, k)
@@ -122,7 +120,7 @@ def check_serving(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     heads = torch.arange(n * h).unsqueeze(1)
     return first(
         differs("partial_index", chosen.view(n, h, -1), np.broadcast_to(x["partial_index"], (n, h, n_channels))),
-        differs("partial_key_cache", row.proxies[0].keys.transpose(0, 1), x["partial_key_cache"], 1e-6),
+        differs("partial_key_cache", row.index[0].keys.transpose(0, 1), x["partial_key_cache"], 1e-6),
         differs("partial_w_q", weights, x["partial_w_q"], 0.0),
         differs("prefetch_idx", by_score, expected),
         differs("selected_k", k[0][heads, by_score].transpose(0, 1), x["selected_k"]),
@@ -501,7 +499,8 @@ def test_a_rotation_makes_few_channels_tell_more() -> None:
     recall = {}
     for skew in (True, False):
         proxy = make_proxy(ChannelSums(skew).observe(q, k, Softmax(1.0)), k, 3, "query_key")
-        found = top_stable(merged(foretold_logits(q[:, :, -1:], proxy, Softmax(1.0))[1][0], "query_head"), 30)
+        partial = q[:, :, -1:].view(2, 2, 32) @ proxy.basis
+        found = top_stable((partial @ proxy.keys.mT).flatten(0, 1), 30)
         hits = [len(set(a) & set(b)) for a, b in zip(found.tolist(), best.tolist(), strict=True)]
         recall[skew] = sum(hits) / 120
     assert recall[True] > 0.9 > 0.6 > recall[False]
@@ -548,18 +547,18 @@ def test_variants_share_partial_keys_and_new_ones_are_their_own() -> None:
         (replace(PARAMS, skew=False), "1/4", False),
     ):
         other = row_of(InfiniGen, params, trace, request(tokens=12, comm=comm))
-        assert (other.proxies[0] is base.proxies[0]) == shared
+        assert (other.index[0] is base.index[0]) == shared
     competing = [
         row_of(InfiniGen, replace(PARAMS, generated="compete"), trace, request(tokens=8, comm="1/4")) for _ in range(2)
     ]
-    before = base.proxies[0].keys.clone()
+    before = base.index[0].keys.clone()
     for t in range(4):
         for i, row in enumerate(competing):
             step(row, *at_all(40 + t, *(x * (i + 1) for x in (q, k, v))), t + 1)
-    basis = base.proxies[0].basis
+    basis = base.index[0].basis
     for i, row in enumerate(competing):
         torch.testing.assert_close(row.late[0][:, :4], k[0, :, 40:] * (i + 1) @ basis)
-    assert torch.equal(base.proxies[0].keys, before)
+    assert torch.equal(base.index[0].keys, before)
 
 
 @pytest.mark.parametrize("comm", ["1/128", "1/64", "1/16"])
@@ -636,7 +635,7 @@ def test_bfloat16_keys_are_taken_as_the_cache_holds_them() -> None:
     row = row_of(InfiniGen, PARAMS, trace, request(tokens=9, comm="1/8"))
     out = step(row, q[:, :, 60:61], k[:, :, 60:61], v[:, :, 60:61])
     assert out.dtype == torch.bfloat16
-    keys = row.proxies[0].keys
+    keys = row.index[0].keys
     assert torch.equal(keys, keys.bfloat16().float())
 
 

@@ -117,7 +117,7 @@ def check_representatives(row: InfLLM, scores: Tensor, tokens: np.ndarray, means
     _, at = representatives(middle, row.trace.keys(0), 0, plan.block_len, plan.n_repr)
     return first(
         differs("representatives", at.sort(-1).values % plan.block_len, tokens[:, :n_blocks]),
-        differs("means", row.means[0][:n_blocks], means[:n_blocks], 1e-5),
+        differs("means", row.index[0][:n_blocks], means[:n_blocks], 1e-5),
     )
 
 
@@ -194,7 +194,7 @@ def check_streaming(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | Non
     for block, ours in kind.own.items():  # type: ignore[attr-defined]
         n_seen = max(0, s - layout.n_sink - block * layout.block_len)  # generated: scored by us alone
         problem = problem or differs(f"scores of block {block}", ours[:, n_seen:], theirs[block][:, n_seen:], 1e-5)
-        mean = row.means[0][block]
+        mean = row.index[0][block]
         problem = problem or differs(f"mean of block {block}", mean, means[block], 1e-5)
     return problem
 

@@ -55,13 +55,13 @@ def check_steps(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     top_r = meta["top_r"] if meta["top_r"] >= 1 else Fraction(str(meta["top_r"]))
     params = replace(PARAMS, top_r=top_r, top_k=Fraction(str(meta["top_k"])), generated="compete")
     row = row_of(Loki, params, fitted_trace(x, h, s, params), request(tokens=s - 1, comm="1"))
-    labels, problems = row.labels[0], []
+    labels, problems = row.index[0], []
     if labels.keys.shape[2] != meta["components_used"]:
         return f"{labels.keys.shape[2]} components, expected {meta['components_used']}"
     for t in range(n_steps):
         q, k, v = at(x["q"][None], t), at(x["k"][None], s + t), at(x["v"][None], s + t)
         out = step(row, q, k, v, t + 1)
-        scores = label_scores(weights_of(labels, row.asked(0, q)), labels.keys, s + t + 1)[0] * meta["d"] ** -0.5
+        scores = label_scores(weights_of(labels, row.asked_of(0, q)), labels.keys, s + t + 1)[0] * meta["d"] ** -0.5
         problems += [
             differs(f"scores of step {t}", scores, x["label_scores_f64"][:, t, : s + t + 1], 1e-5),
             differs(f"selected at step {t}", row.store.attended(0), x["selected"][:, t, : s + t + 1]),

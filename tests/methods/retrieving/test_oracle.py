@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from kvbench.engine.budget import resolve
+from kvbench.engine.search import Units, best_tokens
 from kvbench.engine.softmax import Softmax
-from kvbench.methods.retrieving.oracle import AGGREGATES, Oracle, token_scores, top_tokens
+from kvbench.methods.retrieving.oracle import AGGREGATES, Oracle, token_scores
 from kvbench.tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = Oracle.Params("group_sum", 4, Fraction(1, 2), "inside", "fair", "renormalise")
@@ -72,7 +73,8 @@ def run_weight_vectors(path: Path) -> list[Check]:
         scores = token_scores(logits.view(1, meta["Hk"], g, n), "group_sum", Softmax(1.0))
         attended = torch.zeros(meta["Hk"], n, dtype=torch.bool)
         attended[:, :a] = attended[:, n - c :] = True
-        attended.scatter_(1, top_tokens(scores, k, a, n - c)[0], True)
+        if (found := best_tokens(scores, Units(k, n - c, a))) is not None:
+            attended.scatter_(1, found[0], True)
         per_head = attended.repeat_interleave(g, 0)
         weights = logits.masked_fill(~per_head, -torch.inf).softmax(-1)
         problem = first(

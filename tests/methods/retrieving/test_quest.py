@@ -15,18 +15,17 @@ from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.decode import attend_group
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.trace import Trace
+from kvbench.engine.search import Units, best_tokens
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.methods.base import SelectiveAttention
 from kvbench.methods.full import Full
+from kvbench.methods.retrieving.indexed import merged
 from kvbench.methods.retrieving.quest import (
     AGGREGATES,
     Bounds,
     Quest,
     matched_page_len,
-    scores_of_rows,
-    select_pages,
-    tokens_of,
 )
 from kvbench.tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 
@@ -57,8 +56,8 @@ def check_step(variant: str, meta: dict[str, Any], x: dict[str, np.ndarray]) -> 
     # A budget of the whole prompt would leave everything where it is; theirs still counts pages.
     row = row_of(Quest, params, trace_of(k, v, h, n - 1), request(tokens=1, comm="1"), plan)
     out = step(row, q, k[:, :, n - 1 :], v[:, :, n - 1 :])
-    n_pages, bounds = ceil(n / page_len), row.bounds[0]
-    scores = scores_of_rows(q, bounds, n_pages)[0].reshape(h, n_pages)
+    n_pages, bounds = ceil(n / page_len), row.index[0]
+    scores = row.score(0, q, bounds.first(n_pages))[0].reshape(h, n_pages)
     attended = row.store.attended(0)
     pages = torch.nn.functional.pad(attended, (0, n_pages * page_len - n)).view(h, n_pages, -1).any(-1)
     problem = first(
@@ -197,7 +196,7 @@ def test_a_score_bounds_every_logit_of_its_page(seed: int) -> None:
     q, k, v = random_tokens(6, 2, 50, seed=seed)
     trace = trace_of(k, v, 6)
     row = row_of(Quest, replace(NATIVE, page_len=8), trace, request(tokens=16, comm="1"))
-    scores = scores_of_rows(q[:, :, :1], row.bounds[0], 7)[0].flatten(0, 1)  # (h, n_pages)
+    scores = row.score(0, q[:, :, :1], row.seen(0))[0].flatten(0, 1)  # (h, n_pages)
     logits = (k[0].repeat_interleave(3, 0) @ q[0, :, :1].mT).squeeze(-1)  # (h, s), unscaled
     best = torch.nn.functional.pad(logits, (0, 6), value=-torch.inf).view(6, 7, 8).amax(-1)
     assert (scores >= best - 1e-5).all()
@@ -211,7 +210,7 @@ def test_padding_never_wins() -> None:
     for params in (NATIVE, replace(PAGED, variant="eval")):
         params = replace(params, page_len=8)
         row = row_of(Quest, params, trace_of(k, v, 2, 42), request(tokens=24, comm="1"))
-        kmax = row.bounds[0].kmax[:, :, 5]
+        kmax = row.index[0].kmax[:, :, 5]
         assert torch.equal(kmax, k[:, :, 40:42].amax(2))
         k_last = k[:, :, 42:] * 20
         step(row, q[:, :, 42:], k_last, v[:, :, 42:])
@@ -247,8 +246,10 @@ def test_query_heads_of_a_group_choose_pages_of_their_own() -> None:
 
 def test_of_equal_scores_the_earlier_page_is_taken() -> None:
     scores = torch.tensor([[[[1.0, 2.0, 1.0, 1.0, 2.0], [0.0, -0.0, 0.0, 0.0, 0.0]]]])
-    assert select_pages(scores, 3, "query_head").tolist() == [[[0, 1, 4], [0, 1, 2]]]
-    assert select_pages(scores, 3, "group_max").tolist() == [[[0, 1, 4]]]
+    pages = Units(3, 5)
+    for agg, expected in (("query_head", [[0, 1, 4], [0, 1, 2]]), ("group_max", [[0, 1, 4]])):
+        found = best_tokens(merged(scores, agg), pages)
+        assert found is not None and found.sort(-1).values.tolist() == [expected]
     q, k, v = random_tokens(4, 2, 42)
     q = torch.zeros_like(q)
     row = row_of(Quest, replace(NATIVE, page_len=8), trace_of(k, v, 4, 41), request(tokens=17, comm="1"))
@@ -257,9 +258,10 @@ def test_of_equal_scores_the_earlier_page_is_taken() -> None:
 
 
 def test_pages_are_runs_of_positions() -> None:
-    pages = torch.tensor([[[0, 2], [1, 3]]])
-    assert tokens_of(pages, 3, 12).tolist() == [[[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]]
-    assert tokens_of(pages, 3, 10).tolist() == [[[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, -1, -1]]]
+    scores = torch.tensor([[[2.0, 1.0, 3.0, 0.0], [0.0, 2.0, 1.0, 3.0]]])
+    every, short = (best_tokens(scores, Units(2, stop, length=3)) for stop in (12, 10))
+    assert every is not None and every.tolist() == [[[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]]
+    assert short is not None and short.tolist() == [[[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, -1, -1]]]
 
 
 # --- Generated tokens -------------------------------------------------------------------------
@@ -294,9 +296,9 @@ def test_bounds_of_paged_tokens_are_those_of_all_keys(s: int) -> None:
         run(row, q, k, v, s, s + 20)
         for j in range(ceil((s + 20) / 8)):
             keys = k[:, :, 8 * j : min(8 * j + 8, s + 20)]
-            assert torch.equal(row.bounds[0].kmin[:, :, j], keys.amin(2))
-            assert torch.equal(row.bounds[0].kmax[:, :, j], keys.amax(2))
-        for mine, theirs in ((shared, before), (other.bounds[0], before)):
+            assert torch.equal(row.index[0].kmin[:, :, j], keys.amin(2))
+            assert torch.equal(row.index[0].kmax[:, :, j], keys.amax(2))
+        for mine, theirs in ((shared, before), (other.index[0], before)):
             assert torch.equal(mine.kmin[:, :, : ceil(s / 8)], theirs.kmin)
             assert torch.equal(mine.kmax[:, :, : ceil(s / 8)], theirs.kmax)
 
@@ -305,7 +307,7 @@ def test_variants_of_a_sample_share_bounds_of_the_prompt() -> None:
     _, k, v = random_tokens(4, 2, 70)
     trace = trace_of(k, v, 4, 60)
     rows = [row_of(Quest, replace(NATIVE, agg=agg), trace, request(tokens=32, comm="1")) for agg in AGGREGATES]
-    assert all(row.bounds[0] is rows[0].bounds[0] for row in rows)
+    assert all(row.index[0] is rows[0].index[0] for row in rows)
 
 
 def test_rows_together_are_as_alone_whatever_their_options() -> None:

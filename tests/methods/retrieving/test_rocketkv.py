@@ -11,11 +11,11 @@ from torch import Tensor
 from kvbench.engine.budget import find_bytes
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries
+from kvbench.engine.search import Units, best_tokens
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.methods.full import Full
 from kvbench.methods.retrieving.oracle import token_scores
-from kvbench.methods.retrieving.oracle import top_tokens as oracle_tokens
 from kvbench.methods.retrieving.rocketkv import RocketKV, chunk_and_channels, chunk_scores, top_tokens, voted_scores
 from kvbench.methods.retrieving.sparq import top_components
 from kvbench.tests.vectors import Check, built, differs, first, load, request, row_for, row_of, step, trace_of
@@ -106,7 +106,7 @@ def check_steps(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
         n, chunk = row.store[0].n_host, row.plan.chunk
         channels = top_components(now, k.shape[1], row.plan.r)[0]
         sizes = torch.tensor([float(min(chunk, n - at)) for at in range(0, n, chunk)])
-        scores = chunk_scores(now, row.bounds[0], row.plan.r, sizes, Softmax(d_h**-0.5)).repeat_interleave(chunk, -1)[
+        scores = chunk_scores(now, row.index[0], row.plan.r, sizes, Softmax(d_h**-0.5)).repeat_interleave(chunk, -1)[
             :, :n
         ]
         chosen, fetched = row.store[0].fetches[0][0], row.store[0].fetched()[0][0]
@@ -158,9 +158,7 @@ def differs_only_in_ties(row: Any, q: Tensor, ours: Tensor, theirs: Tensor) -> s
     """Both selections have the same scores, which is all that two may differ in."""
     n, chunk = row.store[0].n_host, row.plan.chunk
     sizes = torch.tensor([float(min(chunk, n - at)) for at in range(0, n, chunk)])
-    scores = chunk_scores(q, row.bounds[0], row.plan.r, sizes, Softmax(q.shape[-1] ** -0.5)).repeat_interleave(
-        chunk, -1
-    )
+    scores = chunk_scores(q, row.index[0], row.plan.r, sizes, Softmax(q.shape[-1] ** -0.5)).repeat_interleave(chunk, -1)
     mine, right = (scores.gather(-1, each).sort(-1).values for each in (ours, theirs))
     return differs("selected scores", mine, right, 1e-7)
 
@@ -245,8 +243,9 @@ def test_without_compression_in_the_second_stage_it_is_the_oracle_over_what_was_
     step(row, now, newest, v[:, :, 90:91])
     logits = torch.cat([alone.keys(0), newest], 2)
     scores = token_scores((now.reshape(1, 2, 3, 16) @ logits.mT) / 4, "group_sum", Softmax(1.0))
-    expected = oracle_tokens(scores, 21, 0, scores.shape[-1]).sort(-1).values
-    assert torch.equal(row.store[0].fetches[0].sort(-1).values, expected)
+    expected = best_tokens(scores, Units(21, scores.shape[-1]))
+    assert expected is not None
+    assert torch.equal(row.store[0].fetches[0].sort(-1).values, expected.sort(-1).values)
 
 
 def test_the_whole_budget_is_full_attention() -> None:

@@ -19,11 +19,10 @@ from kvbench.methods.full import Full
 from kvbench.methods.retrieving.oracle import Oracle
 from kvbench.methods.retrieving.sparq import (
     SparQ,
+    columns_at,
     covered_mass,
     n_components,
     query_weights,
-    read_columns,
-    read_rows,
     top_components,
 )
 from kvbench.tests.vectors import Check, at, built, differs, first, load, request, row_for, row_of, step, trace_of
@@ -68,7 +67,7 @@ def check_step(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
         out = step(row, q, k[:, :, last:], v[:, :, last:])
         components = top_components(q, meta["Hkv"], meta["r"])
         weights = query_weights(q, components, trace.softmax[0].scale)
-        logits = weights @ (read_columns if layout == "columns" else read_rows)([row], 0, components)
+        logits = SparQ.scored([row], 0, q)[0][1]
         attended = row.store.attended(0)[::g]
         selected = np.zeros(attended.shape, dtype=bool)
         np.put_along_axis(selected, x["selected"].astype(np.int64), True, 1)
@@ -301,7 +300,9 @@ def test_both_layouts_read_the_same_components() -> None:
             step(row, tq, tk * (i + 1), tv, t + 1)
     draw = torch.Generator().manual_seed(0)
     components = torch.rand(3, 2, 16, generator=draw).argsort(-1)[..., :3]  # (n, h_kv, r)
-    ours, theirs = read_columns(rows, 0, components), read_rows(rows, 0, components)
+    late = torch.cat([row.store[0].generated()[0] for row in rows]).mT
+    by_columns, by_rows = (rows[0].seen(0), SparQ.generated(rows, 0)), (trace.keys(0).mT, late)
+    ours, theirs = (torch.cat([columns_at(x, components) for x in each], -1) for each in (by_columns, by_rows))
     assert torch.equal(ours, theirs)
     for i in range(3):
         keys = torch.cat([k[0, :, :30], k[0, :, 30:] * (i + 1)], 1)

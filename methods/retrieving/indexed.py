@@ -1,0 +1,207 @@
+"""Methods that find tokens by an index: `Indexed`.
+
+Such a method makes an index of the prompt's keys and writes one formula: what the index's units (tokens, pages, blocks)
+are worth to a query. The rest is the same for all: which units are best, the tokens of these, rows that share an index,
+feeds, a kernel in place of the formula, steps that are told once.
+
+Not here: any method; how units are chosen (`engine/search.py`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kvbench.engine.search import KernelSearch, Launch, Search, Units, best_tokens
+from kvbench.engine.selection import ALWAYS, Cost, FeedSelection, Found, Selection
+from kvbench.engine.turns.feed import Feed
+from kvbench.kernels.jit import triton
+from kvbench.kernels.scratch import Scratch, empty
+from kvbench.methods.base import SelectiveAttention
+
+
+def merged(scores: Tensor, agg: str) -> Tensor:
+    """Scores (n, h_kv, g, units) of those who choose, as `agg` says: (n, h, units), or (n, h_kv, units) of a group."""
+    if agg == "query_head":
+        return scores.flatten(1, 2)
+    return scores.mean(2) if agg == "group_mean" else scores.amax(2)
+
+
+class Indexed(SelectiveAttention):
+    """A method writes `score` and what a step takes (`units`, `cost`); its `arrange` puts an index into `index`.
+
+    Rows whose index is the same object are searched at once.
+    """
+
+    drops = False
+    op: ClassVar[str] = ""  # the name of its kernel, which `launch` tells of rows; empty: torch makes the scores
+    takes_newest: ClassVar[bool] = False  # its kernel reads the newest K and V
+
+    index: dict[int, Any]  # per layer
+
+    def setup(self) -> None:
+        self.index = {}
+
+    # What a method writes.
+
+    def question(self, layer: int, q: Tensor) -> Any:
+        """What an index is asked, of queries (n, h, 1, d_h)."""
+        return q
+
+    @abstractmethod
+    def score(self, layer: int, question: Any, index: Any) -> Tensor:
+        """What units are worth to each query head: (n, h_kv, g, units) float32."""
+
+    def merge(self, layer: int, scores: Tensor) -> Tensor:
+        """What they are worth to those who choose, (n, heads, units): a group, as `method.agg` says, or query heads."""
+        return merged(scores, self.agg)
+
+    @abstractmethod
+    def units(self, layer: int) -> Units:
+        """Which units compete at the step at hand, whose token the layer has taken in, and how many are fetched."""
+
+    @abstractmethod
+    def cost(self, layer: int) -> Cost:
+        """What finding them takes."""
+
+    def append(self, layer: int) -> None:
+        """Take the current token into the index, for methods whose index grows."""
+
+    def seen(self, layer: int) -> Any:
+        """The index as far as it is searched."""
+        return self.index[layer]
+
+    @classmethod
+    def generated(cls, rows: Sequence[Self], layer: int) -> Any:
+        """Where the shared index has none of the generated tokens that compete: theirs, row by row."""
+        return None
+
+    @classmethod
+    def asked(cls, rows: Sequence[Self], q: Tensor) -> Tensor:
+        """The queries that rows search by."""
+        return q
+
+    def choose(self, layer: int, ranking: Tensor, scores: Tensor) -> Tensor | None:
+        """What is fetched by the merged scores (n, heads, units); `scores` are those of query heads."""
+        return best_tokens(ranking, self.units(layer))
+
+    @property
+    def agg(self) -> str:
+        return getattr(self.params, "agg", "query_head")
+
+    @property
+    def n_choosing(self) -> int:
+        """Heads that choose for themselves."""
+        return self.trace.shape.h if self.agg == "query_head" else self.trace.shape.h_kv
+
+    def of_heads(self, idx: Tensor) -> Tensor:
+        """What is fetched (n, heads, k) where one head chooses for all: (n, h_kv, k)."""
+        return idx.expand(-1, self.trace.shape.h_kv, -1) if idx.shape[1] == 1 else idx
+
+    def found(self, layer: int, idx: Tensor | None) -> Selection:
+        """What a step fetches, of positions (1, heads, k)."""
+        return Selection(idx, self.cost(layer))
+
+    def n_static(self, layer: int) -> int:
+        """For how many steps to come a kernel searches as at this one."""
+        return ALWAYS
+
+    def alike(self, layer: int) -> Hashable:
+        """Of rows with one index those are searched together of which this is the same."""
+        return self.agg
+
+    # On an accelerator.
+
+    def has_kernel(self, layer: int) -> bool:
+        """Whether a kernel makes the scores."""
+        return bool(self.op) and triton is not None and self.store[layer].device.type == "cuda"
+
+    @classmethod
+    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor]) -> Launch:
+        """Tell the kernel of rows that are searched together; `keys()` is memory for a key of each unit."""
+        raise NotImplementedError
+
+    @classmethod
+    def told(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None) -> KernelSearch:
+        """The search of rows by their kernel."""
+        first, room = rows[0], empty if scratch is None else scratch.take
+
+        def keys() -> Tensor:
+            size = len(rows), first.n_choosing, first.units(layer).behind
+            return room("keys", first.store[layer].device, torch.int64, *size)
+
+        n_steps = min(row.n_static(layer) for row in rows)
+        return KernelSearch(rows, layer, cls.launch(rows, layer, keys), scratch, n_steps)
+
+    @classmethod
+    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
+        if not all(row.repeats for row in rows) or not rows[0].has_kernel(layer):
+            return None
+        search = cls.told(rows, layer, scratch)
+        return search if search.is_settled else None
+
+    # A step.
+
+    def kind(self, layer: int) -> Hashable:
+        return id(self.index[layer]), self.alike(layer)
+
+    @classmethod
+    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
+        q = cls.asked(rows, q)
+        if rows[0].has_kernel(layer):
+            return cls.search_by_kernel(rows, layer, q)
+        for row in rows:
+            row.append(layer)
+        found = [row.choose(layer, *each) for row, each in zip(rows, cls.scored(rows, layer, q), strict=True)]
+        return [
+            row.found(layer, None if idx is None else row.of_heads(idx)) for row, idx in zip(rows, found, strict=True)
+        ]
+
+    @classmethod
+    def scored(cls, rows: Sequence[Self], layer: int, q: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Of each row what units are worth to those who choose (1, heads, units), and to query heads."""
+        first = rows[0]
+        question = first.question(layer, q)
+        scores = first.score(layer, question, first.seen(layer))
+        if (own := cls.generated(rows, layer)) is not None:
+            scores = torch.cat([scores, first.score(layer, question, own)], -1)
+        return [*zip(first.merge(layer, scores).split(1), scores.split(1), strict=True)]
+
+    @classmethod
+    def search_by_kernel(cls, rows: Sequence[Self], layer: int, q: Tensor) -> list[Selection]:
+        k = v = q
+        if cls.takes_newest:
+            k, v = (torch.cat([row.store[layer].newest[i] for row in rows]) for i in (0, 1))
+        search = cls.told(rows, layer, None)
+        search.find(q, k, v, 0)
+        cls.searched(rows, search)
+        return [row.found(layer, idx if idx.shape[2] else None) for row, idx in zip(rows, search.idx, strict=True)]
+
+    @classmethod
+    def searched(cls, rows: Sequence[Self], search: KernelSearch) -> None:
+        """The rows were searched so, for methods that read more of it than positions."""
+
+    # A feed.
+
+    def selects_feeds(self, layer: int) -> bool:
+        """Where tokens of a feed change nothing that the next ones find: what no method adds to its index."""
+        return type(self).append is Indexed.append
+
+    def generated_of_feed(self, layer: int, feed: Feed) -> Any:
+        """`generated` of this row with all tokens of the feed."""
+        return None
+
+    def select_feed(self, layer: int, feed: Feed) -> FeedSelection:
+        question, m = self.question(layer, feed.queries), len(feed.moments)
+        scores = self.score(layer, question, self.seen(layer))
+        if (own := self.generated_of_feed(layer, feed)) is not None:
+            late = self.score(layer, question, own)
+            coming = torch.ones(m, m, dtype=torch.bool, device=late.device).triu(1).view(m, 1, 1, m)
+            late[..., -m:].masked_fill_(coming, -torch.inf)
+            scores = torch.cat([scores, late], -1)
+        idx = self.choose(layer, self.merge(layer, scores), scores)
+        return FeedSelection(None if idx is None else self.of_heads(idx), [self.cost(layer)] * m)
