@@ -2,7 +2,7 @@
 
 A unit is as many tokens as any other (`Units`). Of units with equal scores the first are chosen.
 
-Not here: scores (`methods/retrieving/indexed.py`), fetching (`engine/step.py`), where nothing is told anew
+Not here: scores (`methods/indexed.py`), fetching (`engine/step.py`), where nothing is told anew
 (`engine/layouts/steady.py`).
 """
 

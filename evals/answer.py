@@ -11,11 +11,11 @@ from collections.abc import Generator, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 
 from kvbench.engine.books.spans import recording
+from kvbench.engine.books.width import room_bytes, waves
 from kvbench.engine.decode import Answer
 from kvbench.engine.errors import LengthError, NotFiniteError, one_line
 from kvbench.engine.machine import free_memory, is_out_of_memory
 from kvbench.engine.model import Model
-from kvbench.engine.width import room_bytes, waves
 from kvbench.evals.batch.answers import Conversation, answers
 from kvbench.evals.batch.reading import pass_of, read
 from kvbench.evals.batch.reply import Profile, Reply

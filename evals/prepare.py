@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from kvbench.engine.books.width import answers_bytes, most_at_once, prompt_bytes, variant_bytes
 from kvbench.engine.budget import Frame
 from kvbench.engine.checks import gigabytes
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.machine import machine_bytes
 from kvbench.engine.sampling.spec import draw_id, draw_seed
-from kvbench.engine.width import answers_bytes, most_at_once, prompt_bytes, variant_bytes
 from kvbench.evals.cells import Cell
 from kvbench.evals.models import image_ids_of, tokenizer_of, vocabulary_of
 from kvbench.evals.refusals import leave_out

@@ -20,11 +20,11 @@ import torch
 
 from kvbench.engine.books import occupied
 from kvbench.engine.books.clock import synchronize
+from kvbench.engine.books.width import SHARE
 from kvbench.engine.decode import decode
 from kvbench.engine.machine import free_bytes, machine_bytes
 from kvbench.engine.model import Model
 from kvbench.engine.passes.trace import Trace
-from kvbench.engine.width import SHARE
 from kvbench.methods.base import SelectiveAttention
 
 Reading = Callable[[], tuple[Trace, SelectiveAttention]]  # of a prompt, to a row that is ready to decode

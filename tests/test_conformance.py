@@ -6,7 +6,7 @@ import pytest
 
 from kvbench.tests.cheats import CHEATS
 from kvbench.tests.conformance import AT_EACH_RATIO, ONCE, main
-from kvbench.tests.tiny_run import example_file
+from kvbench.tests.tiny_run import example_files
 
 HEAD = (
     "import torch\nfrom kvbench.engine.errors import ConfigError\n"
@@ -120,8 +120,15 @@ def verdicts(path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tup
     return code, {name: line for line in lines for name in (*ONCE, *AT_EACH_RATIO) if line[8:].startswith(name)}
 
 
-def test_the_file_of_the_docs_holds_every_property(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = verdicts(example_file(tmp_path), capsys, "method.n_recent=16", "--ratio", "0.02", "0.1", "0.9")
+@pytest.mark.parametrize(
+    ("nth", "words"),
+    [(0, ["method.n_recent=16", "--ratio", "0.02", "0.1", "0.9"]), (1, []), (1, ["method.page_len=33"])],
+    ids=["drops", "fetches", "fetches longer pages"],
+)
+def test_the_files_of_the_docs_hold_every_property(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], nth: int, words: list[str]
+) -> None:
+    code, said = verdicts(example_files(tmp_path, "smallest_keys", "mean_pages")[nth], capsys, *words)
     assert code == 0
     assert [*said] == [*ONCE, *AT_EACH_RATIO]
     assert all(line.startswith("held") for line in said.values()), said

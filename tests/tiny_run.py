@@ -43,11 +43,17 @@ def save_tiny(folder: Path) -> Path:
 
 def example_file(folder: Path, name: str = "smallest_keys") -> Path:
     """The method that docs/adding-a-method.md starts from, in a file outside the repository."""
-    (code,) = re.findall(r"```python\n(.*?)```", (CONF.parent / "docs" / "adding-a-method.md").read_text(), re.DOTALL)
+    return example_files(folder, name)[0]
+
+
+def example_files(folder: Path, *names: str) -> list[Path]:
+    """Methods of docs/adding-a-method.md, in files of these names: one that drops, then one that fetches."""
+    text = (CONF.parent / "docs" / "adding-a-method.md").read_text()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.py"
-    path.write_text(code)
-    return path
+    paths = [folder / f"{name}.py" for name in names]
+    for path, code in zip(paths, re.findall(r"```python\n(.*?)```", text, re.DOTALL), strict=False):
+        path.write_text(code)
+    return paths
 
 
 def cell(words: Sequence[str], out: Path, is_sweep: bool = False, device: str = "cpu") -> Settings:

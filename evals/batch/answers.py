@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import cast
 
+from kvbench.engine.books.width import room_bytes
 from kvbench.engine.decode import Answer, Decoded, decode
 from kvbench.engine.model import Model
 from kvbench.engine.row import Row
 from kvbench.engine.sampling.finite import why_lost
 from kvbench.engine.turns.state import fork_of
 from kvbench.engine.turns.talk import Talk
-from kvbench.engine.width import room_bytes
 from kvbench.evals.batch.reading import Wave
 from kvbench.evals.batch.reply import Reply, TurnReply
 from kvbench.evals.prepare import PreparedSample

@@ -3,7 +3,7 @@
 Every variant takes a layer over while the pass goes on with the next one. Cells that memory has no room for at once
 are built in waves, one after the other, from what the pass left.
 
-Not here: the pass itself (`engine/prefill.py`), how many cells have room (`engine/width.py`).
+Not here: the pass itself (`engine/prefill.py`), how many cells have room (`engine/books/width.py`).
 """
 
 from collections.abc import Hashable, Iterator, Sequence

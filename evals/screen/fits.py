@@ -2,11 +2,11 @@
 
     share of free memory = weights + tokens * (K and V of compressed layers + the widest point of one layer)
 
-`engine/width.py` has the share and the widest point, by which runs plan too; what methods observe is counted there, and
-what layers hold that nobody compresses is not counted. Shape and weights are those of the model's own class, made
-without numbers.
+`engine/books/width.py` has the share and the widest point, by which runs plan too; what methods observe is counted
+there, and what layers hold that nobody compresses is not counted. Shape and weights are those of the model's own class,
+made without numbers.
 
-Not here: what runs do about short memory (`engine/width.py`, `evals/answer.py`).
+Not here: what runs do about short memory (`engine/books/width.py`, `evals/answer.py`).
 """
 
 from collections.abc import Mapping

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.engine import terminal
+from kvbench.engine.books.width import PASS_VALUES, SHARE
 from kvbench.engine.budget import token_bytes
 from kvbench.engine.checkpoints.digests import digests_of
 from kvbench.engine.checkpoints.kinds import Survey, check_compresses, kinds_of, survey
@@ -23,7 +24,6 @@ from kvbench.engine.checkpoints.load import empty_model, load_tokenizer, read_ch
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.rotations import rotary_dims
 from kvbench.engine.shapes import Checkpoint, ModelShape
-from kvbench.engine.width import PASS_VALUES, SHARE
 from kvbench.evals.asked import architecture, rules_and_params
 from kvbench.evals.screen import check, room
 from kvbench.evals.screen.fits import longest

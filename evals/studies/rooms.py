@@ -1,7 +1,7 @@
 """How many variants of a method are decoded at once on a GPU that is not here: `python -m kvbench.evals.studies.rooms`.
 
-The arithmetic of a run (`engine/width.py`), with the free memory of an idle GPU that has loaded the model. `together`
-counts one variant of each method, as a fused sweep has them: how many of them the first wave takes.
+The arithmetic of a run (`engine/books/width.py`), with the free memory of an idle GPU that has loaded the model.
+`together` counts one variant of each method, as a fused sweep has them: how many of them the first wave takes.
 
 Not here: times (`evals/studies/hardware.py`).
 """
@@ -13,11 +13,11 @@ from dataclasses import replace
 from fractions import Fraction
 from math import floor
 
+from kvbench.engine.books.width import SHARE, prompt_bytes, variant_bytes, waves
 from kvbench.engine.budget import EVERYTHING, BudgetRequest
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.terminal import say
-from kvbench.engine.width import SHARE, prompt_bytes, variant_bytes, waves
 from kvbench.evals.studies.hardware import method_of, read_model
 from kvbench.methods.base import Variant
 from kvbench.methods.decoding.schedule import DecodingRules

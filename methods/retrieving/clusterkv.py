@@ -58,7 +58,7 @@ from kvbench.kernels.clusters import cluster_keys_triton, cluster_order, cluster
 from kvbench.kernels.kmeans import draw_points, kmeans
 from kvbench.kernels.scratch import Scratch, empty
 from kvbench.kernels.topk import sort_keys
-from kvbench.methods.retrieving.indexed import Indexed
+from kvbench.methods.indexed import Indexed
 
 TOKENS_PER_CLUSTER = 80  # paper: 400 clusters of 32,000 tokens, 4 of 320
 
@@ -303,11 +303,9 @@ class ClusterKV(Indexed):
 
     def score(self, layer: int, question: Tensor, index: Clusters) -> Tensor:
         """Inner products with centroids."""
-        n, _, _, d_h = question.shape
-        grouped = question.view(n, len(index.centroids), -1, d_h).float()
         if self.agg == "group_mean":
-            grouped = grouped.mean(2, keepdim=True)  # the mean of scores is the score of the mean
-        return products(grouped, index.centroids.unsqueeze(0))
+            question = question.mean(2, keepdim=True)  # the mean of scores is the score of the mean
+        return products(question, index.centroids.unsqueeze(0))
 
     def units(self, layer: int) -> Units:
         """The tokens of clusters."""

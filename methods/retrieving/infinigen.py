@@ -59,7 +59,7 @@ from kvbench.engine.search import Launch, Units, best_tokens, products
 from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.rows.logits import channel_keys
-from kvbench.methods.retrieving.indexed import Indexed
+from kvbench.methods.indexed import Indexed
 
 CHOICES = {
     "comm_mode": ("native", "matched"),
@@ -221,9 +221,8 @@ class InfiniGen(Indexed):
 
     def question(self, layer: int, q: Tensor) -> Tensor:
         """Partial queries, (n, h_kv, g, n_channels)."""
-        basis = self.index[layer].basis
-        grouped = q.reshape(len(q), len(basis), -1, q.shape[-1]).float()
-        return products(grouped, basis.mT.unsqueeze(0)) * self.trace.softmax[layer].scale  # that of whole queries
+        basis = self.index[layer].basis.mT.unsqueeze(0)
+        return products(super().question(layer, q), basis) * self.trace.softmax[layer].scale  # that of whole queries
 
     def score(self, layer: int, question: Tensor, index: Tensor) -> Tensor:
         """Logits by partial keys."""
@@ -262,11 +261,12 @@ class InfiniGen(Indexed):
     @classmethod
     def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor]) -> Launch:
         index, agg, found = rows[0].index[layer], rows[0].params.agg, keys()
+        basis = index.basis * rows[0].trace.softmax[layer].scale
 
         def launch(q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> Tensor:
             for row in rows:
                 row.note(row.plan.k_most)
-            return channel_keys(cls.asked(rows, q), index.basis, index.keys, agg, found)
+            return channel_keys(cls.asked(rows, q), basis, index.keys, agg, found)
 
         return launch
 

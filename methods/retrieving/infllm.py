@@ -56,7 +56,7 @@ from kvbench.kernels.gather import gather_tokens
 from kvbench.kernels.rows.logits import block_keys, blocks_of
 from kvbench.kernels.topk import top_stable
 from kvbench.methods.base import Variant
-from kvbench.methods.retrieving.indexed import Indexed
+from kvbench.methods.indexed import Indexed
 
 PUBLISHED_REPRESENTATIVES = 4  # of a block
 CHOICES = (
@@ -273,6 +273,9 @@ class InfLLM(Indexed):
         if all(row.q_far is None for row in rows):
             return q
         return torch.cat([q[i : i + 1] if row.q_far is None else row.q_far for i, row in enumerate(rows)])
+
+    def question(self, layer: int, q: Tensor) -> Tensor:
+        return q
 
     def score(self, layer: int, question: Tensor, index: Tensor) -> Tensor:
         return block_scores(question, index, self.params.per_head).unsqueeze(2)

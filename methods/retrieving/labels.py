@@ -23,7 +23,7 @@ from kvbench.engine.selection import Cost, Found, Selection
 from kvbench.kernels.labels import by_channel, label_scores, label_top
 from kvbench.kernels.rows.logits import channel_keys
 from kvbench.methods.base import Variant
-from kvbench.methods.retrieving.indexed import Indexed
+from kvbench.methods.indexed import Indexed
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.kernels.rows.logits import Searched, table_of, token_logits, weigh_logits
-from kvbench.methods.retrieving.indexed import Indexed
+from kvbench.methods.indexed import Indexed
 
 AGGREGATES = ("group_sum", "query_head", "group_max", "group_logit_mean")
 
@@ -109,8 +109,7 @@ class Oracle(Indexed):
 
     def score(self, layer: int, question: Tensor, index: Tensor) -> Tensor:
         """The logits of keys."""
-        grouped = question.reshape(len(question), index.shape[1], -1, index.shape[3]).float()
-        return self.trace.softmax[layer].bent(products(grouped, index.to(grouped)))
+        return self.trace.softmax[layer].bent(products(question, index.to(question)))
 
     def merge(self, layer: int, scores: Tensor) -> Tensor:
         return token_scores(scores, self.params.agg, self.trace.softmax[layer])

@@ -46,7 +46,7 @@ from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.pages import page_bounds, page_keys_triton, page_scores
 from kvbench.methods.base import Variant
-from kvbench.methods.retrieving.indexed import Indexed
+from kvbench.methods.indexed import Indexed
 
 AGGREGATES = ("query_head", "group_mean", "group_max")
 
@@ -195,11 +195,11 @@ class Quest(Indexed):
 
     def score(self, layer: int, question: Tensor, index: Bounds) -> Tensor:
         """The largest q·k that a page's bounds allow."""
-        (n, h, _, d_h), h_kv = question.shape, index.kmin.shape[1]
+        n, h_kv, g, d_h = question.shape
         # Rows become query heads of the same KV head, so that the bounds are read once.
-        folded = question.reshape(n, h_kv, h // h_kv, d_h).transpose(0, 1).reshape(1, n * h, 1, d_h)
-        scores = page_scores(folded, index.kmin, index.kmax)  # (1, n * h, pages)
-        return scores.view(h_kv, n, h // h_kv, -1).transpose(0, 1)
+        folded = question.transpose(0, 1).reshape(1, -1, 1, d_h)
+        scores = page_scores(folded, index.kmin, index.kmax)  # (1, h_kv * n * g, pages)
+        return scores.view(h_kv, n, g, -1).transpose(0, 1)
 
     def units(self, layer: int) -> Units:
         n, length, variant = self.store[layer].n_seen, self.plan.page_len, self.params.variant

@@ -52,7 +52,7 @@ from kvbench.kernels.gather import gather_tokens
 from kvbench.kernels.pages import page_bounds
 from kvbench.kernels.rows.chunks import Chunked, chunk_keys, table_of
 from kvbench.kernels.topk import top_stable
-from kvbench.methods.retrieving.indexed import Indexed
+from kvbench.methods.indexed import Indexed
 from kvbench.methods.retrieving.sparq import query_weights, top_components
 from kvbench.methods.scorers import keep_top, pool_scores, reduce_group, window_votes
 
@@ -248,6 +248,9 @@ class RocketKV(Indexed):
     def append(self, layer: int) -> None:
         n = self.store[layer].n_host
         take_in(self.index[layer], self.store[layer].newest[0][0, :, 0], n - 1, self.plan.chunk)
+
+    def question(self, layer: int, q: Tensor) -> Tensor:
+        return q
 
     def score(self, layer: int, question: Tensor, index: Tensor) -> Tensor:
         """What a group gives to the tokens of chunks, were every key as large as they are."""

@@ -50,7 +50,7 @@ from kvbench.engine.softmax import Softmax
 from kvbench.engine.turns.feed import Feed
 from kvbench.kernels.rows.columns import Columns, Table, blend, component_keys, cover, find_components, table_of
 from kvbench.kernels.scratch import Scratch
-from kvbench.methods.retrieving.indexed import Indexed
+from kvbench.methods.indexed import Indexed
 
 
 def top_components(q: Tensor, h_kv: int, r: int) -> Tensor:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.engine import machine
+from kvbench.engine.books.width import prompt_bytes, variant_bytes, waves
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.machine import free_bytes, free_cgroup_bytes
 from kvbench.engine.prefill import prefill
-from kvbench.engine.width import prompt_bytes, variant_bytes, waves
 from kvbench.evals.studies.hardware import method_of
 from kvbench.methods.dropping.streamingllm import StreamingLLM
 from kvbench.methods.full import Full

@@ -14,9 +14,9 @@ import torch
 import yaml
 
 from kvbench import run
+from kvbench.engine.books.width import PASS_VALUES, SHARE
 from kvbench.engine.checkpoints import header, load, packages
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.width import PASS_VALUES, SHARE
 from kvbench.evals.screen import check, fits
 from kvbench.evals.screen.fits import ROOT, Shipped, architecture_file, shipped
 from kvbench.kernels import build, launch

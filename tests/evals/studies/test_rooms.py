@@ -5,10 +5,10 @@ from fractions import Fraction
 import pytest
 import yaml
 
+from kvbench.engine.books.width import variant_bytes
 from kvbench.engine.budget import token_bytes
 from kvbench.engine.checkpoints.load import read_config, shape_of
 from kvbench.engine.shapes import ModelShape
-from kvbench.engine.width import variant_bytes
 from kvbench.evals.overrides import CONF
 from kvbench.evals.studies import rooms
 from kvbench.results.names import own_methods

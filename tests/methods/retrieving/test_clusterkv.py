@@ -24,6 +24,7 @@ from kvbench.engine.step import step_rows
 from kvbench.kernels.clusters import cluster_order, cluster_tokens
 from kvbench.kernels.kmeans import draw_points, kmeans, nearest
 from kvbench.methods.full import Full
+from kvbench.methods.indexed import merged
 from kvbench.methods.retrieving import clusterkv
 from kvbench.methods.retrieving.clusterkv import (
     ClusterKV,
@@ -33,7 +34,6 @@ from kvbench.methods.retrieving.clusterkv import (
     hit_rates,
     touched,
 )
-from kvbench.methods.retrieving.indexed import merged
 from kvbench.methods.retrieving.oracle import Oracle
 from kvbench.tests.vectors import Check, built, differs, first, request, row_for, row_of, step, trace_of
 

@@ -20,7 +20,7 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.methods.base import SelectiveAttention
 from kvbench.methods.full import Full
-from kvbench.methods.retrieving.indexed import merged
+from kvbench.methods.indexed import merged
 from kvbench.methods.retrieving.quest import (
     AGGREGATES,
     Bounds,

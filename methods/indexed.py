@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from kvbench.engine.placement import Offloaded, Placement
 from kvbench.engine.search import KernelSearch, Launch, Search, Units, best_tokens
 from kvbench.engine.selection import ALWAYS, Cost, FeedSelection, Found, Selection
 from kvbench.engine.turns.feed import Feed
@@ -32,7 +33,7 @@ def merged(scores: Tensor, agg: str) -> Tensor:
 
 
 class Indexed(SelectiveAttention):
-    """A method writes `score` and what a step takes (`units`, `cost`); its `arrange` puts an index into `index`.
+    """A method writes the prompt's index (`make_index`), a formula (`score`), and what a step takes (`units`, `cost`).
 
     Rows whose index is the same object are searched at once.
     """
@@ -48,9 +49,23 @@ class Indexed(SelectiveAttention):
 
     # What a method writes.
 
+    def make_index(self, layer: int) -> Any:
+        """The index of the prompt."""
+        raise NotImplementedError(f"{type(self).__name__} has neither `make_index` nor an `arrange` that fills `index`")
+
+    def made_of(self) -> Hashable:
+        """What an index depends on besides the prompt and the layer: rows of which this is the same share one."""
+        return self.params
+
+    def arrange(self, layer: int) -> Placement | None:
+        """By default the whole prompt goes to the host, and what follows it stays on the device."""
+        key = "index", type(self), layer, self.made_of()
+        self.index[layer] = self.trace.once(key, lambda: self.make_index(layer))
+        return Offloaded(0, 0)
+
     def question(self, layer: int, q: Tensor) -> Any:
-        """What an index is asked, of queries (n, h, 1, d_h)."""
-        return q
+        """What an index is asked, of queries (n, h, 1, d_h): by default these by KV head, (n, h_kv, g, d_h) float32."""
+        return q.float().unflatten(1, (self.trace.shape.h_kv, -1)).squeeze(3)
 
     @abstractmethod
     def score(self, layer: int, question: Any, index: Any) -> Tensor:
