@@ -1,22 +1,120 @@
-"""A feed of several tokens through a layer of fixed size, in which every token may drive another one out.
+"""Methods that look at the weights of each step: `Evicting`, and how a layer lets its lowest token go, `Eviction`.
 
-What leaves depends on the weights of the tokens before, so the softmax and the choice go token by token. Logits and
-outputs are one product each for the whole feed.
+A method says what a token's score is and how many tokens a layer holds. What follows from it is the same for all: the
+step, a feed of several tokens, and what an accelerator is told.
 
-Not here: what a method scores tokens by (`methods/dropping/h2o.py`, `methods/dropping/tova.py`).
+Not here: what is kept of the prompt (`methods/dropping/h2o.py`, `methods/dropping/tova.py`).
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvbench.engine.placement import Stay
+from kvbench.engine.caches.eviction import NEVER, Learning
+from kvbench.engine.placement import Change, Evict, Stay
+from kvbench.engine.selection import FREE, Cost
 from kvbench.engine.turns.feed import Feed
 from kvbench.methods.base import SelectiveAttention
-from kvbench.methods.scorers import lowest_slot
+from kvbench.methods.scorers import lowest_slot, reduce_group
 
+SCORE_BYTES = 4
 Scores = Callable[[Tensor, int], Tensor]  # from weights (1, h, n) and the tokens held: (1, h_kv or 1, n), lowest leaves
+
+
+class Eviction(NamedTuple):
+    """What tokens are worth after a step, and when the one of the lowest score leaves; of equal ones the later."""
+
+    reduce: str  # how weights of the query heads that share a score become one: "sum", "max" or "mean"
+    tokens: int = NEVER  # that a KV head holds after a step
+    adds_up: bool = True  # scores are sums over all steps; False: they are of the step at hand
+    by_layer: bool = False  # all heads of a layer share their scores, and let the same token go; False: each KV head
+    n_first: int = 0  # first tokens of the text that stay whatever their score
+    n_last: int = 0  # and latest ones
+
+
+class Evicting(SelectiveAttention):
+    """A method writes `eviction`, and puts what the prompt's tokens are worth into `sums` where scores add up."""
+
+    sums: dict[int, Tensor]  # per layer (1, h_kv or 1, n) float32, in the order of the store's slots
+
+    def eviction(self) -> Eviction | None:
+        """None: no step changes anything."""
+        raise NotImplementedError
+
+    def setup(self) -> None:
+        self.sums, self.wants_weights = {}, not self.is_still
+
+    @property
+    def is_still(self) -> bool:
+        return self.variant.is_full or self.eviction() is None
+
+    def behind(self, layer: int, weights: Tensor | None) -> Change | None:
+        rule, at = self.eviction(), self.store[layer]
+        if rule is None or self.variant.is_full:
+            return None
+        assert weights is not None, f"{self.title} looks at weights"
+        scores, cost = reduce_group(weights, self.n_owners(rule), rule.reduce), FREE
+        if rule.adds_up:
+            scores[..., :-1] += self.sums[layer]
+            cost = Cost(held_bytes=SCORE_BYTES * scores.numel())
+        if scores.shape[-1] <= rule.tokens:
+            self.sums[layer] = scores
+            return Change(cost=cost) if rule.adds_up else None
+        positions = at.positions()[:, : scores.shape[1]]
+        slots = weakest(scores, positions, rule.n_first, at.n_seen - rule.n_last)
+        if rule.adds_up:
+            self.sums[layer] = scores.scatter(-1, slots, scores[..., -1:])[..., :-1]  # as the layer does
+        return Evict(slots.expand(-1, self.trace.shape.h_kv, -1), cost=cost)
+
+    def n_owners(self, rule: Eviction) -> int:
+        """Heads that have scores of their own."""
+        return 1 if rule.by_layer else self.trace.shape.h_kv
+
+    def learns(self, layer: int, weights: Tensor, ahead: int = 0) -> Learning | None:
+        rule, at = self.eviction(), self.store[layer]
+        if rule is None or self.variant.is_full:
+            return None
+        owners = self.n_owners(rule)
+        told = Learning(at, weights, owners, rule.reduce, most=rule.tokens)
+        if rule.n_first or rule.n_last:
+            told = told._replace(candidates=(rule.n_first, at.n_seen + ahead - rule.n_last))
+        if not rule.adds_up:
+            return told
+        keep = partial(self.sums.__setitem__, layer)
+        return told._replace(before=self.sums[layer], token_bytes=SCORE_BYTES * owners, keep=keep)
+
+    # A feed.
+
+    def at_once(self, layer: int, m: int) -> int:
+        evicts = not self.is_still and self.store[layer].device.type != "cuda"
+        return m if evicts else super().at_once(layer, m)
+
+    def read_feed(self, layer: int, feed: Feed) -> Tensor | None:
+        """As one by one: scores add up, and once the cache is full the lowest one leaves it."""
+        rule = self.eviction()
+        if rule is None or self.variant.is_full:
+            return None
+        owners, keeps = self.n_owners(rule), (rule.n_first, rule.n_last)
+        if not rule.adds_up:
+            worth: Scores = lambda weights, _: reduce_group(weights, owners, rule.reduce)  # noqa: E731
+            return read_evicting(self, layer, feed, rule.tokens, keeps, worth)[0]
+        sums = torch.nn.functional.pad(self.sums[layer], (0, len(feed.moments)))
+
+        def scores(weights: Tensor, n_held: int) -> Tensor:
+            self.store.spend(layer, Cost(held_bytes=SCORE_BYTES * owners * n_held))
+            return sums.add_(reduce_group(weights, owners, rule.reduce))
+
+        out, held = read_evicting(self, layer, feed, rule.tokens, keeps, scores)
+        self.sums[layer] = sums.gather(-1, held)
+        return out
+
+
+def weakest(scores: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
+    """Slot of each head's lowest score, of tokens from the position `start` to `stop`: (1, heads, 1)."""
+    return lowest_slot(scores.masked_fill((positions < start) | (positions >= stop), torch.inf), positions)
 
 
 def grown_cache(row: SelectiveAttention, layer: int, tokens: int) -> Stay:

@@ -16,36 +16,27 @@ Fails     on long answers: sums of the prompt, which all later tokens looked at,
 Figures   drop while decoding: #D34794, bowtie, --
 """
 
-from functools import partial
-
 from torch import Tensor
 
-from kvbench.engine.caches.eviction import Learning
 from kvbench.engine.observe import ColumnSums, Observation
-from kvbench.engine.placement import Change, Placement
-from kvbench.engine.selection import Cost
+from kvbench.engine.placement import Placement
 from kvbench.methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
 from kvbench.methods.decoding.schedule import Schedule, WhenToCut
+from kvbench.methods.evicting import Evicting, Eviction
 from kvbench.methods.scorers import reduce_group
 
-SUM_BYTES = 4
 
-
-class H2ODecode(CuttingMethod):
+class H2ODecode(Evicting, CuttingMethod):
     title = "H2O while decoding"
     version = 2
     wants_weights = True
 
     Params = WhenToCut
     params: WhenToCut
-    sums: dict[int, Tensor]  # per layer (1, h_kv, n) float32, slot by slot
 
     @classmethod
     def least(cls, params: WhenToCut) -> tuple[int, str]:
         return 2, "half of it is for heavy hitters and half for recent tokens"
-
-    def setup(self) -> None:
-        self.sums = {}
 
     @classmethod
     def observations(cls, params: WhenToCut, plan: Schedule) -> tuple[Observation, ...]:
@@ -72,17 +63,9 @@ class H2ODecode(CuttingMethod):
     def reorder(self, layer: int, slots: Tensor) -> None:
         self.sums[layer] = self.sums[layer].gather(-1, slots)
 
-    def learns(self, layer: int, weights: Tensor, ahead: int = 0) -> Learning:
-        at, h_kv, keep = self.store[layer], self.trace.shape.h_kv, partial(self.sums.__setitem__, layer)
-        return Learning(at, weights, h_kv, "sum", self.sums[layer], token_bytes=SUM_BYTES * h_kv, keep=keep)
-
-    def behind(self, layer: int, weights: Tensor | None) -> Change:
-        """Add up what each token got."""
-        assert weights is not None, "H2O learns from the weights"
-        scores = reduce_group(weights, self.trace.shape.h_kv, "sum")
-        scores[..., :-1] += self.sums[layer]
-        self.sums[layer] = scores
-        return Change(cost=Cost(held_bytes=SUM_BYTES * scores.numel()))
+    def eviction(self) -> Eviction:
+        """Sums of what each token got; who leaves is said by the schedule."""
+        return Eviction("sum")
 
     def protected(self, layer: int) -> range:
         return self.latest(self.n_recent)

@@ -27,35 +27,24 @@ Figures   drop while decoding: #BE3383, down, -
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, split
-from kvbench.engine.caches.eviction import Learning
 from kvbench.engine.checks import each_one_of, share, tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import ColumnSums, Observation
-from kvbench.engine.placement import Change, Evict, Kept, Stay
+from kvbench.engine.placement import Kept, Stay
 from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import ModelShape
-from kvbench.engine.turns.feed import Feed
 from kvbench.methods.base import Variant
-from kvbench.methods.evicting import read_evicting
-from kvbench.methods.scorers import keep_top, lowest_slot, reduce_group
+from kvbench.methods.evicting import SCORE_BYTES, Evicting, Eviction
+from kvbench.methods.scorers import keep_top, reduce_group
 from kvbench.methods.scoring import ScoringMethod
 
-SCORE_BYTES = 4
 
-
-def weakest(scores: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
-    """Slot of the lowest score among positions `start` to `stop` (exclusive), (1, h_kv, n) -> (1, h_kv, 1)."""
-    outside = (positions < start) | (positions >= stop)
-    return lowest_slot(scores.masked_fill(outside, torch.inf), positions)
-
-
-class H2O(ScoringMethod):
+class H2O(Evicting, ScoringMethod):
     title = "H2O"
     version = 2
     comparable = "heads"
@@ -98,7 +87,6 @@ class H2O(ScoringMethod):
 
     params: Params
     plan: Plan
-    sums: dict[int, Tensor]  # per layer (1, h_kv, n) float32, in the order of the store's slots
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
@@ -119,9 +107,6 @@ class H2O(ScoringMethod):
     @classmethod
     def unreadable(cls, params: Params) -> str:
         return "each query head keeps tokens of its own" if cls.is_query_wide(params) else ""
-
-    def setup(self) -> None:
-        self.sums, self.wants_weights = {}, not self.is_still
 
     @classmethod
     def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
@@ -157,55 +142,12 @@ class H2O(ScoringMethod):
         self.sums[layer] = self.received(layer).gather(-1, kept)
         return Kept(kept, capacity=room)
 
-    @property
-    def is_still(self) -> bool:
-        return self.variant.is_full or self.params.generated == "on_top"
-
-    def learns(self, layer: int, weights: Tensor, ahead: int = 0) -> Learning | None:
-        at, plan, h_kv = self.store[layer], self.plan, self.trace.shape.h_kv
-        if self.is_still:
+    def eviction(self) -> Eviction | None:
+        """Once the cache is full, the lowest sum leaves it."""
+        plan = self.plan
+        if self.params.generated == "on_top":
             return None
-        return Learning(
-            at, weights, h_kv, self.params.reduce, self.sums[layer], plan.tokens,
-            (plan.n_sink, at.n_seen + ahead - plan.n_recent), SCORE_BYTES * h_kv,
-            partial(self.sums.__setitem__, layer),
-        )  # fmt: skip
-
-    def behind(self, layer: int, weights: Tensor | None) -> Change | None:
-        """Add up what each token got; once the cache is full, the lowest score leaves it."""
-        if self.is_still:
-            return None
-        assert weights is not None, "H2O learns from the weights"
-        scores = reduce_group(weights, self.trace.shape.h_kv, self.params.reduce)
-        scores[..., :-1] += self.sums[layer]
-        cost = Cost(held_bytes=SCORE_BYTES * scores.numel())
-        if scores.shape[-1] <= self.plan.tokens:
-            self.sums[layer] = scores
-            return Change(cost=cost)
-        stop = self.store[layer].n_seen - self.plan.n_recent
-        slots = weakest(scores, self.store[layer].positions(), self.plan.n_sink, stop)
-        self.sums[layer] = scores.scatter(-1, slots, scores[..., -1:])[..., :-1]  # as the layer does
-        return Evict(slots, cost=cost)
-
-    def at_once(self, layer: int, m: int) -> int:
-        if self.is_still or self.store[layer].device.type == "cuda":
-            return super().at_once(layer, m)
-        return m
-
-    def read_feed(self, layer: int, feed: Feed) -> Tensor | None:
-        """As one by one: what tokens got is added up, and once the cache is full the lowest sum leaves it."""
-        if self.is_still:
-            return None
-        sums = torch.nn.functional.pad(self.sums[layer], (0, len(feed.moments)))
-
-        def scores(weights: Tensor, n_held: int) -> Tensor:
-            self.store.spend(layer, Cost(held_bytes=SCORE_BYTES * sums.shape[1] * n_held))
-            return sums.add_(reduce_group(weights, sums.shape[1], self.params.reduce))
-
-        keeps = self.plan.n_sink, self.plan.n_recent
-        out, held = read_evicting(self, layer, feed, self.plan.tokens, keeps, scores)
-        self.sums[layer] = sums.gather(-1, held)
-        return out
+        return Eviction(self.params.reduce, plan.tokens, n_first=plan.n_sink, n_last=plan.n_recent)
 
     def extend(self, layer: int, q: Tensor, grown: Variant) -> Stay:
         """The cache grows, for tokens to come. Where nothing left it while it was read, the lowest sums leave now."""

@@ -25,21 +25,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.caches.eviction import Learning
 from kvbench.engine.checks import each_one_of
 from kvbench.engine.observe import MeanWeights, Observation
-from kvbench.engine.placement import Change, Evict, Kept, Placement, Stay
+from kvbench.engine.placement import Kept, Placement, Stay
 from kvbench.engine.shapes import ModelShape
-from kvbench.engine.turns.feed import Feed
 from kvbench.methods.base import Variant
-from kvbench.methods.evicting import grown_cache, read_evicting
-from kvbench.methods.scorers import lowest_slot
+from kvbench.methods.evicting import Evicting, Eviction, grown_cache
 from kvbench.methods.scoring import ScoringMethod
 
 LAST_QUERY = MeanWeights(1)
 
 
-class TOVA(ScoringMethod):
+class TOVA(Evicting, ScoringMethod):
     title = "TOVA"
     comparable = "set"
 
@@ -75,9 +72,6 @@ class TOVA(ScoringMethod):
     def unreadable(cls, params: Params) -> str:
         return ""
 
-    def setup(self) -> None:
-        self.wants_weights = self.params.evict == "always" and not self.variant.is_full
-
     @classmethod
     def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return (LAST_QUERY,)
@@ -111,36 +105,11 @@ class TOVA(ScoringMethod):
         self.plan = grown.plan
         return grown_cache(self, layer, self.plan.tokens)
 
-    @property
-    def is_still(self) -> bool:
-        return self.variant.is_full or not self.wants_weights
-
-    def learns(self, layer: int, weights: Tensor, ahead: int = 0) -> Learning | None:
-        """One set of scores for all heads, which is forgotten behind the step."""
-        return Learning(self.store[layer], weights, 1, "mean", most=self.plan.tokens) if self.wants_weights else None
-
-    def behind(self, layer: int, weights: Tensor | None) -> Change | None:
+    def eviction(self) -> Eviction | None:
         """Once there are more than `tokens`, the one that this step looked at least leaves every head."""
-        if not self.wants_weights:
+        if self.params.evict == "prompt":
             return None
-        assert weights is not None, "TOVA learns from the weights"
-        if weights.shape[-1] <= self.plan.tokens:
-            return None
-        scores = weights.mean(1, keepdim=True)  # (1, 1, n)
-        slot = lowest_slot(scores, self.store[layer].positions()[:, :1])
-        return Evict(slot.expand(-1, self.trace.shape.h_kv, -1))
-
-    def at_once(self, layer: int, m: int) -> int:
-        return m if self.wants_weights and self.store[layer].device.type != "cuda" else super().at_once(layer, m)
-
-    def read_feed(self, layer: int, feed: Feed) -> Tensor | None:
-        """As one by one: the token that each of them looks at least leaves every head."""
-        if not self.wants_weights:
-            return None
-        out, _ = read_evicting(
-            self, layer, feed, self.plan.tokens, (0, 0), lambda weights, _: weights.mean(1, keepdim=True)
-        )
-        return out
+        return Eviction("mean", self.plan.tokens, adds_up=False, by_layer=True)
 
     def protected(self, layer: int) -> Sequence[int]:
         n = self.store[layer].n_seen

@@ -12,8 +12,9 @@ from kvbench.engine.causal import causal
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import ColumnSums
 from kvbench.engine.passes.trace import Trace
-from kvbench.methods.dropping.h2o import H2O, weakest
+from kvbench.methods.dropping.h2o import H2O
 from kvbench.methods.dropping.streamingllm import StreamingLLM
+from kvbench.methods.evicting import weakest
 from kvbench.methods.full import Full
 from kvbench.tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
