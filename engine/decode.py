@@ -34,6 +34,7 @@ from kvbench.engine.sampling.draws import Draws, marked, said
 from kvbench.engine.sampling.spec import Sampling
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.step import behind_rows, cut, fetched_rows
+from kvbench.kernels.fast import STEP, takes, takes_all
 
 if TYPE_CHECKING:
     from kvbench.engine.model import Model
@@ -177,8 +178,8 @@ class _Batch(HearsChoices):
         watch: Watch | None = None,
     ) -> None:
         self.model, self.trace, self.watch = model, trace, watch
-        on_gpu = trace.device.type == "cuda"
-        are_steady = [on_gpu and may_be_steady(row) for row in rows]
+        by_kernels = takes_all(trace.device)
+        are_steady = [by_kernels and may_be_steady(row) for row in rows]
         # Rows of one class stand together, so that a class can work on all of its rows at once.
         self.order = sorted(
             range(len(rows)),
@@ -219,7 +220,7 @@ class _Batch(HearsChoices):
     def step(self, ids: Tensor) -> Tensor:
         """Feed one token per row, (n,): logits of the next, (n, vocabulary) float32."""
         if self.looks_ahead or self.hears:
-            with self.listening(ids.is_cuda):
+            with self.listening(takes(STEP, ids.device)):
                 logits = self.model.forward(ids.unsqueeze(1), self.position, self.cache, self)
         else:
             logits = self.model.step(ids.unsqueeze(1), self.position, self.cache, self)
@@ -255,8 +256,9 @@ class _Batch(HearsChoices):
                 row.x_now = x
         step, is_read = self.position - self.trace.s_prompt + 1, layer in self.readers.last
         outs: list[Tensor] = []
-        for portion in [self.whole] if is_read or not q.is_cuda else self.portions:
-            steady = portion.steady_of(layer) if q.is_cuda and not is_read else None
+        once = not is_read and takes_all(q.device)  # kernels are told
+        for portion in self.portions if once else [self.whole]:
+            steady = portion.steady_of(layer) if once else None
             # Queries that look ahead stand behind those of all rows.
             at = slice(portion.at.start, len(q) if portion.at.stop == len(self.rows) else portion.at.stop)
             own = (q, k, v) if at == slice(0, len(q)) else (q[at], k[at], v[at])
@@ -322,7 +324,7 @@ def attend_groups(
         for i, row in enumerate(rows):
             if (queries := row.store[layer].queries) is not None:
                 queries.push(q, i)
-        on_gpu = q.is_cuda and not is_read  # where a kernel evicts at once
+        on_gpu = takes("evict", q.device) and not is_read  # where a kernel evicts at once
         changes: list[tuple[Row, Change]] = []
         for kind, at in groups:
             changes += behind_rows(kind, rows[at], layer, out if len(groups) == 1 else out[at], weights[at], on_gpu)

@@ -21,14 +21,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.build import dtypes, library
-from kvbench.kernels.jit import INTERPRETED, architecture, cdiv, jit, power_of_2, tl, triton
+from kvbench.kernels.build import dtypes, library, remembered
+from kvbench.kernels.fast import takes
+from kvbench.kernels.jit import INTERPRETED, architecture, cdiv, jit, power_of_2, tl
 
 # Of gathered K and V with their logits and masks.
 CHUNK_BYTES = 32 << 20
@@ -195,7 +195,7 @@ def takes_native(q: Tensor, k: Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype == k.dtype and q.dtype in dtypes() and native() is not None
 
 
-@cache
+@remembered
 def native() -> Any:
     """The functions, with their arguments declared; None without a compiler."""
     lib = library("attend_kept")
@@ -255,7 +255,7 @@ KEYS, QUERIES = 64, 32  # of a program that adds up what keys get, in shared mem
 
 def takes_triton(q: Tensor) -> bool:
     """Whether the kernels can work on such tensors."""
-    return q.is_cuda and q.dtype in dtypes() and holds(q.shape[3], q.element_size()) and triton is not None
+    return takes("attend_kept", q.device) and q.dtype in dtypes() and holds(q.shape[3], q.element_size())
 
 
 def holds(d_h: int, size: int) -> bool:

@@ -16,15 +16,15 @@ Not here: which tokens that keeps.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.build import dtypes, library
+from kvbench.kernels.build import dtypes, library, remembered
 from kvbench.kernels.capped import bend, capped
-from kvbench.kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl, triton
+from kvbench.kernels.fast import takes
+from kvbench.kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl
 from kvbench.kernels.scratch import at_once
 
 
@@ -160,7 +160,7 @@ def takes_native(q: Tensor, k: Tensor) -> bool:
     return fits and native() is not None
 
 
-@cache
+@remembered
 def native() -> Any:
     """The C functions, or None."""
     lib = library("column_sums")
@@ -196,7 +196,7 @@ WHOLE, PARTED = {2: (128, 64, 256), 4: (64, 16, 128)}, {2: (64, 32, 128), 4: (64
 
 def takes_triton(q: Tensor, k: Tensor) -> bool:
     """Whether the kernel can work on such tensors."""
-    return q.is_cuda and q.dtype == k.dtype and q.dtype in dtypes() and triton is not None
+    return takes("column_sums", q.device) and q.dtype == k.dtype and q.dtype in dtypes()
 
 
 def column_sums_triton(

@@ -17,13 +17,12 @@ Not here: which points are clustered, and which rows they start from. K-means by
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.build import library
+from kvbench.kernels.build import library, remembered
 from kvbench.kernels.choices import EMPTY
 from kvbench.kernels.kmeans import cluster_means, nearest
 
@@ -165,7 +164,7 @@ def repair(points: Tensor, centroids: Tensor, labels: Tensor, sizes: Tensor, mov
 # On a CPU.
 
 
-@cache
+@remembered
 def native() -> Any:
     """The C function, or None."""
     lib = library("pq_fit")

@@ -28,6 +28,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvbench.kernels.fast import takes
 from kvbench.kernels.jit import cdiv, constants, jit, power_of_2, tl
 from kvbench.kernels.scratch import Scratch, empty
 
@@ -88,7 +89,7 @@ def top_keys(keys: Tensor, ks: Sequence[int]) -> Tensor:
     assert len(ks) == len(keys), (ks, keys.shape)
     if min(ks) == keys.shape[-1] or max(ks) == 0:
         return keys[..., : max(ks)]
-    return top_keys_triton(keys, ks) if keys.is_cuda else top_keys_ref(keys, ks)
+    return top_keys_triton(keys, ks) if takes("topk", keys.device) else top_keys_ref(keys, ks)
 
 
 def best_keys(keys: Tensor, k: int) -> Tensor:
@@ -107,7 +108,7 @@ def top_keys_ref(keys: Tensor, ks: Sequence[int]) -> Tensor:
 
 def sort_keys(keys: Tensor) -> Tensor:
     """Keys (..., n) of some thousand clusters, best first."""
-    return sort_keys_triton(keys) if keys.is_cuda else keys.sort(-1).values
+    return sort_keys_triton(keys) if takes("topk", keys.device) else keys.sort(-1).values
 
 
 def pack_keys_ref(scores: Tensor, positions: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def drawn(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
         shares, ids = best.values.softmax(-1), best.indices
     elif sampling.top_p == 1:
         shares, ids = scaled.softmax(-1), None  # in the order of the vocabulary: there is nothing to cut off
-    elif scaled.is_cuda or size <= N_SORTED:
+    elif scaled.device.type != "cpu" or size <= N_SORTED:
         shares, ids = scaled.softmax(-1).sort(-1, descending=True)
     else:
         return drawn_from_few(scaled, numbers, sampling.top_p)

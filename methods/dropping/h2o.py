@@ -188,7 +188,7 @@ class H2O(ScoringMethod):
         return Evict(slots, cost=cost)
 
     def at_once(self, layer: int, m: int) -> int:
-        if self.is_still or self.store[layer].device.type == "cuda":
+        if self.is_still or self.store[layer].device.type != "cpu":
             return super().at_once(layer, m)
         return m
 

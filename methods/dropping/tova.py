@@ -131,7 +131,7 @@ class TOVA(ScoringMethod):
         return Evict(slot.expand(-1, self.trace.shape.h_kv, -1))
 
     def at_once(self, layer: int, m: int) -> int:
-        return m if self.wants_weights and self.store[layer].device.type != "cuda" else super().at_once(layer, m)
+        return m if self.wants_weights and self.store[layer].device.type == "cpu" else super().at_once(layer, m)
 
     def read_feed(self, layer: int, feed: Feed) -> Tensor | None:
         """As one by one: the token that each of them looks at least leaves every head."""

@@ -1,0 +1,76 @@
+"""`kernels=torch` on a pretended GPU: every method's torch form, with the tokens and the books of a CPU."""
+
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from kvbench.benchmarks.launches import BUDGETS
+from kvbench.benchmarks.pretend import machine as pretended
+from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.engine.books.ledger import Entry
+from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.caches.token_code import TokenCode
+from kvbench.engine.decode import decode
+from kvbench.engine.model import Model
+from kvbench.kernels import build
+from kvbench.tests import conformance
+from kvbench.tests.pretend.test_methods import CACHE, N_NEW, answer, moved, on_cpu
+
+# Whose searches launch kernels of their own without asking whether they may.
+BY_KERNELS = frozenset(
+    ("clusterkv", "double_sparsity", "infinigen", "infllm", "loki", "oracle", "quest", "rocketkv", "sparq")
+)
+NAMES = [name for name in BUDGETS if name not in BY_KERNELS]
+SLOW = ()
+
+
+@pytest.fixture
+def plain() -> Iterator[None]:
+    build.choose("torch")
+    yield
+    build.choose("auto")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in NAMES])
+def test_torch_alone_answers_as_a_cpu(
+    machine: Machine, plain: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def refused(*_: Any) -> None:
+        raise AssertionError("a kernel of ours was launched")
+
+    monkeypatch.setattr(pretended, "launch", refused)
+    build.choose("auto")
+    expected = on_cpu(name)
+    build.choose("torch")
+    assert answer(moved(conformance.model(), "cuda:0"), name) == expected
+
+
+def fetched(model: Model, name: str, cache: BlockCacheSpec | None, code: TokenCode | None) -> tuple[Any, list[Entry]]:
+    """Tokens and ledger of a method that fetches from a host of codes, or keeps blocks of what it fetched."""
+    one = conformance.ours(name)
+    request = BudgetRequest(Fraction(2, 5), None, Fraction(one.comm))
+    variant = one.kind.variant_for(one.params, request, model.shape, conformance.S, cache)
+    with model.hooked():
+        trace = conformance.read([variant], by=model)
+        row = variant.row(trace, N_NEW)
+        row.store.host_code = code
+        for layer in trace.shape.attention_layers:
+            row.build(layer)
+        row.complete()
+        trace.settle()
+        done = decode(model, trace, [row], max_new_tokens=N_NEW)
+    return done.answers[0].ids, row.store.ledger.entries
+
+
+@pytest.mark.parametrize(("name", "cache"), [("pqcache", CACHE), ("retroinfer", CACHE), ("pqcache", None)])
+@pytest.mark.parametrize("code", [None, TokenCode(4, 4, 8)])
+def test_what_is_fetched_is_counted_as_on_a_cpu(
+    machine: Machine, plain: None, name: str, cache: BlockCacheSpec | None, code: TokenCode | None
+) -> None:
+    """Whether the host has codes, and whether blocks of it are kept."""
+    expected = fetched(conformance.model(), name, cache, code)
+    assert fetched(moved(conformance.model(), "cuda:0"), name, cache, code) == expected
+    assert cache is None or sum(entry.cache_hits for entry in expected[1]) > 0
