@@ -178,8 +178,7 @@ class _Batch(HearsChoices):
         watch: Watch | None = None,
     ) -> None:
         self.model, self.trace, self.watch = model, trace, watch
-        by_kernels = takes_all(trace.device)
-        are_steady = [by_kernels and may_be_steady(row) for row in rows]
+        are_steady = [takes_all(trace.device) and may_be_steady(row) for row in rows]
         # Rows of one class stand together, so that a class can work on all of its rows at once.
         self.order = sorted(
             range(len(rows)),
@@ -254,9 +253,8 @@ class _Batch(HearsChoices):
         if self.hears:
             for row, x in zip(self.rows, self.calls[layer].x[: len(self.rows)].split(1), strict=True):
                 row.x_now = x
-        step, is_read = self.position - self.trace.s_prompt + 1, layer in self.readers.last
+        step, once = self.position - self.trace.s_prompt + 1, layer not in self.readers.last and takes_all(q.device)
         outs: list[Tensor] = []
-        once = not is_read and takes_all(q.device)  # kernels are told
         for portion in self.portions if once else [self.whole]:
             steady = portion.steady_of(layer) if once else None
             # Queries that look ahead stand behind those of all rows.
