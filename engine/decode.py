@@ -115,7 +115,7 @@ def decode(
     logits = trace.logits.expand(len(rows), -1)
     draws = None if sampling is None else Draws(sampling, seeds, max_new_tokens, logits.device)
     given, never = (torch.tensor(ids, dtype=torch.long, device=logits.device) for ids in (feed, stops))
-    fed, doubt = 0, torch.zeros(len(rows), dtype=torch.float64, device=logits.device) if feed else None
+    fed, doubt = 0, torch.zeros(len(rows), device=logits.device) if feed else None
     while batch.rows:
         if fed and doubt is not None:  # a feed is read, of which nothing is read back
             doubt = marked(doubt, logits)

@@ -29,6 +29,7 @@ from torch import Tensor
 from kvbench.kernels.build import dtypes, library, remembered
 from kvbench.kernels.fast import takes
 from kvbench.kernels.jit import INTERPRETED, architecture, cdiv, jit, power_of_2, tl
+from kvbench.kernels.scratch import finer, finest
 
 # Of gathered K and V with their logits and masks.
 CHUNK_BYTES = 32 << 20
@@ -145,14 +146,14 @@ def attend_kept_torch(
 def kept_sums_torch(
     q: Tensor, k: Tensor, scale: float, kept: Kept, lse: Tensor, window: int | None = None, cap: float = 0.0
 ) -> Tensor:
-    sums = torch.zeros(q.shape[1], kept.s + 1, dtype=torch.float64, device=q.device)  # the last: of no key
+    sums = torch.zeros(q.shape[1], kept.s + 1, dtype=finest(q.device), device=q.device)  # the last: of no key
     for heads, first, stop, (_, columns), seen, logits in listed_logits(q, k, scale, kept, cap):
         weights = (logits - lse[0, heads, first:stop, None]).exp()
         if window is not None:
             query = torch.arange(first, stop, device=q.device).unsqueeze(-1)
             weights = weights * (query - columns.unsqueeze(1) < window)
         beyond = columns.where(seen.any(1), kept.s)
-        sums[heads] = sums[heads].scatter_add(1, beyond, weights.sum(1).double())
+        sums[heads] = sums[heads].scatter_add(1, beyond, finer(weights.sum(1)))
     return sums[:, : kept.s]
 
 

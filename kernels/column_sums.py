@@ -25,7 +25,7 @@ from kvbench.kernels.build import dtypes, library, remembered
 from kvbench.kernels.capped import bend, capped
 from kvbench.kernels.fast import takes
 from kvbench.kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl
-from kvbench.kernels.scratch import at_once
+from kvbench.kernels.scratch import at_once, finest
 
 
 def column_sums(
@@ -79,7 +79,7 @@ def column_sums_torch(
     g = h // h_kv
     n_rows = min(r, rows_per_block(g, s, q.device))
     hidden = torch.ones(n_rows, n_rows, dtype=torch.bool, device=q.device).triu(1)
-    sums = torch.zeros(h_kv, g, s, dtype=torch.float64, device=q.device)
+    sums = torch.zeros(h_kv, g, s, dtype=finest(q.device), device=q.device)
     # A column beside the queries and ones beside the keys take the log-sum-exp off within the product.
     columns = d_h if lse is None or cap else d_h + 1
     keys, block = (

@@ -25,6 +25,7 @@ from torch import Tensor
 from kvbench.kernels.build import library, remembered
 from kvbench.kernels.choices import EMPTY
 from kvbench.kernels.kmeans import cluster_means, nearest
+from kvbench.kernels.scratch import finest
 
 
 class Fit(NamedTuple):
@@ -147,7 +148,7 @@ def pq_fit_torch(
     if before is not None:
         labels = torch.where(repeated.unsqueeze(-1), before, labels)
     own = centroids.gather(1, labels.unsqueeze(-1).expand_as(centred))
-    inertia = (centred - own).square().sum((1, 2), dtype=torch.float64)
+    inertia = (centred - own).square().sum((1, 2), dtype=finest(own.device))
     return Fit(centroids + mean, labels.to(code_dtype(c)), n_iter, inertia)
 
 

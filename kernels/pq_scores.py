@@ -30,7 +30,7 @@ from kvbench.kernels.capped import bend, capped, with_sink
 from kvbench.kernels.choices import MERGES
 from kvbench.kernels.jit import cdiv, constants, distance, jit, power_of_2, tl
 from kvbench.kernels.pq_codes import PackedCodes
-from kvbench.kernels.scratch import Scratch, empty
+from kvbench.kernels.scratch import Scratch, empty, finer
 from kvbench.kernels.topk import pack_key, pack_keys_ref, top_stable_ref
 
 
@@ -74,7 +74,7 @@ def pq_top_ref(
     merge: str = "softmax_sum", cap: float = 0.0, sink: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Weights in float64 from the float32 tables, so that rounding decides nothing; then a stable sort."""
-    logits = capped(sum_entries(pq_tables(q, centroids).double(), codes, n) * scale, cap)
+    logits = capped(sum_entries(finer(pq_tables(q, centroids)), codes, n) * scale, cap)
     return top_stable_ref(merged(logits, len(centroids), merge, sink), min(k, n))
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kvbench.kernels.fast import takes
 from kvbench.kernels.jit import cdiv, constants, jit, power_of_2, tl
-from kvbench.kernels.scratch import Scratch, empty
+from kvbench.kernels.scratch import Scratch, empty, finest
 
 NO_KEY = (1 << 63) - 1
 SPARE_BITS = 29  # by which a float64's mantissa is longer than a float32's
@@ -43,7 +43,8 @@ def top_stable(scores: Tensor, k: int) -> Tensor:
         return torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape)
     if scores.device.type == "cpu":
         return top_border(scores, k)
-    return top_packed(scores, k) if scores.dtype == torch.float32 else top_stable_ref(scores, k)
+    is_packed = scores.dtype == torch.float32 and finest(scores.device) == torch.float64
+    return top_packed(scores, k) if is_packed else top_stable_ref(scores, k)
 
 
 def top_border(scores: Tensor, k: int) -> Tensor:

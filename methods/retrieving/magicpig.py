@@ -61,7 +61,7 @@ from kvbench.kernels.rows.collisions import (
     one_table,
     pack_codes,
 )
-from kvbench.kernels.scratch import at_once
+from kvbench.kernels.scratch import at_once, finer, finest
 from kvbench.methods.base import SelectiveAttention
 
 ENTRY_BYTES, BOUND_BYTES, NORM_BYTES = 4, 8, 4  # of a token in a table, of a bucket, of a token's norm
@@ -145,11 +145,11 @@ def binned(x: Tensor) -> tuple[Tensor, Tensor]:
     Sums of a function of them come out alike to some 1e-5, in a thousandth of the numbers.
     """
     n_bins = (0x3F800000 >> BIN_BITS) + 1  # up to the bits of 1
-    sums, counts = (torch.zeros(n_bins, dtype=torch.float64, device=x.device) for _ in "sc")
+    sums, counts = (torch.zeros(n_bins, dtype=finest(x.device), device=x.device) for _ in "sc")
     for part in x:
         flat = part.flatten()
         bins = (flat.view(torch.int32) >> BIN_BITS).long()
-        sums += torch.bincount(bins, flat.double(), minlength=n_bins)
+        sums += torch.bincount(bins, finer(flat), minlength=n_bins)
         counts += torch.bincount(bins, minlength=n_bins)
     return sums / counts.clamp(min=1), counts
 

@@ -54,6 +54,7 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.kernels.fast import takes
 from kvbench.kernels.rows.landmarks import Chunks, make_rows
+from kvbench.kernels.scratch import finer, finest
 from kvbench.kernels.topk import top_stable
 from kvbench.methods.base import SelectiveAttention
 
@@ -85,9 +86,9 @@ def factored(x: Tensor, rank: int, h_kv: int, dtype: torch.dtype) -> Factors:
 
 def leading_directions(x: Tensor, rank: int) -> Tensor:
     """Right singular vectors of x (s, n) float32 with the `rank` largest values: (n, rank) float32."""
-    gram = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64, device=x.device)
+    gram = torch.zeros(x.shape[1], x.shape[1], dtype=finest(x.device), device=x.device)
     for block in x.split(GRAM_TOKENS):
-        wide = block.double()
+        wide = finer(block)
         gram.addmm_(wide.mT, wide)
     return torch.linalg.eigh(gram).eigenvectors[:, -rank:].flip(-1).float()
 

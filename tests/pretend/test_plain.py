@@ -5,17 +5,20 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from kvbench.benchmarks.launches import BUDGETS
 from kvbench.benchmarks.pretend import machine as pretended
 from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.benchmarks.pretend.tensors import Pretended
 from kvbench.engine.books.ledger import Entry
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.decode import decode
 from kvbench.engine.model import Model
-from kvbench.kernels import build
+from kvbench.kernels import build, scratch
 from kvbench.tests import conformance
 from kvbench.tests.pretend.test_methods import CACHE, N_NEW, answer, moved, on_cpu
 
@@ -74,3 +77,25 @@ def test_what_is_fetched_is_counted_as_on_a_cpu(
     expected = fetched(conformance.model(), name, cache, code)
     assert fetched(moved(conformance.model(), "cuda:0"), name, cache, code) == expected
     assert cache is None or sum(entry.cache_hits for entry in expected[1]) > 0
+
+
+@pytest.fixture
+def single(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices that know no float64, as Apple's."""
+    make = Pretended.__new__
+
+    def made(cls: type[Pretended], inner: Tensor, index: int) -> Pretended:
+        if inner.dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return make(cls, inner, index)
+
+    monkeypatch.setattr(Pretended, "__new__", made)
+    monkeypatch.setattr(scratch, "WITHOUT_FLOAT64", ("cuda",))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_device_without_float64_answers_too(machine: Machine, plain: None, single: None, name: str) -> None:
+    build.choose("auto")
+    expected = on_cpu(name)
+    build.choose("torch")
+    assert answer(moved(conformance.model(), "cuda:0"), name) == expected
