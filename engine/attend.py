@@ -16,6 +16,8 @@ from torch import Tensor
 from kvbench.engine.caches.asked import Asked, Asking, alike
 from kvbench.engine.causal import Chunk, fused, weighed
 from kvbench.engine.softmax import Softmax
+from kvbench.kernels.fast import STEP, takes
+from kvbench.kernels.gather import move_both
 from kvbench.kernels.packed.attend import Packed, attend_packed_native, takes_packed
 from kvbench.kernels.packed.rows import CodedRows, takes_codes
 from kvbench.kernels.rows.weights import soften_rows
@@ -77,6 +79,14 @@ class Part:
         mask = self.mask if self.spans is None else tokens.is_real()
         return replace(self, k=k, v=v, mask=mask, idx=None, late=None, spans=None)
 
+    def sent_to(self, device: torch.device) -> "Part":
+        """The same tokens, gathered where they lie and copied to another memory, where mask and bias are."""
+        if self.idx is None:
+            return self
+        there = replace(self, idx=self.idx.to(self.k.device)).gathered()
+        there.k, there.v = move_both(lambda x: x.to(device), there.k, there.v)
+        return there
+
     def tokens(self) -> Tokens:
         """As kernels take it; codes are rebuilt for the length of a call."""
         if self.packed is not None:
@@ -95,7 +105,7 @@ def attend_rows(
     nobody's.
     """
     ask_parts(q, rows)
-    if q.device.type == "cpu":
+    if not takes(STEP, q.device):
         return attend_rows_cpu(q, rows, soft, wants_weights)
     h = q.shape[1]
     logits = [
@@ -129,7 +139,7 @@ def value_width(rows: Sequence[list[Part]]) -> int:
 def attend_rows_cpu(
     q: Tensor, rows: Sequence[list[Part]], soft: Softmax, wants_weights: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """One call of C++ for all rows of plain parts that join nothing else; the others take turns."""
+    """One call of C++ for all rows of plain parts that join nothing else; the others take turns, on any device."""
     shared, left = attend_shared(q, rows, soft, wants_weights)
     plain: list[list[Tokens]] = []
     for i, (parts, wants) in enumerate(zip(left, wants_weights, strict=True)):

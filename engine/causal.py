@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 # smaller ones read keys more often. 6,000 tokens, a window of 512, d_h 256, CPU seconds at 64, 128, 256 and 512: 0.25,
 # 0.25, 0.26 and 0.33 (a mask of 6,000 x 6,000: 2.3).
 BLOCK = 128
+FUSED = ("cpu", "cuda")  # devices whose fused kernels give log-sum-exps
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def over_past(
         return blocks(q, k, v, soft, window)
     if takes_flash(q, v, soft):
         return flash(q, k, v, soft, window)
-    if soft.cap:
+    if soft.cap or q.device.type not in FUSED:
         return blocks(q, k, v, soft, window)
     if q.is_cuda and q.shape[1] != k.shape[1]:  # the kernel for float32 knows no groups, and what does stores s x s
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -78,7 +79,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> tuple[Tensor, Tenso
     """As `over_past`, where every query (1, h, s_q, d_h) sees all keys (1, h_kv, s, d_h): they stand before it."""
     if takes_flash(q, v, soft):
         return flash(q, k, v, soft, None, is_causal=False)
-    if soft.cap:
+    if soft.cap or q.device.type not in FUSED:
         return blocks(q, k, v, soft, None, is_causal=False)
     if q.is_cuda and q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))

@@ -34,6 +34,7 @@ from kvbench.engine.sampling.draws import Draws, marked, said
 from kvbench.engine.sampling.spec import Sampling
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.step import behind_rows, cut, fetched_rows
+from kvbench.kernels.fast import STEP, takes, takes_all
 
 if TYPE_CHECKING:
     from kvbench.engine.model import Model
@@ -114,7 +115,7 @@ def decode(
     logits = trace.logits.expand(len(rows), -1)
     draws = None if sampling is None else Draws(sampling, seeds, max_new_tokens, logits.device)
     given, never = (torch.tensor(ids, dtype=torch.long, device=logits.device) for ids in (feed, stops))
-    fed, doubt = 0, torch.zeros(len(rows), dtype=torch.float64, device=logits.device) if feed else None
+    fed, doubt = 0, torch.zeros(len(rows), device=logits.device) if feed else None
     while batch.rows:
         if fed and doubt is not None:  # a feed is read, of which nothing is read back
             doubt = marked(doubt, logits)
@@ -177,8 +178,7 @@ class _Batch(HearsChoices):
         watch: Watch | None = None,
     ) -> None:
         self.model, self.trace, self.watch = model, trace, watch
-        on_gpu = trace.device.type == "cuda"
-        are_steady = [on_gpu and may_be_steady(row) for row in rows]
+        are_steady = [takes_all(trace.device) and may_be_steady(row) for row in rows]
         # Rows of one class stand together, so that a class can work on all of its rows at once.
         self.order = sorted(
             range(len(rows)),
@@ -219,7 +219,7 @@ class _Batch(HearsChoices):
     def step(self, ids: Tensor) -> Tensor:
         """Feed one token per row, (n,): logits of the next, (n, vocabulary) float32."""
         if self.looks_ahead or self.hears:
-            with self.listening(ids.is_cuda):
+            with self.listening(takes(STEP, ids.device)):
                 logits = self.model.forward(ids.unsqueeze(1), self.position, self.cache, self)
         else:
             logits = self.model.step(ids.unsqueeze(1), self.position, self.cache, self)
@@ -253,10 +253,10 @@ class _Batch(HearsChoices):
         if self.hears:
             for row, x in zip(self.rows, self.calls[layer].x[: len(self.rows)].split(1), strict=True):
                 row.x_now = x
-        step, is_read = self.position - self.trace.s_prompt + 1, layer in self.readers.last
+        step, once = self.position - self.trace.s_prompt + 1, layer not in self.readers.last and takes_all(q.device)
         outs: list[Tensor] = []
-        for portion in [self.whole] if is_read or not q.is_cuda else self.portions:
-            steady = portion.steady_of(layer) if q.is_cuda and not is_read else None
+        for portion in self.portions if once else [self.whole]:
+            steady = portion.steady_of(layer) if once else None
             # Queries that look ahead stand behind those of all rows.
             at = slice(portion.at.start, len(q) if portion.at.stop == len(self.rows) else portion.at.stop)
             own = (q, k, v) if at == slice(0, len(q)) else (q[at], k[at], v[at])
@@ -322,7 +322,7 @@ def attend_groups(
         for i, row in enumerate(rows):
             if (queries := row.store[layer].queries) is not None:
                 queries.push(q, i)
-        on_gpu = q.is_cuda and not is_read  # where a kernel evicts at once
+        on_gpu = takes("evict", q.device) and not is_read  # where a kernel evicts at once
         changes: list[tuple[Row, Change]] = []
         for kind, at in groups:
             changes += behind_rows(kind, rows[at], layer, out if len(groups) == 1 else out[at], weights[at], on_gpu)

@@ -70,7 +70,8 @@ def arithmetic(dtype: str, device: str) -> dict[str, Any]:
     """What the order of sums depends on beside the prompt and the rows of a batch, for env.json."""
     import torch
 
-    from kvbench.kernels.build import level, library
+    from kvbench.kernels import fast
+    from kvbench.kernels.build import is_plain, level, library
 
     config = torch.__config__.show()
     found: dict[str, Any] = {
@@ -92,8 +93,24 @@ def arithmetic(dtype: str, device: str) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "matmul_precision": torch.get_float32_matmul_precision(),
+            "triton": None if fast.triton is None or is_plain() else fast.triton.__version__,
+            "left_out": left_out(),
         }
     return found
+
+
+def choose(kernels: str) -> None:
+    """From now on ops are torch's alone (torch), or whatever is fast here (auto)."""
+    from kvbench.kernels import build
+
+    build.choose(kernels)
+
+
+def left_out() -> dict[str, str]:
+    """The kernels whose work torch does, and why: they were found wanting on one of the GPUs."""
+    from kvbench.kernels import fast
+
+    return {op: why for device in fast.LEFT_OUT for op, why in fast.left_out(device).items()}
 
 
 def said(pattern: str, text: str) -> str | None:

@@ -23,7 +23,7 @@ from kvbench.engine.softmax import Softmax
 from kvbench.kernels.attend_kept import kept_sums
 from kvbench.kernels.column_sums import column_sums, column_sums_triton, rows_per_block, takes_triton
 from kvbench.kernels.rows.rotation import turned_back
-from kvbench.kernels.scratch import at_once
+from kvbench.kernels.scratch import at_once, finer, finest
 
 if TYPE_CHECKING:  # slow to import, and method files import this one
     from kvbench.engine.model import Model
@@ -311,12 +311,12 @@ class BandLogits(Observation):
         sums, n_block = torch.empty(1, h, s, device=q.device), at_once(BAND_LOGIT_TOKENS, q.device)
         for head in range(h):
             queries = q[0, head]
-            so_far = torch.zeros(d_h, dtype=torch.float64, device=q.device)  # of queries before a token
-            ahead = queries[: self.window].sum(0, dtype=torch.float64)  # the same, `window` tokens on
+            so_far = torch.zeros(d_h, dtype=finest(q.device), device=q.device)  # of queries before a token
+            ahead = queries[: self.window].sum(0, dtype=finest(q.device))  # the same, `window` tokens on
             for start in range(0, s, n_block):
                 stop = min(start + n_block, s)
-                until = queries[start:stop].double().cumsum_(0).add_(so_far)
-                beyond = queries[start + self.window : stop + self.window].double()
+                until = finer(queries[start:stop]).cumsum_(0).add_(so_far)
+                beyond = finer(queries[start + self.window : stop + self.window])
                 # Behind the last query the sum stays as it is.
                 beyond = torch.nn.functional.pad(beyond, (0, 0, 0, stop - start - len(beyond)))
                 beyond = beyond.cumsum_(0).add_(ahead)
@@ -365,9 +365,9 @@ class ChannelSums(Observation):
             basis = torch.eye(d_h, device=q.device)
             if self.skew:
                 # Q^T Q adds up block by block and has the singular vectors of Q; in float64 they are as good.
-                gram = torch.zeros(d_h, d_h, dtype=torch.float64, device=q.device)
+                gram = torch.zeros(d_h, d_h, dtype=finest(q.device), device=q.device)
                 for block in queries:
-                    flat = block.double().flatten(0, 1)
+                    flat = finer(block).flatten(0, 1)
                     gram += flat.mT @ flat
                 basis = torch.linalg.eigh(gram).eigenvectors.float()
             carried[kv_head, :d_h] = basis

@@ -31,6 +31,7 @@ from kvbench.engine.sampling.finite import REMEDY
 from kvbench.engine.shapes import DRAWN, ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.base import SparsePrefill
+from kvbench.kernels.scratch import finest
 
 
 class Thinning(Protocol):
@@ -189,7 +190,7 @@ class _Reading(ByHeads):
                     return out, None
                 self.trace.kept = kept
                 return out, lse
-            self.trace.shares.append(torch.ones((), dtype=torch.float64, device=q.device))
+            self.trace.shares.append(torch.ones((), dtype=finest(q.device), device=q.device))
         return causal(q, k, v, soft, window)
 
 

@@ -2,6 +2,7 @@
 
 Without an accelerator host and device are one memory: rows take turns, and what is fetched stays where it is. On an
 accelerator each is one launch for all rows, and nothing waits: the GPU reads pinned memory of the host by itself.
+Without kernels (`kernels/fast.py`) rows take turns there too, and what is fetched is gathered on the host and sent.
 Tokens that are asked for once are read by attention where they lie. Where several query heads of a KV head ask, some
 ask for none, or what was fetched stays for a while, every KV head's distinct tokens are brought first
 (`engine/caches/copies.py`), from a cache of blocks (`engine/caches/held.py`) where it has them, and the counts stay on
@@ -21,6 +22,7 @@ from kvbench.engine.caches.copies import Copies
 from kvbench.engine.layouts.coded import CodedLayer
 from kvbench.engine.layouts.fetching import Fetching
 from kvbench.engine.layouts.layer import Layer
+from kvbench.kernels.fast import STEP, takes
 from kvbench.kernels.rows.append import Place, append_rows_triton
 from kvbench.kernels.rows.blocks import Cached, fill_rows_triton, look_up_rows_triton
 from kvbench.kernels.rows.union import Ask, Bringing, Far, bring_rows_triton, union_rows_triton
@@ -28,7 +30,7 @@ from kvbench.kernels.rows.union import Ask, Bringing, Far, bring_rows_triton, un
 
 def append_rows(layers: Sequence[Layer], k_new: Tensor, v_new: Tensor) -> None:
     """Every row's layer takes in its current token of k_new and v_new (n, h_kv, 1, d_h)."""
-    if k_new.device.type == "cpu":
+    if not takes(STEP, k_new.device):
         for i, layer in enumerate(layers):
             layer.append(k_new[i : i + 1], v_new[i : i + 1])
         return
@@ -59,6 +61,9 @@ def fetch_rows(layers: Sequence[Fetching], selections: Sequence[Tensor], padded:
             continue
         if not layer.is_far:
             parts.append(layer.fetch(idx, padded))
+            continue
+        if not takes(STEP, idx.device) or (layer.meter.blocks is not None and not takes("blocks", idx.device)):
+            parts.append(layer.fetch(idx.int().long(), padded))
             continue
         part = layer.reach(idx, padded)
         if layer.brings(idx, padded):

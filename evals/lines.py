@@ -14,6 +14,7 @@ from kvbench.engine.books.ledger import Entry
 from kvbench.engine.books.strip import attended_bins
 from kvbench.engine.budget import exact, show, token_bytes
 from kvbench.engine.checkpoints.packages import out_of_bounds
+from kvbench.engine.machine import left_out
 from kvbench.engine.sampling.spec import draw_id
 from kvbench.evals.batch.reply import Reply, TurnReply
 from kvbench.evals.cells import Cell
@@ -101,6 +102,7 @@ def answer_line(sample: Sample, prompt: Prompt, sha: str, reply: Reply, row: Sel
         | prefill_columns(row, cell)
         | ({} if decoded.by_graphs is None else {"by_graphs": decoded.by_graphs})
         | ({} if decoded.why_no_graphs is None else {"why_no_graphs": decoded.why_no_graphs})
+        | ({"kernels_left_out": out} if (out := left_out()) else {})
         | {"variant": variant_words(cell, report, float(row.budget.index_share))}
         | ({"method_report": report} if report else {})
         | ({"attended_bins": bins} if (bins := attended_bins(row.store.layers.values())) else {}),
@@ -273,6 +275,11 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         f"decode steps ran without CUDA graphs: {row.fields['why_no_graphs']}"
         for row in rows
         if "why_no_graphs" in row.fields
+    )
+    notes += dict.fromkeys(
+        f"torch did the work of the kernel {op}: {why}"
+        for row in rows
+        for op, why in row.fields.get("kernels_left_out", {}).items()
     )
     errors = [row.error for row in rows if row.status == "failed" and row.error is not None]
     if errors:

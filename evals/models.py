@@ -23,9 +23,10 @@ from kvbench.engine.checkpoints.load import (
     resolve_device,
     resolve_dtype,
     shape_of,
+    try_kernels,
 )
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.machine import arithmetic
+from kvbench.engine.machine import arithmetic, choose
 from kvbench.engine.model import Model
 from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.evals.asked import architecture
@@ -78,7 +79,10 @@ def random_config(spec: ModelSpec) -> Any:
 
 def made_with(settings: Settings) -> dict[str, Any]:
     """For env.json: what the order of sums depends on; of workers it is not known here."""
-    return {} if settings.pool is not None else {"arithmetic": arithmetic(settings.dtype, settings.device)}
+    if settings.pool is not None:
+        return {}
+    choose(settings.kernels)
+    return {"arithmetic": arithmetic(settings.dtype, settings.device)}
 
 
 class Models:
@@ -89,7 +93,8 @@ class Models:
         self.model: Any = None
 
     def get(self, settings: Settings) -> Model:
-        key = (settings.model, settings.dtype, settings.device, settings.device_map, settings.weights)
+        where = settings.device, settings.device_map, settings.kernels
+        key = (settings.model, settings.dtype, settings.weights, *where)
         if key != self.key:
             self.key = self.model = None  # there may be no room for two
             self.model, self.key = load_model(settings), key
@@ -127,7 +132,10 @@ def image_ids_of(settings: Settings) -> frozenset[int]:
 
 
 def load_model(settings: Settings) -> Model:
+    """Kernels are tried out before the model fills the memory."""
     spec = settings.model
+    choose(settings.kernels)
+    try_kernels(look_up(settings), settings.dtype, settings.device, settings.device_map)
     where = {"dtype": settings.dtype, "device": settings.device, "device_map": settings.device_map}
     if settings.weights == "random":
         return load_random(spec.name, random_config(spec), **where)

@@ -35,7 +35,7 @@ from kvbench.results.names import FIRST, known, own_methods
 from kvbench.tasks.prompt import CHATS, SCOPES
 
 ORDERS = ("drop_first", "quantise_first")  # of a composition; the first is usual
-DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 # Values that change nothing. A run's identity leaves out the keys that have them, so that a key may be added and every
 # run keeps its name.
 USUAL: dict[str, dict[str, Any]] = {
@@ -176,6 +176,7 @@ class Plain:
     accesses: bool  # write what was fetched
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     device: Any
+    kernels: Literal["auto", "torch"]  # ours, or torch alone; identifies no run, and env.json has it
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None  # accelerate's, among all GPUs
     weights: Literal["trained", "random"]  # random where only time is asked for
 
@@ -508,7 +509,9 @@ def at_least(lowest: int, key: str, value: int | Fraction | None) -> Any:
 
 def check_device(value: Any, device_map: Any) -> None:
     if not isinstance(value, str) or not DEVICE.fullmatch(value):
-        raise ConfigError(f"device={word(value)} is not allowed; use auto, cpu, cuda or cuda:N")
+        raise ConfigError(
+            f"device={word(value)} is not allowed; use auto, cpu, cuda or cuda:N, or mps or xpu where torch has one"
+        )
     if device_map is not None and value not in ("auto", "cuda"):
         raise ConfigError(
             f"device={value} is one device, and device_map={word(device_map)} divides the model among all GPUs; give "

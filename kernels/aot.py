@@ -257,7 +257,7 @@ def prompt_sites(shape: Shape, s: int) -> None:
 def weight_sites(shape: Shape, s: int) -> None:
     n = s // 10 + 1
     lse = empty(2, shape.h, 1, dtype=torch.float32)
-    weights.soften_rows([empty(shape.h, n, dtype=torch.float32)] * 2, lse)
+    weights.Softening([empty(shape.h, n, dtype=torch.float32)] * 2).take(lse)
     k, got = shape.empty(1, shape.h_kv, n + 40, shape.d_h), empty(1, shape.h, n, dtype=torch.float32)
     for owners in sorted({shape.h_kv, 1}):
         held = weights.Held(k, k, positions(1, shape.h_kv, n - 1), n - 1, s)

@@ -21,14 +21,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.build import dtypes, library
-from kvbench.kernels.jit import INTERPRETED, architecture, cdiv, jit, power_of_2, tl, triton
+from kvbench.kernels.build import dtypes, library, remembered
+from kvbench.kernels.fast import takes
+from kvbench.kernels.jit import INTERPRETED, architecture, cdiv, jit, power_of_2, tl
+from kvbench.kernels.scratch import finer, finest
 
 # Of gathered K and V with their logits and masks.
 CHUNK_BYTES = 32 << 20
@@ -145,14 +146,14 @@ def attend_kept_torch(
 def kept_sums_torch(
     q: Tensor, k: Tensor, scale: float, kept: Kept, lse: Tensor, window: int | None = None, cap: float = 0.0
 ) -> Tensor:
-    sums = torch.zeros(q.shape[1], kept.s + 1, dtype=torch.float64, device=q.device)  # the last: of no key
+    sums = torch.zeros(q.shape[1], kept.s + 1, dtype=finest(q.device), device=q.device)  # the last: of no key
     for heads, first, stop, (_, columns), seen, logits in listed_logits(q, k, scale, kept, cap):
         weights = (logits - lse[0, heads, first:stop, None]).exp()
         if window is not None:
             query = torch.arange(first, stop, device=q.device).unsqueeze(-1)
             weights = weights * (query - columns.unsqueeze(1) < window)
         beyond = columns.where(seen.any(1), kept.s)
-        sums[heads] = sums[heads].scatter_add(1, beyond, weights.sum(1).double())
+        sums[heads] = sums[heads].scatter_add(1, beyond, finer(weights.sum(1)))
     return sums[:, : kept.s]
 
 
@@ -195,7 +196,7 @@ def takes_native(q: Tensor, k: Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype == k.dtype and q.dtype in dtypes() and native() is not None
 
 
-@cache
+@remembered
 def native() -> Any:
     """The functions, with their arguments declared; None without a compiler."""
     lib = library("attend_kept")
@@ -255,7 +256,7 @@ KEYS, QUERIES = 64, 32  # of a program that adds up what keys get, in shared mem
 
 def takes_triton(q: Tensor) -> bool:
     """Whether the kernels can work on such tensors."""
-    return q.is_cuda and q.dtype in dtypes() and holds(q.shape[3], q.element_size()) and triton is not None
+    return takes("attend_kept", q.device) and q.dtype in dtypes() and holds(q.shape[3], q.element_size())
 
 
 def holds(d_h: int, size: int) -> bool:

@@ -7,7 +7,7 @@ write to it, in a folder that nobody else can enter; any other is compiled anew.
 level is loaded is decided at run time, by torch's own reading of the processor.
 
 Functions have C names, take raw pointers and sizes, and write only to memory that their caller allocated. Without a
-compiler, and with KVBENCH_KERNELS=torch, there is no library and every op takes its torch path; with
+compiler, and with `kernels=torch` or KVBENCH_KERNELS=torch, there is no library and every op takes its torch path; with
 KVBENCH_KERNELS=native a library that is missing is an error.
 
 Not here: what the functions compute (`kernels/native/*.cpp`), how they are called (the op's own file).
@@ -21,15 +21,21 @@ import shlex
 import shutil
 import stat
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from filelock import FileLock
 
+if TYPE_CHECKING:
+    from functools import _lru_cache_wrapper
+
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SOURCES = Path(__file__).parent / "native"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=fast", "-Wno-psabi")
@@ -40,6 +46,38 @@ LEVELS = {  # what torch calls a processor, and what it can do
 }
 MAKING = ".making-"  # before the name of a folder that a compiler works in
 PATIENCE_S = 600  # with a compiler; ours take seconds
+MODES = ("auto", "torch")  # of the key `kernels`
+CHOSEN = {"kernels": "auto"}  # of this process
+REMEMBERED: list[Callable[[], None]] = []  # what forgets which libraries there are
+
+
+def choose(kernels: str) -> None:
+    """From now on ops take their torch paths, or whatever is fast here."""
+    if kernels != CHOSEN["kernels"]:
+        CHOSEN["kernels"] = kernels
+        for forget in REMEMBERED:
+            forget()
+
+
+def remembered(make: Callable[[], T]) -> "_lru_cache_wrapper[T]":
+    """`functools.cache`, until something else is chosen."""
+    held = cache(make)
+    REMEMBERED.append(held.cache_clear)
+    return held
+
+
+def wanted() -> str:
+    """Which kernels were asked for: torch, native, or whatever is fast here (auto)."""
+    given = os.environ.get("KVBENCH_KERNELS", "")
+    if given not in ("", "torch", "native"):
+        raise ValueError(f"KVBENCH_KERNELS={given} is unknown; use torch or native, or unset it")
+    return "torch" if CHOSEN["kernels"] == "torch" else given or "auto"
+
+
+@remembered
+def is_plain() -> bool:
+    """Whether every op is to take its torch path."""
+    return wanted() == "torch"
 
 
 @cache
@@ -51,18 +89,19 @@ def dtypes() -> dict[torch.dtype, int]:
 @cache
 def library(name: str) -> ctypes.CDLL | None:
     """The functions of `kernels/native/<name>.cpp`, compiled if need be; None: take the torch path."""
-    wanted = os.environ.get("KVBENCH_KERNELS", "")
-    if wanted not in ("", "torch", "native"):
-        raise ValueError(f"KVBENCH_KERNELS={wanted} is unknown; use torch or native, or unset it")
-    if wanted == "torch":
+    asked = wanted()
+    if asked == "torch":
         return None
     try:
         return load(name, level())
     except (OSError, RuntimeError) as error:
-        if wanted == "native":
+        if asked == "native":
             raise
         logger.warning("kernels/native/%s.cpp is not used, torch does its work: %s", name, error)
         return None
+
+
+REMEMBERED.append(library.cache_clear)
 
 
 def level() -> str:

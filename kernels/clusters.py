@@ -16,13 +16,12 @@ Not here: making clusters (`kernels/kmeans.py`), scoring them.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.build import library
+from kvbench.kernels.build import library, remembered
 from kvbench.kernels.capped import bend, capped, with_sink
 from kvbench.kernels.jit import cdiv, jit, power_of_2, tl
 from kvbench.kernels.topk import pack_key, pack_keys_ref
@@ -80,7 +79,7 @@ def cluster_tokens_ref(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tenso
 # On a CPU.
 
 
-@cache
+@remembered
 def native() -> Any:
     """The C functions, or None."""
     lib = library("clusters")

@@ -16,16 +16,16 @@ Not here: which tokens that keeps.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.build import dtypes, library
+from kvbench.kernels.build import dtypes, library, remembered
 from kvbench.kernels.capped import bend, capped
-from kvbench.kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl, triton
-from kvbench.kernels.scratch import at_once
+from kvbench.kernels.fast import takes
+from kvbench.kernels.jit import INTERPRETED, cdiv, jit, power_of_2, tl
+from kvbench.kernels.scratch import at_once, finest
 
 
 def column_sums(
@@ -79,7 +79,7 @@ def column_sums_torch(
     g = h // h_kv
     n_rows = min(r, rows_per_block(g, s, q.device))
     hidden = torch.ones(n_rows, n_rows, dtype=torch.bool, device=q.device).triu(1)
-    sums = torch.zeros(h_kv, g, s, dtype=torch.float64, device=q.device)
+    sums = torch.zeros(h_kv, g, s, dtype=finest(q.device), device=q.device)
     # A column beside the queries and ones beside the keys take the log-sum-exp off within the product.
     columns = d_h if lse is None or cap else d_h + 1
     keys, block = (
@@ -160,7 +160,7 @@ def takes_native(q: Tensor, k: Tensor) -> bool:
     return fits and native() is not None
 
 
-@cache
+@remembered
 def native() -> Any:
     """The C functions, or None."""
     lib = library("column_sums")
@@ -196,7 +196,7 @@ WHOLE, PARTED = {2: (128, 64, 256), 4: (64, 16, 128)}, {2: (64, 32, 128), 4: (64
 
 def takes_triton(q: Tensor, k: Tensor) -> bool:
     """Whether the kernel can work on such tensors."""
-    return q.is_cuda and q.dtype == k.dtype and q.dtype in dtypes() and triton is not None
+    return takes("column_sums", q.device) and q.dtype == k.dtype and q.dtype in dtypes()
 
 
 def column_sums_triton(

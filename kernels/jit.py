@@ -166,7 +166,9 @@ def integers(numbers: Sequence[int]) -> Tensor:
 def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Integers on their way to the device, (n,) int64; nobody waits for them."""
     there = integers(numbers)
-    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there
+    if device.type == "cuda":
+        return there.pin_memory().to(device, non_blocking=True)
+    return there if device.type == "meta" else there.to(device)
 
 
 @lru_cache(maxsize=1024)

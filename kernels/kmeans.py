@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.build import library
-from kvbench.kernels.jit import cdiv, jit, power_of_2, shared_memory, tl, triton
+from kvbench.kernels.build import library, remembered
+from kvbench.kernels.fast import takes
+from kvbench.kernels.jit import cdiv, jit, power_of_2, shared_memory, tl
 
 EPS = 1e-8
 
@@ -112,7 +112,7 @@ def nearest(points: Tensor, centroids: Tensor, metric: str, before: Tensor | Non
     hold it takes three quarters of the time: finding a maximum is quick, finding where it is is not.
     """
     weights, bias = as_product(centroids.float(), metric)
-    if points.is_cuda and triton is not None:
+    if takes("kmeans", points.device):
         return nearest_triton(points, weights, metric == "l2")
     if before is None or points.device.type != "cpu":
         labels = torch.empty(points.shape[:2], dtype=torch.int64, device=points.device)
@@ -179,7 +179,7 @@ def nearest_ref(points: Tensor, centroids: Tensor, metric: str) -> Tensor:
 
 def cluster_means(points: Tensor, labels: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     """The mean point of every cluster (p, c, d), and the sizes (p, c); an empty cluster keeps its centroid."""
-    if points.is_cuda and triton is not None:
+    if takes("kmeans", points.device):
         return cluster_means_triton(points, labels, centroids)
     if points.device.type != "cpu":
         return cluster_means_ref(points, labels, centroids)
@@ -225,7 +225,7 @@ def flat_labels(labels: Tensor, c: int) -> Tensor:
 # On a CPU.
 
 
-@cache
+@remembered
 def native() -> Any:
     """The C function, or None."""
     lib = library("kmeans")

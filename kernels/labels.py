@@ -13,13 +13,12 @@ Not here: what a label is.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.build import dtypes, library
+from kvbench.kernels.build import dtypes, library, remembered
 from kvbench.kernels.topk import top_stable
 
 
@@ -53,7 +52,7 @@ def takes_native(labels: Tensor) -> bool:
     return is_known and labels.stride(1) == 1 and native() is not None
 
 
-@cache
+@remembered
 def native() -> Any:
     """The C function, or None."""
     lib = library("labels")

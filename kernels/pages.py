@@ -14,14 +14,14 @@ Not here: which pages are taken.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.build import dtypes, library
-from kvbench.kernels.jit import cdiv, fit_rows, jit, power_of_2, tl, triton
+from kvbench.kernels.build import dtypes, library, remembered
+from kvbench.kernels.fast import takes
+from kvbench.kernels.jit import cdiv, fit_rows, jit, power_of_2, tl
 from kvbench.kernels.topk import pack_key, pack_keys_ref
 
 
@@ -30,7 +30,7 @@ def page_bounds(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
     rows_lie_together = keys.shape[0] == 1 and keys.stride()[2:] == (keys.shape[3], 1)
     if rows_lie_together and takes_native(keys):
         return page_bounds_native(keys, page_len)
-    if rows_lie_together and keys.is_cuda and triton is not None:
+    if rows_lie_together and takes("pages", keys.device):
         return page_bounds_triton(keys, page_len)
     return page_bounds_ref(keys, page_len)
 
@@ -99,7 +99,7 @@ def takes_native(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in dtypes() and native() is not None
 
 
-@cache
+@remembered
 def native() -> Any:
     """The C functions, or None."""
     lib = library("pages")

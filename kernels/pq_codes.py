@@ -12,13 +12,12 @@ Not here: centroids (`pq_fit.py`), scores by codes (`pq_scores.py`).
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.build import dtypes, library
+from kvbench.kernels.build import dtypes, library, remembered
 from kvbench.kernels.pq_fit import Assign, assign_torch, code_dtype
 
 GROUP = 64  # tokens whose planes lie together
@@ -55,7 +54,7 @@ def pq_codes_torch(keys: Tensor, centroids: Tensor, assign: Assign = assign_torc
 # On a CPU.
 
 
-@cache
+@remembered
 def native() -> Any:
     """The C functions, or None."""
     lib = library("pq_codes")

@@ -17,15 +17,15 @@ Not here: which points are clustered, and which rows they start from. K-means by
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.build import library
+from kvbench.kernels.build import library, remembered
 from kvbench.kernels.choices import EMPTY
 from kvbench.kernels.kmeans import cluster_means, nearest
+from kvbench.kernels.scratch import finest
 
 
 class Fit(NamedTuple):
@@ -148,7 +148,7 @@ def pq_fit_torch(
     if before is not None:
         labels = torch.where(repeated.unsqueeze(-1), before, labels)
     own = centroids.gather(1, labels.unsqueeze(-1).expand_as(centred))
-    inertia = (centred - own).square().sum((1, 2), dtype=torch.float64)
+    inertia = (centred - own).square().sum((1, 2), dtype=finest(own.device))
     return Fit(centroids + mean, labels.to(code_dtype(c)), n_iter, inertia)
 
 
@@ -165,7 +165,7 @@ def repair(points: Tensor, centroids: Tensor, labels: Tensor, sizes: Tensor, mov
 # On a CPU.
 
 
-@cache
+@remembered
 def native() -> Any:
     """The C function, or None."""
     lib = library("pq_fit")

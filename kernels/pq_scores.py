@@ -20,18 +20,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.build import library
+from kvbench.kernels.build import library, remembered
 from kvbench.kernels.capped import bend, capped, with_sink
 from kvbench.kernels.choices import MERGES
 from kvbench.kernels.jit import cdiv, constants, distance, jit, power_of_2, tl
 from kvbench.kernels.pq_codes import PackedCodes
-from kvbench.kernels.scratch import Scratch, empty
+from kvbench.kernels.scratch import Scratch, empty, finer
 from kvbench.kernels.topk import pack_key, pack_keys_ref, top_stable_ref
 
 
@@ -46,7 +45,10 @@ def pq_top(
     q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, k: int, scale: float,
     merge: str = "softmax_sum", cap: float = 0.0, sink: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Indices of the chosen ones among the first n tokens: all, if k >= n."""
+    """Indices of the chosen ones among the first n tokens: all, if k >= n. Codes of another memory are read there."""
+    if (there := codes_of(codes).device) != q.device:
+        sink = None if sink is None else sink.to(there)
+        return pq_top(q.to(there), centroids.to(there), codes, n, k, scale, merge, cap, sink).to(q.device)
     if merge == "softmax_sum" and takes_native(codes) and not cap and sink is None:
         return pq_top_native(q, centroids, codes, n, k, scale)
     return pq_top_ref(q, centroids, codes, n, k, scale, merge, cap, sink)
@@ -72,7 +74,7 @@ def pq_top_ref(
     merge: str = "softmax_sum", cap: float = 0.0, sink: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Weights in float64 from the float32 tables, so that rounding decides nothing; then a stable sort."""
-    logits = capped(sum_entries(pq_tables(q, centroids).double(), codes, n) * scale, cap)
+    logits = capped(sum_entries(finer(pq_tables(q, centroids)), codes, n) * scale, cap)
     return top_stable_ref(merged(logits, len(centroids), merge, sink), min(k, n))
 
 
@@ -109,7 +111,7 @@ def takes_native(codes: PackedCodes | Tensor) -> bool:
     return codes_of(codes).device.type == "cpu" and are_bytes(codes) and native() is not None
 
 
-@cache
+@remembered
 def native() -> Any:
     """The C functions, or None."""
     lib = library("pq_scores")

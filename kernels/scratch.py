@@ -1,4 +1,5 @@
-"""Memory that work takes on its way: of blocks that are worked on one after the other, and for launches of one stream.
+"""What work takes on its way: memory of blocks that are worked on one after the other, and for launches of one stream;
+the numbers in which sums are made.
 
 Not here: which work.
 """
@@ -10,12 +11,23 @@ from math import prod
 import torch
 from torch import Tensor
 
+WITHOUT_FLOAT64 = ("mps",)  # devices
 GPU_FACTOR = 32  # by which blocks are larger on a GPU, where a launch costs more than the memory
 
 
 def at_once(n: int, device: torch.device) -> int:
     """Bytes or tokens of a block, from those that are best on a CPU."""
     return n * GPU_FACTOR if device.type == "cuda" else n
+
+
+def finest(device: torch.device) -> torch.dtype:
+    """The most exact numbers of a device: float64, or float32 where it has none."""
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+
+
+def finer(x: Tensor) -> Tensor:
+    """A copy in the most exact numbers of its device."""
+    return x.to(finest(x.device), copy=True)
 
 
 def empty(name: str, device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvbench.kernels.build import dtypes, library
+from kvbench.kernels.build import dtypes, library, remembered
 from kvbench.kernels.capped import bend, capped
 from kvbench.kernels.gather import gather_split, is_within, move_both
 from kvbench.kernels.jit import INTERPRETED, cdiv, jit, power_of_2, send, shared_memory, tl, upload
@@ -174,7 +174,7 @@ def stretches(part: Tokens) -> list[tuple[Tensor, Tensor]]:
     return [(part.k, part.v)] if part.late is None else [(part.k, part.v), part.late]
 
 
-@cache
+@remembered
 def native() -> Any:
     """The C functions, or None."""
     lib = library("select_attend")

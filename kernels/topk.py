@@ -28,8 +28,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvbench.kernels.fast import takes
 from kvbench.kernels.jit import cdiv, constants, jit, power_of_2, tl
-from kvbench.kernels.scratch import Scratch, empty
+from kvbench.kernels.scratch import Scratch, empty, finest
 
 NO_KEY = (1 << 63) - 1
 SPARE_BITS = 29  # by which a float64's mantissa is longer than a float32's
@@ -42,7 +43,8 @@ def top_stable(scores: Tensor, k: int) -> Tensor:
         return torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape)
     if scores.device.type == "cpu":
         return top_border(scores, k)
-    return top_packed(scores, k) if scores.dtype == torch.float32 else top_stable_ref(scores, k)
+    is_packed = scores.dtype == torch.float32 and finest(scores.device) == torch.float64
+    return top_packed(scores, k) if is_packed else top_stable_ref(scores, k)
 
 
 def top_border(scores: Tensor, k: int) -> Tensor:
@@ -88,7 +90,7 @@ def top_keys(keys: Tensor, ks: Sequence[int]) -> Tensor:
     assert len(ks) == len(keys), (ks, keys.shape)
     if min(ks) == keys.shape[-1] or max(ks) == 0:
         return keys[..., : max(ks)]
-    return top_keys_triton(keys, ks) if keys.is_cuda else top_keys_ref(keys, ks)
+    return top_keys_triton(keys, ks) if takes("topk", keys.device) else top_keys_ref(keys, ks)
 
 
 def best_keys(keys: Tensor, k: int) -> Tensor:
@@ -107,7 +109,7 @@ def top_keys_ref(keys: Tensor, ks: Sequence[int]) -> Tensor:
 
 def sort_keys(keys: Tensor) -> Tensor:
     """Keys (..., n) of some thousand clusters, best first."""
-    return sort_keys_triton(keys) if keys.is_cuda else keys.sort(-1).values
+    return sort_keys_triton(keys) if takes("topk", keys.device) else keys.sort(-1).values
 
 
 def pack_keys_ref(scores: Tensor, positions: Tensor) -> Tensor:

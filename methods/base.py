@@ -412,7 +412,7 @@ class SelectiveAttention(Rules, ABC):
         at = self.store[layer]
         if not at.takes_feeds:
             return 1
-        on_gpu = at.device.type == "cuda"
+        on_gpu = at.device.type != "cpu"
         if at.can_fetch:
             takes = not on_gpu and self.selects_feeds(layer)
         else:

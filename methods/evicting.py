@@ -89,7 +89,7 @@ class Evicting(SelectiveAttention):
     # A feed.
 
     def at_once(self, layer: int, m: int) -> int:
-        evicts = not self.is_still and self.store[layer].device.type != "cuda"
+        evicts = not self.is_still and self.store[layer].device.type == "cpu"
         return m if evicts else super().at_once(layer, m)
 
     def read_feed(self, layer: int, feed: Feed) -> Tensor | None:

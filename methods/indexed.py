@@ -20,7 +20,7 @@ from kvbench.engine.placement import Offloaded, Placement
 from kvbench.engine.search import KernelSearch, Launch, Search, Units, best_tokens
 from kvbench.engine.selection import ALWAYS, Cost, FeedSelection, Found, Selection
 from kvbench.engine.turns.feed import Feed
-from kvbench.kernels.jit import triton
+from kvbench.kernels.fast import takes
 from kvbench.kernels.scratch import Scratch, empty
 from kvbench.methods.base import SelectiveAttention
 
@@ -39,7 +39,7 @@ class Indexed(SelectiveAttention):
     """
 
     drops = False
-    op: ClassVar[str] = ""  # the name of its kernel, which `launch` tells of rows; empty: torch makes the scores
+    ops: ClassVar[Sequence[str]] = ()  # its kernel, by the names of `kernels/fast.py`; none: torch makes the scores
     takes_newest: ClassVar[bool] = False  # its kernel reads the newest K and V
 
     index: dict[int, Any]  # per layer
@@ -133,7 +133,8 @@ class Indexed(SelectiveAttention):
 
     def has_kernel(self, layer: int) -> bool:
         """Whether a kernel makes the scores."""
-        return bool(self.op) and triton is not None and self.store[layer].device.type == "cuda"
+        device = self.store[layer].device
+        return device.type == "cuda" and bool(self.ops) and all(takes(op, device) for op in self.ops)
 
     @classmethod
     def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor]) -> Launch:

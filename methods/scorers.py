@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvbench.engine.observe import LastQueries, window_scores
 from kvbench.engine.passes.trace import Trace
+from kvbench.kernels.scratch import finer
 from kvbench.kernels.topk import top_stable
 
 
@@ -59,7 +60,7 @@ def by_heads(trace: Trace, layer: int, keys: Tensor, score: Callable[[Tensor], T
 
 def layer_vector(scores: Tensor) -> Tensor:
     """Mean over heads, (1, heads, n_past) -> (n_past,) float64; means over groups give the same."""
-    return scores[0].double().mean(0)
+    return finer(scores[0]).mean(0)
 
 
 def keep_top(scores: Tensor, n: int) -> Tensor:

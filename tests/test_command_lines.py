@@ -49,8 +49,8 @@ KEYS = {  # with values that are right
     "compose": ("null", "kivi", "kivi_2bit", "hf_quantized_cache", "turboquant"),
     "compose_order": ("drop_first", "quantise_first"), "memory": ("1/2", "0.4", "1", "64KB", "1GB"),
     "out": ("x", "runs/a[/b]c", "~/x"), "dtype": ("float32", "auto"),
-    "device": ("cpu",), "weights": ("trained",), "data_dir": ("null",), "hydra.verbose": ("true",),
-    "hydra/launcher": ("fused", "ray"), "model": ("opt-6.7b", "a/b"), "scale": ("smoke",),
+    "device": ("cpu",), "kernels": ("auto", "torch"), "weights": ("trained",), "data_dir": ("null",),
+    "hydra.verbose": ("true",), "hydra/launcher": ("fused", "ray"), "model": ("opt-6.7b", "a/b"), "scale": ("smoke",),
 }  # fmt: skip
 WRONG = ("hydra", "hydra.run.dir", "hydra.callbacks", "hydra.launcher.shards", "hydra.launcher._target_", "foo",
          "method._target_", "task._target_", "cache", "cache.foo", "sweep", "logger", "experiment", "a.b")  # fmt: skip

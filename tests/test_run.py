@@ -170,7 +170,7 @@ def test_a_stopped_process_leaves_no_file_and_no_traceback(number: signal.Signal
     [
         *(["method=snapvk"], ["method.agz=1"], ["task.lenghts=[1]"], ["model=lama"], ["foo"]),
         *(["ratio=0"], ["ratio=1.5"], ["ratio=abc"], ["ratio=0.1", "budget=5"], ["budget=0"]),
-        *(["comm=-1"], ["limit=0"], ["seed=-1"], ["dtype=foo"], ["device=foo"]),
+        *(["comm=-1"], ["limit=0"], ["seed=-1"], ["dtype=foo"], ["device=foo"], ["kernels=foo"]),
         *(["compression_scope=foo"], ["ratio=0.1,0.2"], ["--multrun"], ["model=any"]),
         *(
             ["ratio=${foo}"],

@@ -212,10 +212,10 @@ class Meter:
         """Keep a fetch for a replay."""
         assert self.accesses is not None, "fetches are not kept"
         home = idx[0]
-        if home.device.type != "cpu":  # the numbers are there once the GPU has come so far
+        if home.device.type == "cuda":  # the numbers are there once the GPU has come so far
             positions = home.int().long()
             home = torch.empty(home.shape, dtype=home.dtype, pin_memory=True).copy_(positions, non_blocking=True)
-        access = Access(step, layer, n, n_kept, n_host, list(home.numpy()))
+        access = Access(step, layer, n, n_kept, n_host, list(home.cpu().numpy()))
         self.accesses.append(access)
         self.has_noted = True
 

@@ -44,7 +44,7 @@ class Rotated(NamedTuple):
 
         def make(q: Tensor, out: Tensor | None) -> Tensor:
             # A CPU's product of several rows would round otherwise than that of each.
-            x = q.float() @ turn if q.is_cuda else torch.cat([row.float() @ turn for row in q.split(1)])
+            x = q.float() @ turn if q.device.type != "cpu" else torch.cat([row.float() @ turn for row in q.split(1)])
             return x.to(q.dtype) if out is None else out.copy_(x)
 
         return make

@@ -39,8 +39,8 @@ class PackedHost(Host):
         return self.code.token_bytes(self.d_h, self.d_v)
 
     def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
-        """The tokens at `idx` (1, h_kv or h, k), rebuilt beside it; where the mask is False some token stands."""
-        there = idx if mask is None else idx.clamp(min=0)
+        """The tokens at `idx` (1, h_kv or h, k), rebuilt beside it; where there is none (-1) some token stands."""
+        there = idx.clamp(min=0)
         h_kv, heads = len(self.rows), idx.shape[1]
         of_heads = there.reshape(1, h_kv, -1)  # query heads of a group one behind the other
         rows = bring_values(self.rows.unsqueeze(0), of_heads)

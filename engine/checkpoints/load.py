@@ -32,6 +32,8 @@ from kvbench.engine.model import Model, decoder_layers, register_attention
 from kvbench.engine.passes.agreement import check_attention
 from kvbench.engine.passes.rotations import rotary_dims
 from kvbench.engine.shapes import DRAWN, Checkpoint, ModelShape
+from kvbench.kernels import fast
+from kvbench.kernels.build import is_plain
 from kvbench.kernels.jit import triton
 
 logger = logging.getLogger(__name__)
@@ -289,8 +291,13 @@ def locate(id: str, revision: str | None, trust_remote_code: bool) -> tuple[str,
 
 @cache
 def warn_of_triton() -> None:
-    """Say once that this Triton is one that kernels were not tried with."""
-    if words := out_of_bounds("triton"):
+    """Say once that there is no Triton, or one that kernels were not tried with."""
+    if triton is None:
+        logger.warning(
+            "Triton is not installed, and torch does the work of a GPU's kernels, slower: pip install -c "
+            "constraints.txt triton"
+        )
+    elif words := out_of_bounds("triton"):
         logger.warning("%s: no kernel was tried with it, and some may be slow, fail or be wrong", words)
 
 
@@ -298,33 +305,44 @@ def resolve_device(device: str) -> str:
     """`auto` is the first GPU where there is one."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    if device != "cpu" and not is_there(device.partition(":")[0]):
         raise ConfigError(
             f"device={device} needs a GPU that torch can use, and there is none; use device=cpu or device=auto"
         )
-    if device.startswith("cuda") and triton is None:
-        raise ConfigError(
-            "a GPU's kernels need Triton, which is not installed; run pip install -c constraints.txt triton, or use "
-            "device=cpu"
-        )
-    if device.startswith("cuda"):
+    if device.startswith("cuda") and not is_plain():
         warn_of_triton()
     return device
+
+
+def is_there(kind: str) -> bool:
+    """Whether torch can use an accelerator of this kind."""
+    return torch.backends.mps.is_available() if kind == "mps" else getattr(torch, kind).is_available()
 
 
 def torch_device(device: str) -> torch.device:
     """The device with its number: that of a tensor there, and of what is made beside it."""
     found = torch.device(resolve_device(device))
-    if found.type != "cuda":
+    if found.type == "cpu":
         return found
-    n_devices = torch.cuda.device_count()
-    index = torch.cuda.current_device() if found.index is None else found.index
+    if found.type == "mps":
+        return torch.device("mps", 0)
+    of_kind: Any = getattr(torch, found.type)
+    n_devices = of_kind.device_count()
+    index = of_kind.current_device() if found.index is None else found.index
     if index >= n_devices:
         raise ConfigError(
-            f"device={device} is not there: torch can use {n_devices} GPUs, cuda:0 to cuda:{n_devices - 1}; "
-            "use one of them or device=auto"
+            f"device={device} is not there: torch can use {n_devices} GPUs, {found.type}:0 to "
+            f"{found.type}:{n_devices - 1}; use one of them or device=auto"
         )
-    return torch.device("cuda", index)
+    return torch.device(found.type, index)
+
+
+def try_kernels(shape: ModelShape, dtype: str, device: str, device_map: str | None) -> None:
+    """Find out which kernels do here what torch does, in a model's shapes."""
+    first = torch_device(device)
+    n_devices = 1 if device_map is None else torch.cuda.device_count()
+    for on in [first] if n_devices == 1 else [torch.device("cuda", i) for i in range(n_devices)]:
+        fast.try_out(fast.shapes_of(shape, getattr(torch, dtype)), on)
 
 
 def resolve_dtype(dtype: str, device: str) -> str:

@@ -102,9 +102,9 @@ class Fetching(Slots):
         self.meter.count_released(1)
 
     def fetch(self, idx: Tensor, padded: bool = False) -> Part:
-        """The tokens at `idx` (1, h_kv or h, k) of the host, where that is the same memory: they stay where they are.
+        """The tokens at `idx` (1, h_kv or h, k) of the host: where that is the same memory, they stay where they are.
 
-        Where `padded`, -1 stands for no token.
+        Where `padded`, -1 stands for no token. From another memory they are gathered there, and sent.
         """
         part = self.reach(idx if idx.is_cuda else idx.contiguous(), padded)
         n_tokens = idx.numel()
@@ -112,7 +112,7 @@ class Fetching(Slots):
             part.mask = idx >= 0
             n_tokens = int(part.mask.sum())
         self.meter.count_fetch(idx, n_tokens, self.n_seen, self.n_ahead, self.n_host)
-        return part
+        return part.sent_to(self.device) if self.is_far else part
 
     def can_refetch(self, fetched: Sequence[Part]) -> bool:
         """Whether `refetch` says all of such a fetch."""

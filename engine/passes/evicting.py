@@ -29,6 +29,7 @@ from kvbench.engine.softmax import Softmax
 from kvbench.engine.turns.talk import attend_own_past
 from kvbench.kernels.column_sums import rows_per_block
 from kvbench.kernels.gather import gather_tokens, move_both
+from kvbench.kernels.scratch import finest
 
 if TYPE_CHECKING:
     from kvbench.engine.model import Model
@@ -56,7 +57,8 @@ class Evicting:
             logits = model.forward(ids[:, start : start + n_chunk], start, self.trace.rest, self)[0]
         every = s * (s + 1) // 2
         for layer, n in sorted(self.pairs.items()):
-            share = torch.tensor(n / every, dtype=torch.float64, device=self.trace.device_of(layer))
+            on = self.trace.device_of(layer)
+            share = torch.tensor(n / every, dtype=finest(on), device=on)
             self.trace.shares.append(share)
         return logits
 

@@ -68,7 +68,8 @@ class Trace:
         self.n_read = s_prompt  # tokens of the prompt, always
         self.device = device  # of the tokens, and of most layers
         self.layer_devices = layer_devices
-        self.host_device = torch.device("cpu")
+        # A tier of its own beside a GPU of CUDA's; other accelerators have one memory for both.
+        self.host_device = torch.device("cpu") if device.type == "cuda" else device
         self.softmax: dict[int, Softmax] = {}  # what a layer makes weights of q·k with
         self.logits: Tensor | None = None  # (vocabulary,) float32, of the token behind the prompt
         self.rest: Any = None  # the model's own cache of the layers that nobody compresses

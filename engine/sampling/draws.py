@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvbench.engine.sampling.spec import Sampling
 from kvbench.kernels.jit import upload
+from kvbench.kernels.scratch import finer, finest
 
 N_FEW, N_SORTED = 64, 1024  # likeliest tokens that a CPU sorts first, and then: all that a nucleus has, as a rule
 
@@ -38,7 +39,7 @@ class Draws:
         numbers = [
             torch.rand(n_new, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds
         ]
-        self.numbers = torch.stack(numbers).to(device)  # (rows, n_new)
+        self.numbers = torch.stack(numbers).to(device, finest(device))  # (rows, n_new)
         self.rows, self.which = [*range(len(numbers))], torch.arange(len(numbers), device=device)
 
     def pick(self, logits: Tensor, rows: Sequence[int], t: int) -> Tensor:
@@ -57,7 +58,7 @@ def drawn(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
         shares, ids = best.values.softmax(-1), best.indices
     elif sampling.top_p == 1:
         shares, ids = scaled.softmax(-1), None  # in the order of the vocabulary: there is nothing to cut off
-    elif scaled.is_cuda or size <= N_SORTED:
+    elif scaled.device.type != "cpu" or size <= N_SORTED:
         shares, ids = scaled.softmax(-1).sort(-1, descending=True)
     else:
         return drawn_from_few(scaled, numbers, sampling.top_p)
@@ -85,7 +86,7 @@ def drawn_from_few(scaled: Tensor, numbers: Tensor, top_p: float) -> Tensor:
 
 def looked_up(shares: Tensor, ids: Tensor | None, numbers: Tensor, top_p: float) -> Tensor:
     """The token at each row's place among its nucleus, of probabilities (n, k) by falling size."""
-    until = shares.double().cumsum(-1)
+    until = finer(shares).cumsum(-1)
     if top_p < 1:
         is_in = (until - shares) < top_p  # the token that crosses the border is the last one in
         n_in = is_in.sum(-1, keepdim=True).clamp(min=1)  # none in a row of NaN, whose token nobody takes
@@ -98,8 +99,8 @@ def looked_up(shares: Tensor, ids: Tensor | None, numbers: Tensor, top_p: float)
 
 
 def marked(ids: Tensor, logits: Tensor) -> Tensor:
-    """The tokens (n,) as float64, NaN for rows whose logits (n, vocabulary) choose nothing."""
-    return torch.add(ids, logits.amax(-1).double(), alpha=0)
+    """The tokens (n,) in the finest numbers, NaN for rows whose logits (n, vocabulary) choose nothing."""
+    return torch.add(ids, finer(logits.amax(-1)), alpha=0)
 
 
 def said(token: float) -> int | None:

@@ -23,6 +23,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.kernels.attend_kept import Kept, attend_kept
+from kvbench.kernels.scratch import finer
 
 OBSERVED = ("kept", "exact")
 
@@ -106,4 +107,4 @@ class SparsePrefill(ABC):
         kept = self.choose(q, k, soft, layer)
         out, lse, pairs = attend_kept(q, k, v, soft.scale, kept, soft.cap)
         out, lse = soft.finish(out, lse)
-        return Attended(out, lse, pairs.double().mean() / (s * (s + 1) // 2), kept)
+        return Attended(out, lse, finer(pairs).mean() / (s * (s + 1) // 2), kept)

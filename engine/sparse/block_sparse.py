@@ -18,6 +18,7 @@ from torch import Tensor
 from kvbench.engine.checks import whole_numbers
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.blocks import BlockRule, means, meets, places, products
+from kvbench.kernels.scratch import finer
 
 ALWAYS = 3  # blocks: the first, the one before a row's own, its own
 
@@ -57,4 +58,4 @@ class BlockSparse(BlockRule):
         always[:, 0] = True
         scores.masked_fill_(always, torch.inf)
         rank = places(scores.sort(dim=-1, descending=True, stable=True).indices) + 1
-        return rank.double().masked_fill_(always, -torch.inf)
+        return finer(rank).masked_fill_(always, -torch.inf)

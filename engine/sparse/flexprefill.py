@@ -24,6 +24,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.blocks import BlockRule, means, meets, places, products
 from kvbench.engine.sparse.vertical_slash import votes
+from kvbench.kernels.scratch import finer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +90,8 @@ class FlexPrefill(BlockRule):
         if self.keeps_all(k.shape[2]):
             return torch.zeros(q.shape[1], dtype=torch.bool, device=q.device)
         last = q[0, :, -self.block :].float().mean(1, keepdim=True)  # (h, 1, d_h)
-        guess = soft.bent(products(last, means(k, self.block)).squeeze(1)).softmax(-1).double()
-        found = of_columns.double()
+        guess = finer(soft.bent(products(last, means(k, self.block)).squeeze(1)).softmax(-1))
+        found = finer(of_columns)
         middle = (guess + found) / 2
         # Entropies, so that a block that neither side looks at adds 0, where a quotient would be 0 / 0.
         of_each = torch.xlogy(guess, guess) + torch.xlogy(found, found)
@@ -100,7 +101,7 @@ class FlexPrefill(BlockRule):
     def taken(self, weights: Tensor, of_blocks: Tensor, aware: Tensor) -> Tensor:
         """From which gamma on a head keeps each block: (h, n) float64; the first block always."""
         n, unit = of_blocks.shape[1], self.cover_unit or self.block
-        so_far = weights.double().sort(-1, descending=True).values.cumsum(-1)
+        so_far = finer(weights).sort(-1, descending=True).values.cumsum(-1)
         # A head keeps c // unit + 1 blocks, c one more than the entries whose sum is no more than gamma.
         entry = torch.arange(n, device=weights.device) * unit - 2
         by_rank = so_far[:, entry.clamp(0, so_far.shape[1] - 1)]
@@ -119,6 +120,6 @@ class FlexPrefill(BlockRule):
         n = -(-k.shape[2] // self.block)
         logits = soft.bent(products(means(q, self.block), means(k, self.block)))
         logits.masked_fill_(~meets(k.shape[2], self.block, self.block, q.device), -torch.inf)
-        weights = logits.softmax(-1).double().flatten(1)
+        weights = finer(logits.softmax(-1)).flatten(1)
         order = weights.sort(dim=-1, descending=True, stable=True)
         return (order.values.cumsum(-1) / n).gather(-1, places(order.indices)).unflatten(-1, (n, n))

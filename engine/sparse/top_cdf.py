@@ -22,6 +22,7 @@ from kvbench.engine.checks import share, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.blocks import BlockRule, means, places, products
+from kvbench.kernels.scratch import finer, finest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +83,11 @@ class TopCdf(BlockRule):
         logits = soft.bent(products(means(q, self.block_q), means(k, self.block_k)))
         speaks = causal & alike_k.unsqueeze(1)
         logits.masked_fill_(~speaks, torch.finfo(torch.float32).min)
-        order = logits.softmax(-1).masked_fill_(~speaks, 0).double().sort(dim=-1, descending=True, stable=True)
+        order = finer(logits.softmax(-1).masked_fill_(~speaks, 0)).sort(dim=-1, descending=True, stable=True)
         if self.cdf is not None:
             by_rank = order.values.cumsum(-1)
         else:
-            by_rank = torch.arange(1.0, n_k + 1, dtype=torch.float64, device=q.device).repeat(
+            by_rank = torch.arange(1.0, n_k + 1, dtype=finest(q.device), device=q.device).repeat(
                 *order.values.shape[:2], 1
             )
         by_rank[..., 0] = -torch.inf  # one at least

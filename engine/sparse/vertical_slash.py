@@ -34,6 +34,7 @@ from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.base import SparsePrefill
 from kvbench.engine.sparse.blocks import places
 from kvbench.kernels.attend_kept import Kept, met_by
+from kvbench.kernels.scratch import finer, finest
 
 CHUNK_BYTES = 32 << 20  # of the votes' logits, whose softmax takes as much again
 HALVINGS = 12  # of the interval in which a density's counts are searched
@@ -95,7 +96,7 @@ class VerticalSlash(SparsePrefill):
     def fitting(self, ranks: tuple[Tensor, Tensor], s: int) -> Kept:
         """As many columns and diagonals, in the relation of the parameters, as `density` allows: by halving, unread."""
         asked, (h, device) = self.counts(s), (len(ranks[0]), ranks[0].device)
-        low = torch.zeros((), dtype=torch.float64, device=device)
+        low = torch.zeros((), dtype=finest(device), device=device)
         high = torch.ones_like(low)
 
         def at(part: Tensor) -> Kept:
@@ -152,7 +153,7 @@ def n_pairs(kept: Kept) -> Tensor:
     behind[:, 0] = False  # the block's own columns are counted below
     first = torch.arange(0, kept.dense_from, block, device=device)
     sizes = (kept.dense_from - first).clamp(max=block)
-    spectra = torch.fft.rfft(torch.stack([vertical.double(), behind.double()]), 2 * s)
+    spectra = torch.fft.rfft(torch.stack([finer(vertical), finer(behind)]), 2 * s)
     both = torch.fft.irfft(spectra.prod(0), 2 * s)[:, first].round().long()
     before = torch.nn.functional.pad(vertical.cumsum(-1), (1, 0))[:, first]
     columns = before + behind.cumsum(-1)[:, first] - both  # before the block

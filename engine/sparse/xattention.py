@@ -28,7 +28,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.blocks import BlockRule, meets, places
-from kvbench.kernels.scratch import at_once
+from kvbench.kernels.scratch import at_once, finer, finest
 
 LOGIT_BYTES = 32 << 20  # of groups' logits at a time; their softmax takes as much again
 MOST_GROUPED = 1 << 28  # what the authors' chunks are limited by
@@ -125,7 +125,7 @@ class XAttention(BlockRule):
         of_heads = self.table()[layer] if isinstance(self.threshold, Path) else map(float, self.threshold)
         below = torch.tensor([inf if x == 1 else nextafter(x, -inf) for x in of_heads], dtype=torch.float64)
         below = below.pin_memory() if like.is_cuda else below
-        return below.to(like.device, non_blocking=True)[:, None, None]
+        return below.to(finest(like.device)).to(like.device, non_blocking=True)[:, None, None]
 
     def first_rows(self, s: int) -> int:
         """Rows of blocks in the authors' first chunk of queries; none where the paper's rule holds for all."""
@@ -137,7 +137,7 @@ class XAttention(BlockRule):
 
     def levels(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         s = k.shape[2]
-        sums = self.block_sums(q, k, soft).double()  # (h, n, n)
+        sums = finer(self.block_sums(q, k, soft))  # (h, n, n)
         n = sums.shape[1]
         row = torch.arange(n, device=q.device)
         is_own, is_first = row.unsqueeze(-1) == row, (row == 0).expand(n, n)

@@ -164,12 +164,16 @@ def kernels() -> Fact:
 def triton() -> Fact:
     found = installed("triton")
     if found is None:
-        return Fact("Triton", "not installed; a GPU cannot be used without (pip install -c constraints.txt triton)")
+        return Fact("Triton", "not installed; a GPU is slower without (pip install -c constraints.txt triton)")
     words = f"; {said}: no kernel was tried with it" if (said := out_of_bounds("triton")) else ""
     if not has_gpu():
         return Fact("Triton", f"{found}; there is no GPU to use it on{words}")
-    problem = import_module("kvbench.kernels.launch").fault()
-    return Fact("Triton", f"{found}{words}; a kernel {'fails' if problem else 'was compiled and launched'}", problem)
+    torch, fast = import_module("torch"), import_module("kvbench.kernels.fast")
+    main_job = next(one for one in shipped() if one.id == "embedded").shape
+    out = fast.verdicts(fast.shapes_of(main_job, torch.bfloat16), torch.device("cuda", 0))
+    each = "; ".join(f"{op}, as {why}" for op, why in out.items())
+    said = f"torch does the work of {each}" if out else "every kernel does what torch does"
+    return Fact("Triton", f"{found}{words}; {said}")
 
 
 def flash_attn() -> Fact:

@@ -87,6 +87,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
         offset=run["offset"],
         dtype=run.get("dtype", ""),
         device=run.get("device", ""),
+        kernels="auto",
         device_map=run["device_map"],
         graphs=run["cuda_graphs"] == "auto",
         weights=run["weights"],

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.build import dtypes, library
+from kvbench.kernels.build import dtypes, library, remembered
 from kvbench.kernels.capped import capped
 from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TABLE, BY_TOKEN, Quantised, rebuild_channels, rebuild_tokens
 
@@ -126,7 +125,7 @@ def takes_packed(q: Tensor, packed: Packed) -> bool:
     return all(side.is_native(d_h) and side.exact.dtype == q.dtype for side in sides)
 
 
-@cache
+@remembered
 def native() -> Any:
     """The C function, or None."""
     lib = library("packed")

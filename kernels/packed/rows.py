@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.capped import bend
-from kvbench.kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl, triton
+from kvbench.kernels.fast import takes
+from kvbench.kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl
 from kvbench.kernels.packed.attend import Packed, Side
 from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE
 from kvbench.kernels.select_attend import RECORD, STAGES, Piece, Table, Tokens, elements, find_item
@@ -64,7 +65,7 @@ class Stretch(NamedTuple):
 def takes_codes(q: Tensor, packed: Packed) -> bool:
     """Whether the kernel can read these."""
     sides = packed.sides_of_width(q.shape[3])
-    if not q.is_cuda or triton is None or sides is None or sides[1].kind != BY_TOKEN:
+    if not takes("codes", q.device) or sides is None or sides[1].kind != BY_TOKEN:
         return False
     return all(is_readable(side, q) for side in sides)
 

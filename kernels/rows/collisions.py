@@ -15,14 +15,13 @@ Not here: hyperplanes and codes (`methods/retrieving/magicpig.py`).
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from math import pi
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvbench.kernels.build import dtypes, library
+from kvbench.kernels.build import dtypes, library, remembered
 
 
 class Tables(NamedTuple):
@@ -155,7 +154,7 @@ def find_twice_ref(
     return pad(positions, True, -1).unsqueeze(0), pad(weights, True, 0.0).unsqueeze(0), entries
 
 
-@cache
+@remembered
 def native() -> Any:
     """The C functions, or None."""
     lib = library("collisions")

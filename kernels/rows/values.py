@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvbench.kernels.fast import STEP, takes
 from kvbench.kernels.gather import gather_tokens
 from kvbench.kernels.jit import cdiv, distance, jit, power_of_2, tl
 
@@ -23,7 +24,9 @@ TOKENS = 16  # that one program copies
 
 def bring_values(values: Tensor, idx: Tensor) -> Tensor:
     """Rows of `values` at `idx`."""
-    return bring_values_triton(values, idx) if idx.is_cuda else gather_tokens(values, idx)
+    if takes(STEP, idx.device):
+        return bring_values_triton(values, idx)
+    return gather_tokens(values, idx.to(values.device)).to(idx.device)
 
 
 def bring_values_triton(values: Tensor, idx: Tensor) -> Tensor:

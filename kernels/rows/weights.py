@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvbench.kernels.fast import takes
 from kvbench.kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
 
 REDUCTIONS = ("sum", "mean", "max")  # of an owner's query heads, as `add_received` counts them
@@ -84,8 +85,13 @@ class Softening:
 
 def soften_rows(logits: Sequence[Tensor | None], lse: Tensor) -> list[Tensor | None]:
     """Weights (1, h, n) in place of scaled logits (h, n), given the rows' log-sum-exps (rows, h, 1)."""
-    if any(x is not None for x in logits):
-        Softening(logits).take(lse)
+    if takes("soften", lse.device):
+        if any(x is not None for x in logits):
+            Softening(logits).take(lse)
+    else:
+        for x, joined in zip(logits, lse[: len(logits)], strict=True):
+            if x is not None:
+                x.sub_(joined).exp_()
     return [None if x is None else x.unsqueeze(0) for x in logits]
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.softmax import Softmax
+from kvbench.kernels.scratch import finer
 
 POWER_STEPS = 3  # of the power iteration for a step size
 BLOCK = 192  # keys at a time, whose numbers a cache holds; products of 1,000 take half the time that all at once do
@@ -156,7 +157,7 @@ class System:
             if abs(largest - before) <= 1e-6 * largest:
                 return penalty * largest
             before = largest
-        return penalty * float(torch.linalg.eigvalsh(self.gram.double())[-1])
+        return penalty * float(torch.linalg.eigvalsh(finer(self.gram))[-1])
 
 
 def least_squares(system: System, y: Tensor) -> Tensor:
@@ -182,11 +183,11 @@ def ridged(system: System, y: Tensor, penalty: float) -> Tensor:
     found = system.solved(y, penalty)
     if found is not None:
         return found
-    wide = system.x.double()
+    wide = finer(system.x)
     gram = wide.mT @ wide
     gram.diagonal().add_(penalty)
     factor = torch.linalg.cholesky_ex(gram).L
-    return torch.cholesky_solve(wide.mT @ y.double(), factor).to(y.dtype)
+    return torch.cholesky_solve(wide.mT @ finer(y), factor).to(y.dtype)
 
 
 def fit_values(x: Tensor, wanted: Tensor, ridge: float, largest: float) -> tuple[Tensor, bool]:
@@ -218,10 +219,10 @@ class Products:
     """
 
     def __init__(self, goal: Target, most: int) -> None:
-        exps, self.mass = goal.exps, goal.mass.double()
-        self.columns = exps.new_empty(len(exps), most, dtype=torch.float64)
-        self.gram = exps.new_empty(most, most, dtype=torch.float64)
-        self.wanted = exps.new_empty(most, 1, dtype=torch.float64)
+        exps, self.mass = goal.exps, finer(goal.mass)
+        self.columns = exps.new_empty(len(exps), most, dtype=self.mass.dtype)
+        self.gram = exps.new_empty(most, most, dtype=self.mass.dtype)
+        self.wanted = exps.new_empty(most, 1, dtype=self.mass.dtype)
         self.n = 0
 
     def add(self, columns: Tensor) -> None:
@@ -242,7 +243,7 @@ class Products:
 
     def rest(self, weights: Tensor) -> Tensor:
         """What weights (n,) leave of the mass, float32."""
-        return (self.mass - self.columns[:, : self.n] @ weights.double()).float()
+        return (self.mass - self.columns[:, : self.n] @ finer(weights)).float()
 
     def solved(self) -> Tensor | None:
         """Least squares, (n, 1) float32; None where columns are too alike for their products to tell them apart."""

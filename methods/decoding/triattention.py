@@ -39,6 +39,7 @@ from kvbench.engine.observe import Observation
 from kvbench.engine.placement import Change
 from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import Checkpoint
+from kvbench.kernels.scratch import finer, finest
 from kvbench.kernels.topk import top_stable_ref
 from kvbench.methods.calibration.known import Calibrated, NeedsCalibration
 from kvbench.methods.calibration.queries import as_complex, unpaired
@@ -69,9 +70,9 @@ def key_scores(statistics: Tensor, keys: Tensor, n_seen: int, n_offsets: int, ag
 
     `statistics` (h, 4, f) are those of `methods/calibration/queries.py`; a head that has none, NaN, has NaN scores.
     """
-    real, imaginary, size, speeds = statistics.double().unbind(1)  # (h, f) each
+    real, imaginary, size, speeds = finer(statistics).unbind(1)  # (h, f) each
     centre = torch.complex(real, imaginary)
-    ahead = n_seen + torch.tensor(offsets_of(n_offsets), dtype=torch.float64, device=keys.device)
+    ahead = n_seen + torch.tensor(offsets_of(n_offsets), dtype=finest(keys.device), device=keys.device)
     # The mean over queries of a distance, turned to where they will stand: (offsets, h, f).
     turned = centre * torch.exp(1j * ahead.view(-1, 1, 1) * speeds)
     if aggregate == "mean":

@@ -19,6 +19,7 @@ from math import floor
 import torch
 from torch import Tensor
 
+from kvbench.kernels.scratch import finer
 from kvbench.methods.allocator import Allocator
 
 Counts = int | list[int]  # of one layer: of every head, or of each
@@ -107,7 +108,7 @@ def divide_heads(allocator: Allocator, scores: Tensor, c: int, n_protected: int)
 
 def normalised(weights: Tensor) -> Tensor:
     """Each layer's numbers (layers, n) as shares of their sum, float64: a layer is worth 1. All zeros are uniform."""
-    weights = weights.double()
+    weights = finer(weights)
     sums = weights.sum(-1, keepdim=True)
     return torch.where(sums > 0, weights / sums, 1 / weights.shape[-1])
 

@@ -51,7 +51,7 @@ from kvbench.engine.prefill import prefill
 from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.terminal import say
-from kvbench.kernels.scratch import at_once
+from kvbench.kernels.scratch import at_once, finer, finest
 from kvbench.methods.allocator import Allocator
 from kvbench.methods.scoring import ScoringMethod
 
@@ -76,10 +76,10 @@ def average_rotation(turn: Turn | None, d_h: int, start: int, n: int, device: to
     unit = torch.eye(d_h, device=device)
     if turn is None:
         return unit
-    total = torch.zeros(d_h, d_h, dtype=torch.float64, device=device)
+    total = torch.zeros(d_h, d_h, dtype=finest(device), device=device)
     for positions in torch.arange(start, start + n, device=device).split(ROTATIONS):
         turned = turn(unit[None, :, None].expand(-1, -1, len(positions), -1), positions[None])  # (1, d_h, n, d_h)
-        total += turned[0].sum(1, dtype=torch.float64)
+        total += turned[0].sum(1, dtype=total.dtype)
     return (total / n).float().T  # a unit vector's image is a column
 
 
@@ -293,11 +293,11 @@ def pooled(parts: Sequence[tuple[int, Tensor]]) -> Tensor:
     The covariance is divided by one less than the number of queries.
     """
     n = sum(count for count, _ in parts)
-    mean = torch.stack([count * one[..., :1, :].double() for count, one in parts]).sum(0) / n
-    spread = torch.zeros_like(parts[0][1][..., 1:, :], dtype=torch.float64)
+    mean = torch.stack([count * finer(one[..., :1, :]) for count, one in parts]).sum(0) / n
+    spread = torch.zeros_like(parts[0][1][..., 1:, :], dtype=mean.dtype)
     for count, one in parts:
-        off = one[..., :1, :].double() - mean
-        spread += count * (one[..., 1:, :].double() + off.mT @ off)
+        off = finer(one[..., :1, :]) - mean
+        spread += count * (finer(one[..., 1:, :]) + off.mT @ off)
     return torch.cat([mean, spread / (n - 1)], -2).float()
 
 

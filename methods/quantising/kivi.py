@@ -33,6 +33,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.placement import Coder
 from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.fast import takes
 from kvbench.kernels.gather import is_within
 from kvbench.kernels.packed.attend import Packed, Side
 from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TOKEN, quantise_channels, quantise_tokens, with_room
@@ -75,7 +76,7 @@ class KIVICodec(Codec):
     ) -> list[list[Place]]:
         """Values that aged in the step before are packed in one launch."""
         mine = cast("Sequence[KIVICodec]", codecs)
-        packing = [codec for codec in mine if codec.has_aged and packs(codec.d_v, codec.plan.group)]
+        packing = [codec for codec in mine if codec.has_aged and codec.packs_in_kernels]
         tokens = [(codec, Ageing(codec.late_v.leave(1), codec.values, codec.n_v)) for codec in packing]
         for form, some in by_form(tokens).items():
             RangePacking(some, *form).pack()
@@ -93,7 +94,7 @@ class KIVICodec(Codec):
     def growing(self) -> Growing | None:
         """Until a block of keys is full, values begin to age, or rows are shifted."""
         plan, k, v = self.plan, self.late_k, self.late_v
-        if self.joint or (self.has_aged and not packs(self.d_v, plan.group)):
+        if self.joint or (self.has_aged and not self.packs_in_kernels):
             return None
         limits = [plan.residual - 1 - k.n, k.n_left, v.n_left]
         if not self.has_aged:
@@ -133,8 +134,12 @@ class KIVICodec(Codec):
             for target, new in zip(self.keys, block, strict=True):
                 target[:, first : first + new.shape[1]] = new
             self.n_k += plan.residual
-        if not self.nothing.k.is_cuda:  # there all rows' go at once, before the next token comes
+        if not takes("packing", self.nothing.k.device):  # there all rows' go at once, before the next token comes
             self.pack_aged()
+
+    @property
+    def packs_in_kernels(self) -> bool:
+        return packs(self.d_v, self.plan.group) and takes("packing", self.nothing.k.device)
 
     @property
     def has_aged(self) -> bool:

@@ -37,6 +37,7 @@ from kvbench.engine.observe import LastQueries, Observation
 from kvbench.engine.placement import Coder
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.rows.append import NO_RING, Place
+from kvbench.kernels.scratch import finer
 from kvbench.kernels.topk import top_stable
 from kvbench.methods.quantising.base import QuantisingMethod
 
@@ -46,8 +47,8 @@ def channel_scores(q: Tensor, k: Tensor, heads: int) -> Tensor:
 
     Mean squares of a head's queries times those of its keys; with h_kv heads, of a whole group's queries.
     """
-    asked = q[0].double().square().unflatten(0, (heads, -1)).mean((1, 2))
-    held = k[0].double().square().mean(1)
+    asked = finer(q[0]).square().unflatten(0, (heads, -1)).mean((1, 2))
+    held = finer(k[0]).square().mean(1)
     return asked * held.repeat_interleave(heads // len(held), 0)
 
 

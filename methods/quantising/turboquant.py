@@ -38,6 +38,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.placement import Coder
 from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.fast import takes
 from kvbench.kernels.packed.attend import Packed, Side
 from kvbench.kernels.packed.codes import BY_TABLE, BY_TOKEN, BY_UNIT_TABLE, Quantised, by_group, pack, unpack, with_room
 from kvbench.kernels.packed.tokens import Ageing, UnitPacking
@@ -221,7 +222,7 @@ class TurboQuantCodec(Codec):
 
     @property
     def packs_in_kernels(self) -> bool:
-        return self.is_rotated and self.value_table is None
+        return self.is_rotated and self.value_table is None and takes("packing", self.table.device)
 
     @classmethod
     def packing(

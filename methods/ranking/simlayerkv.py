@@ -34,6 +34,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import MeanWeights, Observation
 from kvbench.engine.placement import Kept, Placement, Whole
 from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.scratch import finer
 from kvbench.methods.base import SelectiveAttention
 from kvbench.methods.dropping.allocators import whole_layers
 
@@ -42,7 +43,7 @@ USUAL_RECENT = 1024  # of the authors
 
 def lazy_share(weights: Tensor, n_sink: int, n_recent: int, n_cut: int) -> float:
     """What of the weights (n, s), mean over queries, is on the first tokens and the latest before the last `n_cut`."""
-    mean = weights[:, : weights.shape[1] - n_cut].double().mean(0)
+    mean = finer(weights[:, : weights.shape[1] - n_cut]).mean(0)
     return float(mean[:n_sink].sum() + mean[len(mean) - n_recent :].sum())
 
 

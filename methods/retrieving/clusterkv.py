@@ -56,7 +56,7 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.choices import METRICS
 from kvbench.kernels.clusters import cluster_keys_triton, cluster_order, cluster_tokens, cluster_tokens_triton
 from kvbench.kernels.kmeans import draw_points, kmeans
-from kvbench.kernels.scratch import Scratch, empty
+from kvbench.kernels.scratch import Scratch, empty, finer, finest
 from kvbench.kernels.topk import sort_keys
 from kvbench.methods.indexed import Indexed
 
@@ -124,15 +124,15 @@ def touched(order: Tensor, sizes: Tensor, k: int) -> Tensor:
 def hit_rates(flags: Tensor, n_steps: int) -> Tensor:
     """Share of each step's clusters that the `n_steps` steps before it had: (steps, heads, c) -> (steps - n_steps,).
 
-    Mean over heads, float64.
+    Mean over heads, float64 where the device has it.
     """
     if len(flags) <= n_steps:
-        return flags.new_empty(0, dtype=torch.float64)
+        return flags.new_empty(0, dtype=finest(flags.device))
     now = flags[n_steps:]
     recent = torch.zeros_like(now)
     for age in range(1, n_steps + 1):
         recent |= flags[n_steps - age : len(flags) - age]
-    return ((now & recent).sum(-1).double() / now.sum(-1)).mean(-1)
+    return (finer((now & recent).sum(-1)) / now.sum(-1)).mean(-1)
 
 
 @dataclass
@@ -140,7 +140,7 @@ class Hits:
     """Counts a layer's cluster hits, some steps at a time."""
 
     n_steps: int  # R
-    rates: list[Tensor] = field(default_factory=list)  # (steps,) float64 each, read at the end
+    rates: list[Tensor] = field(default_factory=list)  # (steps,) each, read at the end
     # Not yet counted: rows of (n, heads, c), ids in the lower halves.
     orders: list[tuple[Tensor, int]] = field(default_factory=list)
     last: Tensor | None = None  # (<= R, heads, c) bool
@@ -162,7 +162,7 @@ class ClusterKV(Indexed):
     no_growth = (
         "holds what it reads behind the context until there is enough for clusters, which may be more than a budget"
     )
-    op = "clusters"
+    ops = ("clusters", "topk")
     packs_host = True
     skips = True
 

@@ -105,7 +105,7 @@ class InfiniGen(Indexed):
     title = "InfiniGen"
     no_growth = "fetches by a threshold, up to a number that follows from the context's length"
     skips = True
-    op = "labels"
+    ops = ("logits", "topk")
 
     @dataclass(frozen=True)
     class Params:

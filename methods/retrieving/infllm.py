@@ -93,7 +93,7 @@ def block_scores(q: Tensor, means: Tensor, per_head: bool) -> Tensor:
 class InfLLM(Indexed):
     title = "InfLLM"
     no_growth = "has blocks of the context alone; method.grow_blocks=true makes blocks of what follows, and grows"
-    op = "blocks"
+    ops = ("logits", "pages", "topk")
 
     @dataclass(frozen=True)
     class Params:

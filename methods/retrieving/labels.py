@@ -64,7 +64,7 @@ def stored(labels: Tensor, dtype: torch.dtype) -> Tensor:
 class LabelSearch(Indexed):
     """A method that fetches the tokens with the largest products of label and query."""
 
-    op = "labels"
+    ops = ("logits", "topk")
     index: dict[int, Labels]  # a variant's own where generated tokens compete
     now: Budget  # of the context, or of the conversation as it was last held within one
 

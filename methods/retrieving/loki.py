@@ -44,6 +44,7 @@ from kvbench.engine.checks import each_one_of, refuse_cap, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import Observation
 from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.scratch import finer
 from kvbench.methods.calibration.known import Calibrated, NeedsCalibration
 from kvbench.methods.retrieving.labels import Labels, LabelSearch, stored
 
@@ -58,7 +59,7 @@ CHOICES = {
 
 def n_components(shares: Tensor, share: Fraction) -> int:
     """Components whose shares (h_kv, d_h) of the variance add up to less than `share`, in the head with the most."""
-    return int((shares.double().cumsum(-1) < float(share)).sum(-1).max())
+    return int((finer(shares).cumsum(-1) < float(share)).sum(-1).max())
 
 
 def turned(x: Tensor, components: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ from kvbench.engine.sampling.draws import seeded
 from kvbench.engine.selection import Cost, FeedSelection, Found, Reads, Selection
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.turns.feed import Feed
+from kvbench.kernels.fast import takes
 from kvbench.kernels.rows.buckets import Hidden, find_rows
 from kvbench.kernels.rows.collisions import (
     Hashed,
@@ -60,7 +61,7 @@ from kvbench.kernels.rows.collisions import (
     one_table,
     pack_codes,
 )
-from kvbench.kernels.scratch import at_once
+from kvbench.kernels.scratch import at_once, finer, finest
 from kvbench.methods.base import SelectiveAttention
 
 ENTRY_BYTES, BOUND_BYTES, NORM_BYTES = 4, 8, 4  # of a token in a table, of a bucket, of a token's norm
@@ -144,11 +145,11 @@ def binned(x: Tensor) -> tuple[Tensor, Tensor]:
     Sums of a function of them come out alike to some 1e-5, in a thousandth of the numbers.
     """
     n_bins = (0x3F800000 >> BIN_BITS) + 1  # up to the bits of 1
-    sums, counts = (torch.zeros(n_bins, dtype=torch.float64, device=x.device) for _ in "sc")
+    sums, counts = (torch.zeros(n_bins, dtype=finest(x.device), device=x.device) for _ in "sc")
     for part in x:
         flat = part.flatten()
         bins = (flat.view(torch.int32) >> BIN_BITS).long()
-        sums += torch.bincount(bins, flat.double(), minlength=n_bins)
+        sums += torch.bincount(bins, finer(flat), minlength=n_bins)
         counts += torch.bincount(bins, minlength=n_bins)
     return sums / counts.clamp(min=1), counts
 
@@ -278,12 +279,12 @@ class MagicPIG(SelectiveAttention):
             one = one_table(cosines(trace.observed(CALIBRATION, layer)[0].float(), centred, norms), bits)
             tables, expected = affordable_tables(one, plan.k, plan.find_bytes)
         planes, device = self.planes(tables), keys.device
-        near_planes = planes if not keys.is_cuda else trace.once(
+        near_planes = planes if planes.device == device else trace.once(
             ("MagicPIG's hyperplanes", bits, tables, self.params.seed, device), lambda: planes.to(device).contiguous()
         )  # fmt: skip
         built, norms = build_tables(codes_of(centred, near_planes, bits).cpu(), bits), norms.cpu()
-        if not keys.is_cuda:
-            return Index(Hashed(built, means, norms, plan.n_sink), planes, expected, None)
+        if not takes("buckets", device):
+            return Index(Hashed(built, means.cpu(), norms, plan.n_sink), planes, expected, None)
         built = Tables(bits, built.tokens.pin_memory(), built.starts.pin_memory())
         return Index(
             Hashed(built, means.cpu(), norms.pin_memory(), plan.n_sink), planes, expected, (near_planes, means)
@@ -301,7 +302,7 @@ class MagicPIG(SelectiveAttention):
 
     @classmethod
     def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
-        if not q.is_cuda:
+        if not takes("buckets", q.device):
             return super().search(rows, layer, q)
         h = q.shape[1]
         selections: list[Found] = [None] * len(rows)
@@ -330,16 +331,18 @@ class MagicPIG(SelectiveAttention):
         return Hidden(tables, planes, host.k, means, norms, first, self.found[means.device])
 
     def select(self, layer: int, q: Tensor) -> Selection:
-        """Each query head's sample, with its log-weights."""
+        """Each query head's sample, with its log-weights; the host finds it."""
         index, at = self.indexes[layer], self.store[layer]
         h_kv, (h, d_h) = self.trace.shape.h_kv, q.shape[1::2]
-        queries = q[0, :, 0].float()
+        queries = q[0, :, 0].float().cpu()
         codes = codes_of(queries.view(h_kv, h // h_kv, d_h), index.planes, self.params.bits).mT.reshape(h, -1)
-        idx, weights, n_entries = find_twice(codes, queries, at.host.k, index.hashed, LEAST)
+        idx, weights, n_entries = find_twice(codes, queries, at.host.k.cpu(), index.hashed, LEAST)
         cost = Cost(moved_bytes=ENTRY_BYTES * int(n_entries.sum()) + BOUND_BYTES * h * index.n_tables)
         self.n_found += int((idx >= 0).sum())
         self.n_samples += h
-        return Selection(idx, cost, bias=weights) if idx.shape[-1] else Selection(cost=cost)
+        if not idx.shape[-1]:
+            return Selection(cost=cost)
+        return Selection(idx.to(q.device), cost, bias=weights.to(q.device))
 
     # A feed.
 

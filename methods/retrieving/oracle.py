@@ -50,7 +50,7 @@ def token_scores(logits: Tensor, agg: str, soft: Softmax) -> Tensor:
 class Oracle(Indexed):
     title = "Oracle"
     fetches_more = True
-    op = "logits"
+    ops = ("logits", "topk")
 
     @dataclass(frozen=True)
     class Params:

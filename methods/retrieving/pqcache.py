@@ -66,6 +66,7 @@ from kvbench.engine.selection import Cost, FeedSelection, Found, Selection
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.turns.feed import Feed
 from kvbench.kernels.choices import EMPTY, MERGES
+from kvbench.kernels.fast import takes
 from kvbench.kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, room_bytes
 from kvbench.kernels.pq_scores import Coded, KeySearch, pq_keys_triton, pq_tables_triton, pq_top, steps_left
 from kvbench.kernels.scratch import Scratch
@@ -225,7 +226,7 @@ class PQCache(SelectiveAttention):
         self.pending, self.quantisers, self.own_layers, self.rounds = {}, {}, set(), {}
         self.scored: dict[int, tuple[list[int], int, list[Coded]]] = {}  # by layer: with whom, by id, and when
         self.seconds, self.n_rebuilds = 0.0, 0
-        self.lane = trace.once("PQCache's lane", Lane) if trace.device.type == "cuda" else None
+        self.lane = trace.once("PQCache's lane", Lane) if takes("pq_scores", trace.device) else None
         if self.lane is not None and self.lies_beside_others:
             self.lane.shelf.expect(self.room_bytes)
 
@@ -336,7 +337,7 @@ class PQCache(SelectiveAttention):
     def kind(self, layer: int) -> Hashable:
         """On a GPU the quantiser's shape; False where there is nothing to choose from, or another way to choose."""
         n, plan = self.candidates(layer), self.plan
-        chooses = self.trace.device.type == "cuda" and n > plan.k > 0 and self.params.group_merge == "softmax_sum"
+        chooses = takes("pq_scores", self.trace.device) and n > plan.k > 0 and self.params.group_merge == "softmax_sum"
         return chooses and (plan.b, self.with_codes(layer, n).resident.shape)
 
     @classmethod

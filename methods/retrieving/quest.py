@@ -89,7 +89,7 @@ class Quest(Indexed):
     no_growth = "has pages of the context alone; method.page_generated=true pages what follows, and grows"
     skips = True
     pads = True
-    op = "pages"
+    ops = ("pages", "topk")
 
     @dataclass(frozen=True)
     class Params:

@@ -62,6 +62,7 @@ from kvbench.kernels.clusters import (
     stand_in_ref,
     stand_in_triton,
 )
+from kvbench.kernels.fast import takes
 from kvbench.kernels.kmeans import cluster_means, kmeans
 from kvbench.kernels.topk import sort_keys
 from kvbench.methods.base import SelectiveAttention
@@ -129,7 +130,7 @@ def build_index(keys: Tensor, values: Tensor, c: int, n_segments: int, iteration
 def index_of(centroids: Tensor, values: Tensor, sizes: Tensor, tokens: Tensor) -> Index:
     """With all that follows from them; on an accelerator this waits for the sizes."""
     most = sizes.sort(dim=-1, descending=True).values.cumsum(-1).amax(0).tolist()
-    ranked = centroids if centroids.is_cuda else centroids.float()
+    ranked = centroids if takes("clusters", centroids.device) else centroids.float()
     return Index(centroids, values, sizes, sizes.cumsum(-1), tokens, ranked, (0, *most))
 
 
@@ -147,7 +148,7 @@ def cluster_ranking(q: Tensor, index: Index, soft: Softmax) -> Tensor:
 
     No size takes part: a cluster is ranked by its mass per token. Those without tokens come last.
     """
-    if q.is_cuda:
+    if takes("clusters", q.device):
         return sort_keys(mass_keys_triton(q, index.ranked, index.sizes, soft.scale, soft.cap, soft.sink))
     return cluster_order(mass_scores(q, index.ranked, index.sizes, soft.scale, soft.cap, soft.sink))
 
@@ -367,7 +368,7 @@ class RetroInfer(SelectiveAttention):
         )
         if n_estimated == 0:
             return cost, []
-        mask = None if ids.is_cuda else ids >= 0  # a GPU reads -1
+        mask = None if takes("step", ids.device) else ids >= 0  # whose kernels read -1
         keys, values = index.centroids.unsqueeze(0), index.values.unsqueeze(0)
         return cost, [Part(keys, values, mask, idx=ids, bias=bias, is_pseudo=True)]
 
@@ -464,13 +465,13 @@ def share_of(c: int, share: float) -> int:
 
 def stand_ins(order: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Ids and log-sizes of the clusters in order (1, h_kv, r), -1 for one without tokens."""
-    return stand_in_triton(order, sizes) if order.is_cuda else stand_in_ref(order, sizes)
+    return stand_in_triton(order, sizes) if takes("clusters", order.device) else stand_in_ref(order, sizes)
 
 
 def tokens_of(order: Tensor, index: Index, k: int, n_sink: int) -> Tensor:
     """Positions of the first `k` tokens of the clusters in order (1, h_kv, r), -1 behind the last one: (1, h_kv, k)."""
     owned = index.sizes, index.ends, index.tokens
-    if order.is_cuda:
+    if takes("clusters", order.device):
         return cluster_tokens_triton(order, *owned, k, n_sink)
     k = min(k, int(index.sizes.unsqueeze(0).gather(-1, order).sum(-1).max()))
     tokens = cluster_tokens(order, *owned, k)

@@ -125,7 +125,7 @@ def top_tokens(scores: Tensor, chunk: int, n: int, k: int) -> Tensor:
 class RocketKV(Indexed):
     title = "RocketKV"
     no_growth = "searches what its first stage kept of the context"
-    op = "chunks"
+    ops = ("chunks", "topk")
     takes_newest = True
     attends_current = False
     version = 2  # 2: a dense feed reads what the first stage kept, and no places beyond it

@@ -52,7 +52,9 @@ from kvbench.engine.placement import OffloadedValues
 from kvbench.engine.selection import Cost, Found, Selection
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
+from kvbench.kernels.fast import takes
 from kvbench.kernels.rows.landmarks import Chunks, make_rows
+from kvbench.kernels.scratch import finer, finest
 from kvbench.kernels.topk import top_stable
 from kvbench.methods.base import SelectiveAttention
 
@@ -67,7 +69,7 @@ class Factors:
     """Low-rank keys of one layer before rotary embedding, in the model's dtype."""
 
     rows: Tensor  # (s, r)
-    basis: Tensor  # (h_kv, r, d_h); float32 on a CPU, which would convert it at every step
+    basis: Tensor  # (h_kv, r, d_h); float32 where torch would convert it at every step
 
     def keys(self, idx: Tensor) -> Tensor:
         """Those of the tokens at idx (h_kv, k): (h_kv, k, d_h) float32."""
@@ -79,14 +81,14 @@ def factored(x: Tensor, rank: int, h_kv: int, dtype: torch.dtype) -> Factors:
     """The best factors of that rank of keys x (s, h_kv * d_h) float32."""
     leading = leading_directions(x, rank)  # (h_kv * d_h, r)
     basis = leading.mT.reshape(rank, h_kv, -1).transpose(0, 1).contiguous().to(dtype)
-    return Factors((x @ leading).to(dtype), basis if basis.is_cuda else basis.float())
+    return Factors((x @ leading).to(dtype), basis if takes("landmarks", basis.device) else basis.float())
 
 
 def leading_directions(x: Tensor, rank: int) -> Tensor:
     """Right singular vectors of x (s, n) float32 with the `rank` largest values: (n, rank) float32."""
-    gram = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64, device=x.device)
+    gram = torch.zeros(x.shape[1], x.shape[1], dtype=finest(x.device), device=x.device)
     for block in x.split(GRAM_TOKENS):
-        wide = block.double()
+        wide = finer(block)
         gram.addmm_(wide.mT, wide)
     return torch.linalg.eigh(gram).eigenvectors[:, -rank:].flip(-1).float()
 
@@ -104,7 +106,7 @@ def chunk_means(keys: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
 class Landmarks:
     """The chunks of one layer that can be selected; the others are outliers."""
 
-    means: Tensor  # (h_kv, n - n_outliers, d_h) as the model's dtype has them; float32 on a CPU
+    means: Tensor  # (h_kv, n - n_outliers, d_h) as the model's dtype has them; float32 without kernels
     outliers: Tensor  # (h_kv, n_outliers) int64 ascending, chunks
 
     def numbers(self, ranks: Tensor) -> Tensor:
@@ -122,7 +124,7 @@ def landmarks_of(keys: Tensor, chunk: int, n_outliers: int) -> Landmarks:
     outliers = top_stable(-cosines, n_outliers).sort(-1).values
     usual = torch.ones_like(cosines, dtype=torch.bool).scatter_(1, outliers, False)
     chosen = means[usual].view(len(means), -1, means.shape[2]).to(keys.dtype)
-    return Landmarks(chosen if chosen.is_cuda else chosen.float(), outliers)
+    return Landmarks(chosen if takes("landmarks", chosen.device) else chosen.float(), outliers)
 
 
 def landmark_scores(q: Tensor, means: Tensor, soft: Softmax) -> Tensor:
@@ -316,7 +318,7 @@ class ShadowKV(SelectiveAttention):
     def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
         """On a GPU all rows' chunks are found, and their keys made, at once."""
         trace = rows[0].trace
-        if not q.is_cuda or not rows[0].turns_pairs(layer):
+        if not takes("landmarks", q.device) or not rows[0].turns_pairs(layer):
             return super().search(rows, layer, q)
         soft, chunks = trace.softmax[layer], [row.chunks(layer) for row in rows]
         found = make_rows(q, chunks, trace.rotation(layer), soft.scale, soft.cap, soft.sink)

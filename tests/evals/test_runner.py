@@ -293,6 +293,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(cell: Any, monkeypatch:
         (("method.agg=sum",), r"method.agg=sum"),
         (("task.source=local", "data_dir=/no/such/folder"), r"/no/such/folder"),
         (("device=cuda:7",), r"device=cuda:7"),
+        (("device=mps",), r"device=mps needs a GPU that torch can use, and there is none"),
         (
             ("device=auto", "device_map=auto"),
             r"device_map=auto divides a model among GPUs, and torch can use none here",

@@ -86,6 +86,8 @@ def test_the_defaults_are_a_whole_run() -> None:
         (["dtype=foo"], "dtype=foo is not allowed; use auto, float32, bfloat16 or float16"),
         (["device=foo"], "device=foo is not allowed; use auto, cpu, cuda or cuda:N"),
         (["device=cuda:x"], "device=cuda:x is not allowed"),
+        (["device=mps:1"], "or mps or xpu where torch has one"),
+        (["kernels=nonsense"], "kernels=nonsense is not allowed; use auto or torch"),
         (["device_map=even"], "device_map=even is not allowed; use auto, balanced, balanced_low_0 or sequential"),
         (["device_map=auto", "device=cuda:1"], "device=cuda:1 is one device, and device_map=auto divides"),
         (["compression_scope=foo"], "use full_prompt or context_only"),
@@ -157,6 +159,7 @@ def test_out_may_start_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_where_results_go_does_not_identify_a_run() -> None:
     run = composed()
     assert composed("out=elsewhere").resolved() == run.resolved()
+    assert composed("kernels=torch").resolved() == run.resolved()
     assert replace(run, is_sweep=True).resolved() == run.resolved()
 
 

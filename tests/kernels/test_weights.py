@@ -31,9 +31,13 @@ def test_logits_become_weights_where_they_lie() -> None:
     logits[0][1, 2] = -1e30  # hidden from this head
     lse = torch.stack([torch.zeros(H, device=GPU), *(x.logsumexp(-1) for x in logits)]).unsqueeze(-1)
     expected = [x.softmax(-1) for x in logits]
-    nothing, *found = soften_rows([None, *logits], lse)
+    by_torch = [x.clone().cpu() for x in logits]
+    nothing, *right = soften_rows([None, *by_torch], lse.cpu())
+    Softening([None, *logits]).take(lse)
     assert nothing is None
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(logits, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+    for x, y in zip(right, [y.cpu() for y in expected], strict=True):
         assert x is not None
         torch.testing.assert_close(x[0], y, rtol=1e-5, atol=1e-7)
 
