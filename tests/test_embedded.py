@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from packaging.version import Version
 
 from kvbench.engine.checkpoints.load import load
@@ -20,6 +20,7 @@ from kvbench.engine.decode import decode
 from kvbench.engine.model import Model
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
+from kvbench.evals.composing import composing
 from kvbench.evals.runner import run_cells
 from kvbench.evals.settings import Settings, settings
 from kvbench.methods.base import SelectiveAttention
@@ -102,7 +103,7 @@ def cell(out: Path, *words: str) -> Settings:
     grid = ["task.source=embedded", "task.lengths=[1500]", "task.depths=[0,50,100]"]
     overrides = [*words, *grid, "dtype=float32", "device=cpu", f"out={out}"]
     method = words[0].removeprefix("method=")
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing(CONF):
         cfg = compose("config", overrides, return_hydra_config=True)
     return settings(cfg, {"method": method, "task": "needle"}, is_sweep=True)
 
@@ -135,7 +136,7 @@ def test_a_run_that_earlier_code_began_goes_on_to_the_same_end(tmp_path: Path) -
     words = (
         "method=snapkv task=needle task.source=embedded ratio=0.35 comm=1/16 limit=3 dtype=float32 device=cpu".split()
     )
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing(CONF):
         cfg = compose("config", [*words, f"out={folder}"], return_hydra_config=True)
     ((where, result),) = run_cells([settings(cfg, {"method": "snapkv", "task": "needle"})])
     expected, rows = read_run(recorded)
