@@ -10,6 +10,8 @@ WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $
 # pip and pyright look up newer versions of themselves otherwise
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+# Every process of the tests would compile all our files once more.
+test: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-gpu run check clean-cache test test-gpu test-slow lint format types bench report

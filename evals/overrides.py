@@ -10,17 +10,13 @@ folder are not supported, since nothing could be looked up then.
 
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice, pairwise
 from math import ceil, isfinite, prod
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import (
     Glob,
@@ -35,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.engine.errors import ConfigError, unknown_name
 from kvbench.evals import outside, plugins
+from kvbench.evals.composing import composition
 from kvbench.evals.typed import expanded, unknown_key
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -377,25 +374,6 @@ def composed(chosen: Mapping[str, list[str]]) -> DictConfig:
     optional = set(chosen) - default_groups()
     words = (("+" if group in optional else "") + f"{group}={chosen[group][0]}" for group in chosen)
     return composition(CONF, tuple(words))
-
-
-@cache
-def composition(conf: Path, words: tuple[str, ...]) -> DictConfig:
-    """To be read only: keys of several groups are looked up in the same one."""
-    with composing(conf):
-        return compose("config", [*words], return_hydra_config=True)
-
-
-@contextmanager
-def composing(conf: Path) -> Iterator[None]:
-    """Hydra's `compose` reads this folder; within a run, too, which has its own Hydra back afterwards."""
-    whole = GlobalHydra.instance()
-    own, whole.hydra = whole.hydra, None
-    try:
-        with initialize_config_dir(str(conf), version_base="1.3"):
-            yield
-    finally:
-        whole.hydra = own
 
 
 def is_composed(overrides: Iterable[Override], groups: Iterable[str]) -> bool:

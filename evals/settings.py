@@ -367,7 +367,8 @@ def pool(name: str | None, launcher: Any) -> Pool | None:
 
 def from_words(words: Sequence[str]) -> Settings:
     """The settings of one run's command line, such as `method=snapkv method.window=16 ratio=0.1`."""
-    from kvbench.evals.overrides import CONF, check_overrides, composition
+    from kvbench.evals.composing import composition
+    from kvbench.evals.overrides import CONF, check_overrides
 
     cfg = composition(CONF, tuple(check_overrides([*words])))
     return settings(cfg, cfg.hydra.runtime.choices)

@@ -16,15 +16,12 @@ Not here: what runs beside what (`evals/runner.py`), shards and their workers (`
 """
 
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any
 
-from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
@@ -43,21 +40,13 @@ class CellSweeper(BasicSweeper):
         return [done]
 
 
-class FilesReadOnce(CachingConfigRepository):
-    """The files of conf/, of which each is parsed for the first cell that needs it and not for every cell again."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "FilesReadOnce":
-        return self  # Hydra copies its repository for each cell
-
-    def load_config(self, config_path: str) -> ConfigResult | None:
-        return deepcopy(super().load_config(config_path))  # Hydra makes a cell of it
-
-
 class FusedLauncher(Launcher):
     def __init__(self, **where: Any) -> None:
         """The keys of the launcher's file; the runner finds them in each cell's `hydra` node."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        from kvbench.evals.composing import FilesReadOnce
+
         self.loader = hydra_context.config_loader
         self.loader.repository = FilesReadOnce(self.loader.repository)  # pyright: ignore[reportAttributeAccessIssue]
         self.task_function = task_function

@@ -86,7 +86,7 @@ def compose_and_run(argv: list[str], run: "Run | None" = None) -> "list[tuple[Pa
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
-    from kvbench.evals.overrides import composition
+    from kvbench.evals.composing import composition
     from kvbench.evals.settings import settings
 
     done: list[tuple[Path, RunResult]] = []

@@ -55,7 +55,7 @@ from kvbench.tests.tiny import prompt, tiny
 from kvbench.tests.vectors import built
 
 METHODS = config_groups()["method"]
-N_NEW, S = 14, 240
+N_NEW, S = 10, 240  # two cuts of those who cut every four steps
 N_SAMPLES = 4  # of methods that hold a budget in the mean
 RATIOS = ("0.05", "0.1", "0.2", "0.3", "0.5")
 BESIDE = 4  # methods that a method answers beside, full attention apart

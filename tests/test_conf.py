@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
+from kvbench.evals.composing import composing
 from kvbench.evals.overrides import CONF, config_groups, default_groups
 from kvbench.evals.settings import Settings, load_class, settings
 from kvbench.evals.typed import build_params
@@ -19,7 +20,7 @@ NEEDS = {"any": ["model.id=org/name"]}  # files that are incomplete on purpose
 
 @cache
 def composed(*words: str) -> Settings:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing(CONF):
         cfg = compose("config", list(words), return_hydra_config=True)
     return settings(cfg, cfg.hydra.runtime.choices)
 
@@ -98,7 +99,7 @@ def test_experiments_open_with_the_command_that_runs_them() -> None:
 
 
 def test_hydra_makes_no_folders_of_its_own() -> None:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing(CONF):
         hydra = compose("config", return_hydra_config=True).hydra
     assert hydra.output_subdir is None
     assert hydra.run.dir == "."

@@ -5,7 +5,8 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ MAY_IMPORT = {
         *("plots", "results", "tasks.needle.heatmap"),
         *("engine.budget", "engine.errors", "engine.foreign", "engine.terminal", "engine.checkpoints.digests"),
     },
-    "hydra_plugins": set[str](),
+    "hydra_plugins": {"evals.composing"},  # within a function: Hydra imports its plugins at every start
     "kvbench": {"comparing", "results"},  # named for types, imported when asked for
     "checkout": set[str](),
     "run": {"engine.errors", "engine.terminal", "evals", "results", "serving.run"},
@@ -51,6 +52,7 @@ TOP = sorted(name for name in (OURS | {"hydra_plugins"}) - {"tests", "benchmarks
 FILES = [*DOORS, *(file for folder in TOP for file in sorted((ROOT / folder).rglob("*.py")))]
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+ALL = [*FILES, *BENCHMARKS, *TESTS]
 
 
 def module_of(file: Path) -> str:
@@ -67,10 +69,12 @@ WITHOUT_TORCH = (
 )
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of modules imported anywhere below: at the top, inside functions, for type checking. Ours stand
-    without the package's name."""
-    for node in ast.walk(tree):
+@cache
+def read(source: str) -> tuple[list[str], str]:
+    """Dotted names of modules imported anywhere in a file: at the top, inside functions, for type checking. Ours stand
+    without the package's name. And all its docstrings."""
+    modules, texts = list[str](), list[str]()
+    for node in ast.walk(ast.parse(source)):
         names = list[str]()
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -78,9 +82,12 @@ def imports(tree: ast.AST) -> Iterator[str]:
             assert node.level == 0, f"line {node.lineno}: relative imports hide the room"
             assert node.module
             names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            texts.append(ast.get_docstring(node) or "")
         for name in names:
             assert name.split(".")[0] not in OURS, f"{name} is kvbench.{name}"
-            yield name.removeprefix("kvbench.")
+            modules.append(name.removeprefix("kvbench."))
+    return modules, "\n".join(texts)
 
 
 def room_of(module: str) -> str:
@@ -91,21 +98,21 @@ def room_of(module: str) -> str:
 def strays(room: str, source: str) -> list[str]:
     """Our modules that `room` imports and may not."""
     found = []
-    for name in imports(ast.parse(source)):
+    for name in read(source)[0]:
         allowed = MAY_IMPORT[room] | {"checkout"}  # where our files are; it imports nothing
         if name.split(".")[0] in OURS and not any(f"{name}.".startswith(f"{a}.") for a in allowed):
             found.append(name)
     return found
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_imports_follow_the_arrows(file: Path) -> None:
-    assert strays(room_of(module_of(file)), file.read_text()) == []
+def test_imports_follow_the_arrows() -> None:
+    found = {module: strays(room_of(module), file.read_text()) for file in FILES for module in [module_of(file)]}
+    assert {module: names for module, names in found.items() if names} == {}
 
 
 def test_no_import_leads_back_to_where_it_came_from() -> None:
     """Imports inside functions count, as such a circle only shows itself later, and those for types alone."""
-    files = {module_of(file): file.read_text() for file in [*FILES, *BENCHMARKS, *TESTS]}
+    files = {module_of(file): file.read_text() for file in ALL}
     assert in_circles(files) == []
 
 
@@ -120,7 +127,7 @@ def in_circles(sources: Mapping[str, str]) -> list[str]:
 
 def targets(source: str, modules: Collection[str]) -> set[str]:
     """Those of the modules that a file imports, or a name of which."""
-    names = [*imports(ast.parse(source))]
+    names = read(source)[0]
     return {at for name in names for at in [name if name in modules else name.rpartition(".")[0]] if at in modules}
 
 
@@ -139,25 +146,15 @@ def test_no_room_holds_too_much_of_the_code() -> None:
     assert n <= LARGEST_SHARE * lines.total(), f"{room} holds {n} of {lines.total()} lines"
 
 
-@pytest.mark.parametrize("folder", sorted({file.parent for file in [*FILES, *BENCHMARKS]} - {ROOT}), ids=str)
-def test_a_folder_is_seen_at_a_glance(folder: Path) -> None:
-    assert len([*folder.glob("*.py")]) - (folder / "__init__.py").is_file() <= MOST_FILES
+def test_a_folder_is_seen_at_a_glance() -> None:
+    folders = {file.parent for file in [*FILES, *BENCHMARKS]} - {ROOT}
+    sizes = {folder: len([*folder.glob("*.py")]) - (folder / "__init__.py").is_file() for folder in folders}
+    assert {folder: n for folder, n in sizes.items() if n > MOST_FILES} == {}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_a_long_file_says_why(file: Path) -> None:
-    text = file.read_text()
-    said = "Long because" in (ast.get_docstring(ast.parse(text)) or "")
-    assert said or text.count("\n") <= LONGEST_FILE
-
-
-def documented(tree: ast.AST) -> str:
-    """All docstrings of a file."""
-    found = list[str]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found.append(ast.get_docstring(node) or "")
-    return "\n".join(found)
+def test_a_long_file_says_why() -> None:
+    long = [file for file in FILES if file.read_text().count("\n") > LONGEST_FILE]
+    assert [file for file in long if "Long because" not in (ast.get_docstring(ast.parse(file.read_text())) or "")] == []
 
 
 def lost(text: str, folder: Path) -> list[str]:
@@ -169,9 +166,9 @@ def lost(text: str, folder: Path) -> list[str]:
     return sorted(name for name in named if not any([*base.glob(name)] for base in (folder, ROOT)))
 
 
-@pytest.mark.parametrize("file", [*FILES, *BENCHMARKS, *TESTS], ids=lambda file: str(file.relative_to(ROOT)))
-def test_every_file_that_a_docstring_names_is_there(file: Path) -> None:
-    assert lost(documented(ast.parse(file.read_text())), file.parent) == []
+def test_every_file_that_a_docstring_names_is_there() -> None:
+    found = {file: lost(read(file.read_text())[1], file.parent) for file in ALL}
+    assert {file: names for file, names in found.items() if names} == {}
 
 
 def test_a_file_that_is_not_there_is_seen() -> None:

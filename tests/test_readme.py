@@ -8,9 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from kvbench import command
+from kvbench.evals.composing import composing
 from kvbench.evals.overrides import check_overrides
 from kvbench.evals.screen import room
 from kvbench.evals.screen.check import refuse_others
@@ -55,7 +56,7 @@ def test_every_command_of_the_docs_composes(line: str, tmp_path: Path, monkeypat
         given = ["method=full", *room.asked(given)[1]]  # as the screen looks the model up
     words = check_overrides(asked(given)[0])
     first = [re.sub(r"=([^,\[]*),.*", r"=\1", word) for word in words if word != "-m"]  # a sweep's first cell
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with composing(ROOT / "conf"):
         cfg = compose("config", first, return_hydra_config=True)
     settings(cfg, cfg.hydra.runtime.choices)
 

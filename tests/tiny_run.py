@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
 
+from kvbench.evals.composing import composition
 from kvbench.evals.runner import run_cells
 from kvbench.evals.settings import Settings, settings
 from kvbench.results import RunResult, SampleRow, read_samples
@@ -58,13 +59,8 @@ def example_files(folder: Path, *names: str) -> list[Path]:
 
 def cell(words: Sequence[str], out: Path, is_sweep: bool = False, device: str = "cpu") -> Settings:
     """Settings of one run, by the words of a command line; `method=` and `task=` are among them."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose(
-            "config",
-            [*words, "dtype=float32", f"device={device}", f"out={out}"],
-            return_hydra_config=True,
-        )
-    return settings(cfg, cfg.hydra.runtime.choices, is_sweep)
+    cfg = composition(CONF, (*words, "dtype=float32", f"device={device}"))
+    return replace(settings(cfg, cfg.hydra.runtime.choices, is_sweep), out=out)
 
 
 def run(words: Sequence[str], out: Path, device: str = "cpu") -> tuple[RunResult, list[SampleRow]]:

@@ -46,7 +46,7 @@ from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.engine.terminal import say
 from kvbench.evals.models import random_config
 from kvbench.evals.overrides import CONF
-from kvbench.evals.settings import from_words, load_class
+from kvbench.evals.settings import Choice, from_words, load_class
 from kvbench.evals.studies.counts import AT, Counts, count
 from kvbench.evals.typed import build_params
 from kvbench.methods.base import SelectiveAttention
@@ -279,13 +279,18 @@ def refuse(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, 
 
 def asked_of(name: str, budget: Sequence[str]) -> tuple[type[SelectiveAttention], Any, BudgetRequest]:
     """A method with the parameters of its file, and what a run of it with these words would be given."""
-    kind, params = method_of(name)
-    return kind, params, from_words([f"method={name}", *budget]).budget if kind.has_budget else EVERYTHING
+    asked = from_words([f"method={name}", *budget])
+    kind, params = made_of(asked.method)
+    return kind, params, asked.budget if kind.has_budget else EVERYTHING
 
 
 def method_of(name: str, words: Sequence[str] = ()) -> tuple[type[SelectiveAttention], Any]:
-    """A method with the parameters of its file, changed by `words`; a table of heads is a drawn one."""
-    part = from_words([f"method={name}", *words]).method
+    """A method with the parameters of its file, changed by `words`."""
+    return made_of(from_words([f"method={name}", *words]).method)
+
+
+def made_of(part: Choice) -> tuple[type[SelectiveAttention], Any]:
+    """A method; a table of heads is a drawn one."""
     kind = load_class(part)
     drawn = {"heads": "drawn"} if part.params.get("heads") == "auto" else {}
     return kind, build_params(kind, {**part.params, **drawn}, "method")

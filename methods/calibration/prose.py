@@ -6,6 +6,7 @@ Not here: texts of the user's (`tasks/texts.py`).
 """
 
 import re
+from functools import cache
 from sys import version_info
 
 HEADING = re.compile(r"^([*=\-~^]){3,}$")
@@ -19,6 +20,7 @@ def prose_name() -> str:
     return f"pydoc-{version_info.major}.{version_info.minor}"
 
 
+@cache  # 0.1 s, asked for by each run of a process
 def embedded_prose() -> str:
     """The running prose in Python's help topics: no code, no grammar, no headings, no markup."""
     from pydoc_data.topics import topics  # 0.5 MB of text, wanted by embedded tasks only

@@ -22,6 +22,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -231,13 +232,20 @@ class Rows(LazySamples):
     def ids(self, sentence: str) -> list[int]:
         return self.tokenizer.encode(f" {sentence}", add_special_tokens=False)
 
+    @cached_property
+    def encoded(self) -> list[tuple[str, list[int]]]:
+        """All sentences of the long text with their tokens, in one call: one by one takes seconds."""
+        texts = sentences()
+        ids = self.tokenizer([f" {text}" for text in texts], add_special_tokens=False)["input_ids"]
+        return [*zip(texts, ids, strict=True)]
+
     def shuffled(self, name: str, rng: random.Random, n: int) -> list[list[int]]:
         """Sentences of n tokens or more, from a drawn one on; all of them come up before one comes again."""
         known = self.sentences.get(name)
         if known is None:
             labels = {label.lower() for label in MADE.get(name, LABELS[name])}
-            texts = [text for text in sentences() if not any(label in text.lower() for label in labels)]
-            known = [ids for ids in map(self.ids, texts) if len(ids) >= SHORTEST]
+            texts = ((text.lower(), ids) for text, ids in self.encoded if len(ids) >= SHORTEST)
+            known = [ids for text, ids in texts if not any(label in text for label in labels)]
             self.sentences[name] = known
         start, has = rng.randrange(len(known)), sum(map(len, known))
         around = known[start:] + known[:start]

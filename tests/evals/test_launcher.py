@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.types import RunMode
 
 from kvbench.engine.errors import ConfigError
 from kvbench.evals import answer, runner
 from kvbench.evals.batch import answers, reading
+from kvbench.evals.composing import composing
 from kvbench.evals.settings import RayPool, Settings, SlurmPool, settings
 from kvbench.results import read_samples
 from kvbench.tests.tiny_run import CONF, cell, save_tiny
@@ -134,7 +135,7 @@ def test_variants_that_run_out_of_memory_together_are_asked_in_halves(
 
 
 def composed(*words: str) -> Settings:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing(CONF):
         cfg = compose("config", list(words), return_hydra_config=True)
     return settings(cfg, cfg.hydra.runtime.choices)
 
@@ -190,7 +191,7 @@ def test_cells_share_the_files_that_they_are_composed_of_and_nothing_else() -> N
     from hydra._internal.utils import create_config_search_path
     from omegaconf import OmegaConf
 
-    from hydra_plugins.kvbench_launcher import FilesReadOnce
+    from kvbench.evals.composing import FilesReadOnce
 
     words = [f"method={m} ratio={r} task={t}" for m in ("h2o", "full") for r in (0.1, 0.3) for t in ("needle", "pg19")]
     shared, apart = (ConfigLoaderImpl(create_config_search_path(str(CONF))) for _ in range(2))

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from kvbench.engine.errors import ConfigError
+from kvbench.evals.composing import composing
 from kvbench.evals.overrides import check_overrides
 from kvbench.evals.settings import Settings, load_class, settings
 from kvbench.evals.typed import build_params
@@ -33,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def composed(*words: str) -> Settings:
     checked = check_overrides([*words])
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing(CONF):
         cfg = compose("config", checked, return_hydra_config=True)
     return settings(cfg, cfg.hydra.runtime.choices)
 

@@ -9,7 +9,8 @@ import pytest
 
 import kvbench.evals.settings  # noqa: F401  names that files of conf/ use in ${…}
 from kvbench.engine.errors import ConfigError
-from kvbench.evals.overrides import CONF, check_overrides, composition
+from kvbench.evals.composing import composition, hydra_of
+from kvbench.evals.overrides import CONF, check_overrides
 
 
 def refused(*argv: str) -> str:
@@ -199,6 +200,7 @@ def test_what_an_experiment_sweeps_is_checked_too(conf: Path) -> None:
     file.write_text(EXPERIMENT.replace("full,oracle", "full,orcale"))
     assert refused("-m", "+experiment=paper").startswith("no method 'orcale'; did you mean 'oracle'")
     composition.cache_clear()
+    hydra_of.cache_clear()
     file.write_text(EXPERIMENT.replace("ratio: 0.1", "rato: 0.1"))
     assert refused("-m", "+experiment=paper").startswith("no key 'rato'; did you mean 'ratio'")
 

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from kvbench.engine.errors import ConfigError
 from kvbench.evals import models
 from kvbench.evals.batch import reading
+from kvbench.evals.composing import composing
 from kvbench.evals.overrides import CONF, check_overrides
 from kvbench.evals.screen.table import sheet
 from kvbench.evals.settings import Settings, settings
@@ -35,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def composed(*words: str) -> Settings:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing(CONF):
         cfg = compose("config", list(words), return_hydra_config=True)
     return settings(cfg, cfg.hydra.runtime.choices)
 

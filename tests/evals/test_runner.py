@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from kvbench.engine.budget import Budget
 from kvbench.engine.errors import ConfigError
@@ -23,6 +23,7 @@ from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Offloaded
 from kvbench.evals import models, prepare, runner
 from kvbench.evals.batch import reading
+from kvbench.evals.composing import composing
 from kvbench.evals.prepare import SHOWN
 from kvbench.evals.settings import Settings, settings
 from kvbench.methods.dropping import xkv
@@ -77,7 +78,7 @@ def cell(checkpoint: Path, tmp_path: Path) -> Any:
         overrides = [
             "model=any", f"model.id={checkpoint}", "dtype=float32", "device=cpu", f"out={tmp_path / out}", *GRID, *words
         ]  # fmt: skip
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        with composing(ROOT / "conf"):
             cfg = compose("config", overrides, return_hydra_config=True)
         return settings(cfg, names)
 

@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 import kvbench.tasks
 from kvbench.engine.budget import Bytes
 from kvbench.engine.errors import ConfigError
+from kvbench.evals.composing import composing
 from kvbench.evals.overrides import CONF
 from kvbench.evals.settings import Choice, Settings, load_class, settings
 from kvbench.evals.typed import build_params, convert
 
 
 def composed(*words: str) -> Settings:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing(CONF):
         cfg = compose("config", list(words), return_hydra_config=True)
     return settings(cfg, cfg.hydra.runtime.choices)
 

@@ -16,7 +16,7 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.evals.settings import own_class
 from kvbench.methods.base import SelectiveAttention, Variant
 from kvbench.results.names import known
-from kvbench.tests.conformance import METHODS, S, Subject, answers, model, ours
+from kvbench.tests.conformance import FITTED_COMM, METHODS, S, Subject, answers, model, ours
 from kvbench.tests.conformance import subject as made_of
 
 
@@ -55,7 +55,8 @@ def test_the_whole_memory_is_full_attention(name: str) -> None:
 
 @pytest.mark.parametrize("memory", ["1/2", "3/8"])
 @pytest.mark.parametrize(
-    ("name", "comm"), [(name, ours(name).comm) for name in OWN] + [(x, None) for x in OWN if not ours(x).kind.drops]
+    ("name", "comm"),
+    [(x, FITTED_COMM.get(x, "1/16")) for x in OWN] + [(x, None) for x in OWN if not own_class(x).drops],
 )
 def test_every_step_stays_within_the_bytes(name: str, memory: str, comm: str | None) -> None:
     subject = ours(name)
@@ -77,7 +78,7 @@ def test_every_step_stays_within_the_bytes(name: str, memory: str, comm: str | N
     assert summary["within_budget"]
 
 
-@pytest.mark.parametrize("name", [name for name in OWN if ours(name).kind.drops])
+@pytest.mark.parametrize("name", [name for name in OWN if own_class(name).drops])
 def test_a_dropping_method_keeps_as_many_tokens_as_at_that_ratio(name: str) -> None:
     subject = ours(name)
     if subject.kind.n_whole(subject.params, model().shape) or subject.kind.is_query_wide(subject.params):

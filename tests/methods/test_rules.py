@@ -7,9 +7,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from omegaconf import OmegaConf
 
+from kvbench.evals.composing import composing
 from kvbench.evals.overrides import CONF, config_groups
 from kvbench.evals.settings import Choice, choice, load_class
 from kvbench.results.names import known
@@ -20,7 +21,8 @@ import sys
 from omegaconf import open_dict
 from kvbench.engine.errors import ConfigError
 from kvbench.evals.asked import ask
-from kvbench.evals.overrides import CONF, composition
+from kvbench.evals.composing import composition
+from kvbench.evals.overrides import CONF
 from kvbench.evals.settings import settings
 cfg = composition(CONF, ())
 for name, tree in json.load(sys.stdin).items():
@@ -37,7 +39,7 @@ for name, tree in json.load(sys.stdin).items():
 @cache
 def composed(name: str) -> Any:
     """The method's part of a command line that names it."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing(CONF):
         return OmegaConf.to_container(compose("config", [f"method={name}"]).method)
 
 

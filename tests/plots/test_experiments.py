@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.evals.asked import ask_one
+from kvbench.evals.composing import composition
 from kvbench.evals.overrides import CONF, check_overrides
 from kvbench.evals.settings import Choice, Settings, load_class, methods_for, settings
 from kvbench.evals.typed import build_params
@@ -40,8 +40,7 @@ NO_FILE: Any = lambda of, settings: None  # noqa: E731  what is looked up of a m
 def cells(*words: str) -> list[list[str]]:
     """What Hydra's sweeper makes of a command line."""
     checked = [word for word in check_overrides(["-m", *words]) if word != "-m"]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        params = compose("config", checked, return_hydra_config=True).hydra.sweeper.params
+    params = composition(CONF, tuple(checked)).hydra.sweeper.params
     parser = OverridesParser.create()
     swept = parser.parse_overrides([*(f"{key}={value}" for key, value in params.items()), *checked])
     (batch,) = BasicSweeper.split_arguments(swept, None)
@@ -49,8 +48,7 @@ def cells(*words: str) -> list[list[str]]:
 
 
 def composed(cell: list[str]) -> Settings:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", cell, return_hydra_config=True)
+    cfg = composition(CONF, tuple(cell))
     return settings(cfg, cfg.hydra.runtime.choices, is_sweep=True)
 
 

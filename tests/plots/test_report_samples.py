@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
+from kvbench.evals.composing import composing
 from kvbench.evals.overrides import CONF, check_overrides
 from kvbench.evals.settings import settings
 from kvbench.plots.read import Run, load
@@ -99,7 +100,7 @@ def test_many_runs_are_packed_in_pieces_that_hold_all_of_them(tmp_path: Path, mo
 def resolved(given: list[str]) -> dict[str, Any]:
     """What identifies a run, by its command line."""
     checked = check_overrides(given)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing(CONF):
         cfg = compose("config", checked, return_hydra_config=True)
     return settings(cfg, cfg.hydra.runtime.choices).resolved()
 

@@ -9,6 +9,7 @@ import torch
 from kvbench.engine.budget import EVERYTHING, BudgetRequest
 from kvbench.engine.shapes import ModelShape
 from kvbench.evals.overrides import CONF
+from kvbench.evals.settings import own_class
 from kvbench.evals.studies.counts import AT, N_STEPS, Counts, Numbers, count
 from kvbench.evals.studies.hardware import (
     Hardware,
@@ -21,6 +22,7 @@ from kvbench.evals.studies.hardware import (
     read_hardware,
     read_model,
 )
+from kvbench.results.names import known
 
 # Round figures: 10^12 operations and 10^9 bytes a second, no prices but those a test adds.
 PLAIN = Hardware("plain", 1, 1, 1000, 1, 0.5, 1, 1, 1, 0, 0, 0, 0)
@@ -170,10 +172,8 @@ REFUSED = {
     **dict.fromkeys(("dms", "dms_kvzap", "dms_kvzap_kvpress", "simlayerkv_kvpress", "simlayerkv_paper"), "asks for"),
 }
 BUDGETS = {
-    "double_sparsity_paper": ["--budget", "512", "--comm", "1/16"],
-    "random_decode": ["--budget", "2200"],
-    "triattention": ["--budget", "2200"],
-    "triattention_class": ["--budget", "2200"],
+    "double_sparsity_paper": ("budget=512", "comm=1/16"),
+    **dict.fromkeys(("random_decode", "triattention", "triattention_class"), ("budget=2200",)),
 }
 
 
@@ -191,17 +191,19 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_has_a_row_or_one_sentence_that_says_why_not(name: str, small: str, capsys) -> None:
+def budget_of(name: str) -> tuple[str, ...]:
+    takes = own_class(known(name) or name).takes
+    return BUDGETS.get(name, ("ratio=1",) if takes == ("memory",) else ("budget=512",))
+
+
+@pytest.mark.parametrize("budget", sorted({*map(budget_of, METHODS)}), ids=" ".join)
+def test_every_method_has_a_row_or_one_sentence_that_says_why_not(budget: tuple[str, ...], small: str) -> None:
     """Some ended in a traceback: no probe was run, no gate was there, no rotation, and nothing was cut."""
-    kind, _ = method_of(name)
-    budget = BUDGETS.get(name, ["--ratio", "1"] if kind.takes == ("memory",) else ["--budget", "512"])
-    code = main(["--model", small, "--on", "h100", "--methods", name, "--lengths", "2048", *budget])
-    out, err = capsys.readouterr()
-    if name in REFUSED:
-        assert code == 2 and err.startswith(f"error: {name}: ") and err.count("\n") == 1 and REFUSED[name] in err
-    else:
-        assert code == 0 and not err and "2,048" in out
+    names = [name for name in METHODS if budget_of(name) == budget]
+    rows, left_out = answer(Question(["h100"], small, names, [2048], budget, 1))
+    why = dict(line.split(": ", 1) for line in left_out)
+    assert why.keys() == REFUSED.keys() & {*names} and len(rows) == len(names) - len(why)
+    assert all(REFUSED[name] in sentence and "\n" not in sentence for name, sentence in why.items())
 
 
 def rows_of(model: str, names: list[str], *budget: str, s: int = 2048) -> list[dict[str, Any]]:
