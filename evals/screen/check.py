@@ -294,7 +294,7 @@ def converted(cache: Path, file: Path) -> bool:
 def models() -> Table:
     """Each shipped model that is here, and its longest prompt; the others by their names."""
     load = import_module("kvbench.engine.checkpoints.load")
-    width = import_module("kvbench.engine.width")
+    width = import_module("kvbench.engine.books.width")
     kind = load.resolve_dtype("auto", "auto")
     rows, others = list[list[str]](), list[str]()
     for model in shipped():
@@ -315,7 +315,7 @@ def models() -> Table:
 
 def longest(model: Shipped) -> int:
     """Tokens of the longest prompt that fits now, as runs plan with memory."""
-    load, width = import_module("kvbench.engine.checkpoints.load"), import_module("kvbench.engine.width")
+    load, width = import_module("kvbench.engine.checkpoints.load"), import_module("kvbench.engine.books.width")
     element_bytes = ELEMENT_BYTES[load.resolve_dtype("auto", "auto")]
     return fits.longest(model.shape, model.n_weights, free_bytes(), element_bytes, width.SHARE, width.PASS_VALUES)
 
@@ -382,7 +382,7 @@ def has_gpu() -> bool:
 
 def free_bytes() -> int:
     """What a model may take, where it would be loaded."""
-    torch, width = import_module("torch"), import_module("kvbench.engine.width")
+    torch, width = import_module("torch"), import_module("kvbench.engine.books.width")
     return width.free_bytes(torch.device("cuda:0" if has_gpu() else "cpu"))
 
 

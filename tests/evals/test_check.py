@@ -190,7 +190,7 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(
 
 def test_too_little_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("kvbench.engine.width.free_bytes", lambda device: GB // 2)
+    monkeypatch.setattr("kvbench.engine.books.width.free_bytes", lambda device: GB // 2)
     code, text, _ = screen(capsys)
     assert code == 1
     assert "needs about 2 GB of free memory and 0.5 GB are free" in text.splitlines()[-1]
