@@ -11,6 +11,7 @@ from fractions import Fraction
 from time import process_time
 
 from kvbench.benchmarks.paired import measure, record
+from kvbench.engine.batch import Batch
 from kvbench.engine.budget import EVERYTHING, BudgetRequest
 from kvbench.engine.checkpoints.load import load
 from kvbench.engine.decode import decode
@@ -18,7 +19,6 @@ from kvbench.engine.model import Model
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
 from kvbench.engine.turns.state import fork_of
-from kvbench.engine.turns.talk import Talk
 from kvbench.evals.settings import from_words, load_class
 from kvbench.evals.typed import build_params
 from kvbench.methods.base import SelectiveAttention, Variant
@@ -56,17 +56,17 @@ def bench_feed(model: Model, ids: list[int], s: int, dtype: str, n: int) -> None
         rows, feed = rows_of(trace, some, 2 * FEED), ids[s : s + FEED]
 
         def read(how: str) -> float:
-            talk = Talk(model, trace, [fork_of(row) for row in rows])
-            talk.read([[5]] * len(rows))  # what waits for the first step is no part of it
+            batch = Batch(model, trace, [fork_of(row) for row in rows])
+            batch.read([[5]] * len(rows))  # what waits for the first step is no part of it
             start = process_time()
-            talk.read([feed] * len(rows), how)
+            batch.read([feed] * len(rows), how)
             return process_time() - start
 
         if dtype == "float32":
-            talks = [Talk(model, trace, [fork_of(row) for row in rows]) for _ in range(2)]
+            batches = [Batch(model, trace, [fork_of(row) for row in rows]) for _ in range(2)]
             first, other = (
-                talk.read([feed] * len(rows), how).argmax(-1)
-                for talk, how in zip(talks, ("compressed", "tokenwise"), strict=True)
+                batch.read([feed] * len(rows), how).argmax(-1)
+                for batch, how in zip(batches, ("compressed", "tokenwise"), strict=True)
             )
             assert first.tolist() == other.tolist(), "a feed in one pass is not the feed step by step"
         pairs = measure(lambda: read("tokenwise"), lambda: read("compressed"), n)
@@ -90,8 +90,8 @@ def bench_questions(model: Model, ids: list[int], s: int, dtype: str, n: int) ->
         trace = prefill(model, ids[:s], [what for one in some for what in one.observations])
         rows = rows_of(trace, some, n_new)
         asked = [(row, feed) for feed in feeds for row in rows]
-        talk = Talk(model, trace, [fork_of(row) for row, _ in asked])
-        talk.answer(talk.read([feed for _, feed in asked]), [N_ANSWER] * len(asked))
+        batch = Batch(model, trace, [fork_of(row) for row, _ in asked])
+        batch.answer(batch.read([feed for _, feed in asked]), [N_ANSWER] * len(asked))
         return process_time() - start
 
     with model.hooked():

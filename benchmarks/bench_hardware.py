@@ -26,11 +26,12 @@ import torch
 from kvbench.benchmarks.paired import RESULTS
 from kvbench.engine.budget import EVERYTHING, BudgetRequest
 from kvbench.engine.checkpoints.load import load
-from kvbench.engine.decode import attend_group, decode
+from kvbench.engine.decode import decode
 from kvbench.engine.model import Model
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
 from kvbench.engine.softmax import Softmax
+from kvbench.engine.step import attend_group
 from kvbench.evals.studies.counts import Numbers, count
 from kvbench.evals.studies.hardware import Hardware, layers_of, method_of, predict
 from kvbench.kernels.topk import top_stable
@@ -101,11 +102,11 @@ def read_rate(here: Here) -> float:
         for layer in shape.attention_layers:
             row.build(layer)
         times = []
-        for step in range(1, 31):
+        for _ in range(30):
             q, k_new, v_new = (torch.randn(1, h, 1, shape.d_h).to(model.dtype) for h in heads)
             start = clock()
             for layer in shape.attention_layers:
-                attend_group(kind, [row], layer, q, k_new, v_new, Softmax(shape.d_h**-0.5), step)
+                attend_group(kind, [row], layer, q, k_new, v_new, Softmax(shape.d_h**-0.5))
             times.append(clock() - start)
         seconds[s] = statistics.median(times[5:])
     n_bytes = 7 * SHORT * 2 * shape.h_kv * shape.d_h * model.dtype.itemsize * shape.n_layers

@@ -22,13 +22,14 @@ from hydra import compose, initialize_config_dir
 from kvbench.benchmarks.paired import measure, record
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.checkpoints.load import load
-from kvbench.engine.decode import attend_group, decode
+from kvbench.engine.decode import decode
 from kvbench.engine.model import Model
 from kvbench.engine.observe import Observation
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
+from kvbench.engine.step import attend_group
 from kvbench.evals.overrides import CONF
 from kvbench.evals.settings import load_class, settings
 from kvbench.evals.typed import build_params
@@ -117,14 +118,14 @@ class OneLayer:
             q, k, v = (self.normal(heads, 1).bfloat16() for heads in (32, 8, 8))
             self.t[name] = self.t.get(name, 0) + 1
             start = self.now()
-            attend_group(kind, [made], self.LAYER, q, k, v, Softmax(128**-0.5), self.t[name])
+            attend_group(kind, [made], self.LAYER, q, k, v, Softmax(128**-0.5))
             total += self.now() - start
         return total / CALLS
 
     def output(self, made: SelectiveAttention) -> torch.Tensor:
         draw = torch.Generator().manual_seed(1)
         q, k, v = (torch.randn(1, h, 1, 128, generator=draw).bfloat16() for h in (32, 8, 8))
-        return attend_group(type(made), [made], self.LAYER, q, k, v, Softmax(128**-0.5), 1)[0]
+        return attend_group(type(made), [made], self.LAYER, q, k, v, Softmax(128**-0.5))[0]
 
 
 def bench_layer(

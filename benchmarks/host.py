@@ -33,8 +33,8 @@ if __name__ == "__main__":  # before Triton's kernels are imported
 import torch
 from torch import Tensor
 
+import kvbench.engine.batch
 import kvbench.engine.causal
-import kvbench.engine.decode
 from kvbench.benchmarks.launches import config_of, read
 from kvbench.benchmarks.pretend.cuda import Machine, functions
 from kvbench.engine.books.unwritten import Unwritten
@@ -107,7 +107,7 @@ def microseconds(worked: Callable[[], float], method: str, n_rows: int, n_steps:
     """Of the host, for a layer of a step: the median over steps, each the mean of its layers; of all steps' books."""
     model = load_random("small", config_of(N_LAYERS), dtype="bfloat16", device="cuda")
     spent, calls, books = [0.0], [0], [0.0]
-    attend, settle = kvbench.engine.decode.attend_groups, Unwritten.settle
+    attend, settle = kvbench.engine.batch.attend_groups, Unwritten.settle
 
     def timed(*args: Any) -> Tensor:
         start, before = perf_counter(), worked()
@@ -127,7 +127,7 @@ def microseconds(worked: Callable[[], float], method: str, n_rows: int, n_steps:
     with model.hooked(), without_kernels():
         trace, rows = read(model, method, n_rows, WARM + n_steps)
         gc.freeze()  # the collector goes over all that there is, torch too, now and then: a fifth of a second
-        with patch.object(kvbench.engine.decode, "attend_groups", timed), patch.object(Unwritten, "settle", settled):
+        with patch.object(kvbench.engine.batch, "attend_groups", timed), patch.object(Unwritten, "settle", settled):
             decode(model, trace, rows, max_new_tokens=WARM + n_steps + 1, on_step=on_step)
     n_layers = calls[0] / (len(spent) - 1)
     return 1e6 * statistics.median(spent[WARM:-1]) / n_layers, 1e6 * books[0] / calls[0]

@@ -300,3 +300,23 @@ def attend_own(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chu
         return out.reshape(n, h, 1, -1)
     out, lse = weighed(soft.bent(grouped.float() @ k.float().mT), v, q.dtype)
     return soft.finish(out.reshape(n, h, 1, -1), lse.reshape(n, h, 1))[0]
+
+
+def attend_own_past(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None, start: int) -> Tensor:
+    """Attention of several tokens from `start` on in a layer that is left as it is.
+
+    Its cache ends with their own keys.
+    """
+    m, s = q.shape[2], k.shape[2]
+    grouped = [x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)]
+    ends = torch.arange(start, start + m, device=q.device).unsqueeze(1)
+    positions = torch.arange(start + m - s, start + m, device=q.device)
+    seen = positions <= ends
+    if isinstance(window, Chunk):
+        seen &= positions // window.n == ends // window.n
+    elif window is not None:
+        seen &= ends - positions < window
+    if soft.is_plain:
+        return torch.nn.functional.scaled_dot_product_attention(q, *grouped, attn_mask=seen, scale=soft.scale)
+    hidden = torch.zeros(seen.shape, device=q.device).masked_fill_(~seen, -torch.inf)
+    return soft.finish(*weighed(soft.logits(q, grouped[0]) + hidden, grouped[1], q.dtype))[0]

@@ -5,7 +5,7 @@ compressed layers hand K and V through, and keyword arguments that reach the att
 window or without softmax attention keep the cache layer that transformers gives them. While a row looks ahead, hooks
 on the attention modules note what each is called with, for that step alone.
 
-Not here: what the attention does (`engine/prefill.py`, `engine/decode.py`), where the model comes from
+Not here: what the attention does (`engine/prefill.py`, `engine/batch.py`), where the model comes from
 (`engine/checkpoints/load.py`).
 """
 
@@ -24,10 +24,10 @@ from kvbench.engine.causal import Chunk
 from kvbench.engine.checkpoints.choosing import CHOICES
 from kvbench.engine.checkpoints.kinds import INSTEAD, SAID, backbone, changes, number_of, survey
 from kvbench.engine.errors import ConfigError, first_line
-from kvbench.engine.latents import ByHeads, Latent
 from kvbench.engine.machine import is_out_of_memory
 from kvbench.engine.passes.chosen import HearsChoices, attend_seen, seen_by
 from kvbench.engine.passes.graphs import StepGraphs
+from kvbench.engine.passes.latents import ByHeads, Latent
 from kvbench.engine.passes.rotations import forget_text, remembering, rotary_dims, rotations, switching_length, unmoved
 from kvbench.engine.passes.session import Call, Session, ThinnedSession, Turn
 from kvbench.engine.shapes import Checkpoint, ModelShape

@@ -15,16 +15,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvbench.engine.books.clock import synchronize
+from kvbench.engine.batch import refuse_switch
 from kvbench.engine.books.spans import span
+from kvbench.engine.books.stopwatch import synchronize
 from kvbench.engine.causal import Chunk, causal
-from kvbench.engine.decode import refuse_switch
 from kvbench.engine.errors import ConfigError, NotFiniteError, first_line
-from kvbench.engine.latents import ByHeads, Latent
 from kvbench.engine.model import Model
 from kvbench.engine.observe import ModelFact, Observation
 from kvbench.engine.passes.chunks import in_chunks
 from kvbench.engine.passes.evicting import Evicting
+from kvbench.engine.passes.latents import ByHeads, Latent
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.row import Variant
 from kvbench.engine.sampling.finite import REMEDY

@@ -26,7 +26,6 @@ class Held:
     rows: Sequence[Row]
     parts: Sequence[list[Part]]
     changes: Sequence[tuple[Row, Change]]
-    step: int | None
 
 
 def end(layer: int, held: Held) -> None:
@@ -34,7 +33,7 @@ def end(layer: int, held: Held) -> None:
     for row, change in held.changes:
         row.store.change(layer, change)
     for row in held.rows:
-        row.store.close(layer, held.step)
+        row.store.close(layer)
 
 
 class Readers:

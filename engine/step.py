@@ -1,7 +1,7 @@
-"""A step of one layer for rows of one class: the current token is taken in, what else is attended to is found and
-fetched, and behind attention tokens leave as each row says.
+"""A step of one layer: the current token is taken in, what else is attended to is found and fetched, and after
+attention tokens leave as each row says. Rows stand by class, each of which works on all of its rows at once.
 
-Not here: which tokens (`methods`), the loop over steps (`engine/decode.py`), all rows' memory at once
+Not here: which tokens (`methods`), the loop over steps (`engine/batch.py`), all rows' memory at once
 (`engine/rows.py`).
 """
 
@@ -9,12 +9,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvbench.engine.attend import Part
+from kvbench.engine.attend import Part, attend_rows
+from kvbench.engine.books.audit import count_parts
 from kvbench.engine.books.spans import span
+from kvbench.engine.layouts.steady import Steady
 from kvbench.engine.placement import Change
+from kvbench.engine.readers import Held, Readers, end
 from kvbench.engine.row import Row
 from kvbench.engine.rows import append_rows, fetch_rows
 from kvbench.engine.selection import Selection, selection
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.fast import takes
 
 
 def step_rows(
@@ -75,3 +80,70 @@ def cut(row: Row) -> None:
     """Between two steps, once all layers are through: tokens leave as the row says, layer by layer."""
     for layer, change in row.after_step():
         row.store.change(layer, change)
+
+
+def attend_groups(
+    groups: Sequence[tuple[type[Row], slice]], rows: Sequence[Row], layer: int,
+    q: Tensor, k: Tensor, v: Tensor, soft: Softmax, readers: Readers | None = None, steady: Steady | None = None,
+) -> Tensor:  # fmt: skip
+    """One layer of one step for rows that stand by class: their parts, attention, the books; (n, h, 1, d_h).
+
+    Where other layers read this one's K and V, `readers` ends its step; `steady` is what kernels were told at the last
+    ones.
+    """
+    again = steady is not None and steady.holds(q)
+    if steady is not None and again and steady.is_still:
+        return steady.take_step(q, k, v, soft)
+    is_read = readers is not None and layer in readers.last
+    resident, parts = list[list[Part]](), list[list[Part]]()
+    out, weights = None, list[Tensor | None]([None] * len(rows))
+    with span("append", layer):
+        if steady is not None and again:
+            steady.append(k, v)
+        else:
+            append_rows([row.store[layer] for row in rows], k, v)
+            resident = residents(groups, rows, layer, q)
+    fetched = [part for kind, at in groups for part in fetched_rows(kind, rows[at], layer, q[at])]
+    with span("attention", layer):
+        if steady is not None and again:
+            out = steady.attend(q, fetched, soft)
+        if out is None:
+            parts = [
+                [*own, *more] for own, more in zip(resident or residents(groups, rows, layer, q), fetched, strict=True)
+            ]
+            count_parts(rows, layer, parts)
+            out, weights = attend_rows(q, parts, soft, [row.wants_weights for row in rows], rows[0].store[layer].work)
+            if steady is not None:
+                steady.tell(parts, fetched, q)
+    with span("after", layer):
+        for i, row in enumerate(rows):
+            if (queries := row.store[layer].queries) is not None:
+                queries.push(q, i)
+        on_gpu = takes("evict", q.device) and not is_read  # where a kernel evicts at once
+        changes: list[tuple[Row, Change]] = []
+        for kind, at in groups:
+            changes += behind_rows(kind, rows[at], layer, out if len(groups) == 1 else out[at], weights[at], on_gpu)
+        if steady is not None:
+            steady.forget() if changes else steady.learn()
+        held = Held(rows, parts, changes)
+        if readers is not None:
+            readers.hold(layer, held)
+        else:
+            end(layer, held)
+    return out
+
+
+def residents(
+    groups: Sequence[tuple[type[Row], slice]], rows: Sequence[Row], layer: int, q: Tensor
+) -> list[list[Part]]:  # fmt: skip
+    """What each row attends to without a fetch."""
+    return [own for kind, at in groups for own in kind.resident_rows(rows[at], layer, q[at])]
+
+
+def attend_group(
+    kind: type[Row], rows: Sequence[Row], layer: int,
+    q: Tensor, k: Tensor, v: Tensor, soft: Softmax,
+) -> list[Tensor]:  # fmt: skip
+    """`attend_groups` for rows of one class; (1, h, 1, d_h) each."""
+    out = attend_groups([(kind, slice(0, len(rows)))], rows, layer, q, k, v, soft)
+    return [out[i : i + 1] for i in range(len(rows))]

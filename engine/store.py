@@ -173,10 +173,10 @@ class Store:
 
     # The books.
 
-    def close(self, layer: int, step: int | None = None) -> None:
-        """End the layer's step, by default that of its newest token: its entry goes into the ledger."""
+    def close(self, layer: int) -> None:
+        """End the layer's step, that of its newest token: its entry goes into the ledger."""
         at, ledger = self.layers[layer], self.books  # which the layers complete
-        ledger.append(at.close(at.n_seen - at.s_prompt if step is None else step))
+        ledger.append(at.close(at.n_seen - at.s_prompt))
         if at.meter.owed is not None:
             owe(ledger, at.meter)
         if (correct := at.correction()) is not None:

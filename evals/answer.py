@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 
+from kvbench.engine.batch import Answer
 from kvbench.engine.books.spans import recording
 from kvbench.engine.books.width import room_bytes, waves
-from kvbench.engine.decode import Answer
 from kvbench.engine.errors import LengthError, NotFiniteError, one_line
 from kvbench.engine.machine import free_memory, is_out_of_memory
 from kvbench.engine.model import Model

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from kvbench.engine.attend import Part
 from kvbench.engine.books.audit import count_parts
-from kvbench.engine.decode import attend_groups
 from kvbench.engine.observe import ModelFact
 from kvbench.engine.readers import Held, end
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
-from kvbench.engine.step import behind_rows, step_rows
+from kvbench.engine.step import attend_groups, behind_rows, step_rows
 from kvbench.serving.order import DROPPING, Order, Unserved
 from kvbench.serving.pages import Pages
 from kvbench.serving.pagestore import PageStore, PageTrace
@@ -117,7 +116,7 @@ class Reader:
     def behind(self, layer: int, out: Tensor) -> None:
         """What such a token's step leaves."""
         changes = behind_rows(type(self.row), [self.row], layer, out, [None])
-        end(layer, Held([self.row], [], changes, None))
+        end(layer, Held([self.row], [], changes))
 
     def books(self) -> dict[str, Any]:
         """The ledger as a line of samples.jsonl has it."""

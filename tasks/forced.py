@@ -1,7 +1,7 @@
 """Teacher forcing: every variant reads the same given continuation, token by token, through its compressed cache.
 
 Most tasks score the text that a variant writes. A `ForcedTask` knows the continuation in advance: its `watch` looks on
-while rows decode (`kvbench.engine.decode.Watch`) and gives the outcome of each variant at the end. All variants read
+while rows decode (`kvbench.engine.batch.Watch`) and gives the outcome of each variant at the end. All variants read
 the same tokens, so they can be compared step by step, whatever they would have written themselves.
 
 The prefill predicts the first token of a continuation, for all variants alike and without any compression; that token
@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from kvbench.engine.decode import Watch, decode
+from kvbench.engine.batch import Watch
+from kvbench.engine.decode import decode
 from kvbench.engine.errors import ConfigError, NotFiniteError
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill

@@ -35,9 +35,10 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from kvbench.engine.books.clock import synchronize
+from kvbench.engine.batch import Answer
 from kvbench.engine.books.spans import Record, recording
-from kvbench.engine.decode import Answer, Decoded, decode
+from kvbench.engine.books.stopwatch import synchronize
+from kvbench.engine.decode import Decoded, decode
 from kvbench.engine.errors import ConfigError, NotFiniteError
 from kvbench.engine.model import Model
 from kvbench.engine.passes.probe import probe

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from kvbench.engine.books import occupied
-from kvbench.engine.books.clock import synchronize
+from kvbench.engine.books.stopwatch import synchronize
 from kvbench.engine.books.width import SHARE
 from kvbench.engine.decode import decode
 from kvbench.engine.machine import free_bytes, machine_bytes

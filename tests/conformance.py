@@ -32,7 +32,7 @@ from kvbench.engine.attend import Part
 from kvbench.engine.books.audit import check_skips, listed, tokens_and_pseudo, uncounted_bytes
 from kvbench.engine.books.ledger import Entry
 from kvbench.engine.budget import COUNTS, ELEMENT_BYTES, BudgetRequest, find_bytes, parse_fraction, token_bytes
-from kvbench.engine.decode import attend_group, decode
+from kvbench.engine.decode import decode
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.keeping import Keeping
 from kvbench.engine.layouts.fetching import Fetching
@@ -42,6 +42,7 @@ from kvbench.engine.passes.probe import probe
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Placement, Ragged
 from kvbench.engine.prefill import prefill
+from kvbench.engine.step import attend_group
 from kvbench.engine.turns.state import fork_of
 from kvbench.evals import outside
 from kvbench.evals.overrides import config_groups
@@ -316,7 +317,7 @@ def counting() -> Iterator[None]:
         for row, own in zip(rows, parts, strict=True):
             row.n_read[layer] = tokens_and_pseudo(own, row.trace.shape.h)
 
-    with patch("kvbench.engine.decode.count_parts", count_parts):
+    with patch("kvbench.engine.step.count_parts", count_parts):
         yield
 
 
@@ -446,7 +447,7 @@ def layer_reads_what_it_counts(row: SelectiveAttention, layer: int) -> None:
     def outcome() -> tuple[Tensor, Tensor, Entry]:
         fork = fork_of(row)
         fork.q_ahead, fork.x_now = q, x
-        out = attend_group(type(fork), [fork], layer, q, k, v, trace.softmax[layer], 1)[0]
+        out = attend_group(type(fork), [fork], layer, q, k, v, trace.softmax[layer])[0]
         return out, fork.store[layer].attended(), fork.store.ledger.entries[-1]
 
     def differs_with(x: Tensor, where: Tensor) -> bool:

@@ -1,5 +1,5 @@
 """Run reference vectors through the code that runs use: a trace made of arrays, steps through
-`kvbench.engine.decode`."""
+`kvbench.engine.step`."""
 
 import json
 from dataclasses import replace
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.caches.blocks import BlockCacheSpec
-from kvbench.engine.decode import attend_group
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
+from kvbench.engine.step import attend_group
 from kvbench.methods.base import SelectiveAttention
 
 Check = tuple[str, str | None]  # a case's name, and what differs (None: nothing)
@@ -70,7 +70,7 @@ def built(row: SelectiveAttention) -> Any:
 
 def step(row: SelectiveAttention, q: Tensor, k: Tensor, v: Tensor, t: int = 1, layer: int = 0) -> Tensor:
     """One decode step of one layer, (1, h, 1, d_h)."""
-    return attend_group(type(row), [row], layer, q, k, v, row.trace.softmax[layer], t)[0]
+    return attend_group(type(row), [row], layer, q, k, v, row.trace.softmax[layer])[0]
 
 
 def at(x: np.ndarray, position: int) -> Tensor:

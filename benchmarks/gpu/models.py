@@ -28,8 +28,8 @@ from torch import Tensor
 
 from kvbench.benchmarks.gpu.results import Result
 from kvbench.benchmarks.launches import BUDGETS, OF_CODES, config_of, read
-from kvbench.engine.books.clock import synchronize
 from kvbench.engine.books.ledger import INDEX_READ, MOVED, Entry
+from kvbench.engine.books.stopwatch import synchronize
 from kvbench.engine.budget import ELEMENT_BYTES, EVERYTHING, BudgetRequest, token_bytes
 from kvbench.engine.checkpoints.load import load_random
 from kvbench.engine.decode import decode

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvbench.benchmarks.gpu.__main__ import REQUEST, SMALL_LENGTHS, SMALL_REQUEST, small_or_llama
 from kvbench.benchmarks.gpu.models import method_of, request_of, sample_of
-from kvbench.engine.books.clock import synchronize
+from kvbench.engine.books.stopwatch import synchronize
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.decode import decode
 from kvbench.engine.errors import ConfigError

@@ -1,4 +1,6 @@
-"""CUDA graphs that do their operators again: what was captured has numbers only after it was replayed.
+"""CUDA graphs that do their operators and kernels again: what was captured has numbers only after it was replayed.
+
+While it is captured nothing is written to what was there before.
 
 Not here: operators (`benchmarks/pretend/tensors.py`).
 """
@@ -18,7 +20,7 @@ from kvbench.benchmarks.pretend.cuda import Machine
 
 @dataclass
 class Tape:
-    """What was captured: each operator, its arguments, and the numbers that it made."""
+    """What was captured: each operator or kernel, its arguments, and the numbers that it made."""
 
     machine: Machine
     work: list[tuple[Callable[[], Any], list[Tensor]]] = field(default_factory=list)

@@ -163,8 +163,12 @@ def dispatch(machine: Machine, func: Any, args: Any, kwargs: Any) -> Any:
     inner_kwargs = {k: v for k, v in tree_map(unwrapped, kwargs).items() if k != "pin_memory"}
     if device is not None:
         inner_kwargs["device"] = torch.device("cpu")
-    out = func(*inner_args, **inner_kwargs)
-    capture(machine, lambda: func(*inner_args, **inner_kwargs), [x.inner for x in far], out)
+    if machine.tape is not None and func._schema.is_mutable:  # what lies there stays until the graph is replayed
+        machine.tape.add(lambda: func(*inner_args, **inner_kwargs), [])
+        out = inner_kwargs.get("out", inner_args[0])
+    else:
+        out = func(*inner_args, **inner_kwargs)
+        capture(machine, lambda: func(*inner_args, **inner_kwargs), [x.inner for x in far], out)
     if name in FROM_ANOTHER and device is not None and not is_cuda(device):
         return out  # made on the host after a tensor of the device
     if launches(func, name, far, out):
@@ -289,8 +293,10 @@ def copy_(machine: Machine, target: Tensor, source: Tensor, non_blocking: bool) 
     else:
         machine.note("copy from pageable memory", x.nbytes)
         machine.stream(target.device).settle(next(machine.ticks))
-    to.copy_(x)
-    capture(machine, lambda: to.copy_(x), [to, x], to)
+    if machine.tape is None:
+        to.copy_(x)
+    else:
+        machine.tape.add(lambda: to.copy_(x), [])
     return target
 
 
@@ -314,8 +320,16 @@ def launch(machine: Machine, name: str, run: Any, args: Any, kwargs: Any) -> Non
             if not machine.is_pinned(x):
                 raise ValueError(f"Pointer argument of {name} cannot be accessed from Triton (cpu tensor?)")
             machine.stream().land()
-    with _disable_current_modes():
-        run(*(unwrapped(x) for x in args), **{k: unwrapped(x) for k, x in kwargs.items()})
+    inner, named = [unwrapped(x) for x in args], {k: unwrapped(x) for k, x in kwargs.items()}
+
+    def go() -> None:
+        with _disable_current_modes():
+            run(*inner, **named)
+
+    if machine.tape is None:
+        go()
+    else:
+        machine.tape.add(go, [])
 
 
 def flash_of_prompt(machine: Machine, index: int, args: Any, kwargs: Any) -> Any:

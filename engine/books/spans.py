@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from kvbench.engine.books.clock import between, now
+from kvbench.engine.books.stopwatch import between, now
 
 T = TypeVar("T")
 

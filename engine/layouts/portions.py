@@ -4,7 +4,7 @@ On an accelerator what kernels were told at a step holds for the next one where 
 tokens and search as they did (`engine/layouts/steady.py`). A row that does more, such as one that evicts by the weights
 of each step, would have them all told anew. So these rows stand behind the others, with launches of their own.
 
-Not here: a step of a portion (`engine/decode.py`).
+Not here: a step of a portion (`engine/step.py`).
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from kvbench.kernels.scratch import Scratch
 class Portion:
     """Rows that stand beside each other in a batch, and what kernels were told of them."""
 
-    def __init__(self, rows: Sequence[Row], start: int = 0) -> None:
-        self.rows, self.at, self.groups = rows, slice(start, start + len(rows)), runs_of(rows)
+    def __init__(self, rows: Sequence[Row], apart: Sequence[int], start: int = 0) -> None:
+        self.rows, self.at, self.groups = rows, slice(start, start + len(rows)), runs(rows, apart)
         self.steady: dict[int, Steady] = {}  # by layer
         self.scratch, self.unwritten = Scratch(), Unwritten([row.store for row in rows])  # of steps that are alike
 
@@ -30,21 +30,22 @@ class Portion:
         return self.steady[layer] if self.steady[layer].is_of_use else None
 
 
-def runs_of(rows: Sequence[Row]) -> list[tuple[type[Row], slice]]:
-    """Rows of one class that stand beside each other."""
+def runs(rows: Sequence[Row], apart: Sequence[int]) -> list[tuple[type[Row], slice]]:
+    """Rows of one class that stand beside each other, so many tokens apart, and can be worked on together."""
     found: list[tuple[type[Row], slice]] = []
     start = 0
     for i in range(1, len(rows) + 1):
-        if i == len(rows) or type(rows[i]) is not type(rows[start]):
+        if i == len(rows) or type(rows[i]) is not type(rows[start]) or apart[i] != apart[start]:
             found.append((type(rows[start]), slice(start, i)))
             start = i
     return found
 
 
-def portions_of(rows: Sequence[Row], are_steady: Sequence[bool]) -> list[Portion]:
+def portions_of(rows: Sequence[Row], apart: Sequence[int], are_steady: Sequence[bool]) -> list[Portion]:
     """Rows that may take steady steps, which stand first, and the others."""
     n = sum(are_steady)
-    return [Portion(rows[at], at.start) for at in (slice(0, n), slice(n, len(rows))) if at.start < at.stop]
+    some = [slice(0, n), slice(n, len(rows))]
+    return [Portion(rows[at], apart[at], at.start) for at in some if at.start < at.stop]
 
 
 def may_be_steady(row: Row) -> bool:

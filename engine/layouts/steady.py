@@ -295,7 +295,7 @@ class Steady:
         if self.places is not None:
             self.places.take(k_new, v_new, self.age)
 
-    def take_step(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, step: int | None) -> Tensor:
+    def take_step(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
         """The whole step, where it holds and rows do nothing but take in their tokens and search as they did."""
         n = q.shape[0]  # which `len` takes longer to say
         brought: list[list[Tensor]] = []
@@ -322,11 +322,11 @@ class Steady:
         for queries, i in self.rings:
             queries.push(q, i)
         self.newest = k, v
-        self.unwritten.add(self.write, step, self.age, brought)
+        self.unwritten.add(self.write, self.age, brought)
         self.n_settled = self.unwritten.n_settled
         return out
 
-    def write(self, step: int | None, age: int, brought: list[list[Tensor]]) -> None:
+    def write(self, age: int, brought: list[list[Tensor]]) -> None:
         """Bring such a step into the books."""
         index, rows, brought = self.index, self.rows, [*brought]
         for at in self.layers:
@@ -341,7 +341,7 @@ class Steady:
         if self.learner is not None:
             self.learner.write(age)
         for row in rows:
-            row.store.close(index, step)
+            row.store.close(index)
 
     def attend(self, q: Tensor, fetched: Sequence[Sequence[Part]], soft: Softmax) -> Tensor | None:
         """Attention of all rows; None where more is new than positions, and the step is one of its own kind."""

@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvbench.engine.books.clock import asked_so_far
 from kvbench.engine.books.spans import following, span
+from kvbench.engine.books.stopwatch import asked_so_far
 from kvbench.engine.passes.streams import stream_for
 
 T = TypeVar("T")

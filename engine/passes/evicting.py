@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvbench.engine.attend import attend_own_past
 from kvbench.engine.books.spans import span
 from kvbench.engine.causal import Chunk, over_past, whole
 from kvbench.engine.layouts.kept import kept_mask
@@ -26,7 +27,6 @@ from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Placement
 from kvbench.engine.row import Variant
 from kvbench.engine.softmax import Softmax
-from kvbench.engine.turns.talk import attend_own_past
 from kvbench.kernels.column_sums import rows_per_block
 from kvbench.kernels.gather import gather_tokens, move_both
 from kvbench.kernels.scratch import finest

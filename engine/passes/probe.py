@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvbench.engine.books.clock import synchronize
 from kvbench.engine.books.spans import span
+from kvbench.engine.books.stopwatch import synchronize
 from kvbench.engine.causal import Chunk, over_past, whole
 from kvbench.engine.passes.trace import Probed, Trace
 from kvbench.engine.softmax import Softmax

@@ -1,6 +1,6 @@
 """Who answers a model's attention calls, what such a call was given, and a model as those see it who run it.
 
-Not here: the model (`engine/model.py`), its sessions (`engine/prefill.py`, `engine/decode.py`).
+Not here: the model (`engine/model.py`), its sessions (`engine/prefill.py`, `engine/batch.py`).
 """
 
 from collections.abc import Callable

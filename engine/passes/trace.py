@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from kvbench.engine.books.clock import synchronize
 from kvbench.engine.books.spans import span
-from kvbench.engine.latents import Latent
+from kvbench.engine.books.stopwatch import synchronize
 from kvbench.engine.passes.homes import Homes
+from kvbench.engine.passes.latents import Latent
 from kvbench.engine.passes.session import Call, Turn
 from kvbench.engine.passes.streams import NO_HOMES, sent_home
 from kvbench.engine.shapes import ModelShape

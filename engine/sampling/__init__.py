@@ -1,4 +1,4 @@
 """How an answer's tokens are chosen: the likeliest, or drawn.
 
-Not here: the steps (`engine/decode.py`).
+Not here: the steps (`engine/batch.py`).
 """

@@ -1,6 +1,6 @@
 """What answers are made to say: a `Cue`.
 
-Not here: who interrupts (`methods`), the step loop (`engine/decode.py`).
+Not here: who interrupts (`methods`), the step loop (`engine/batch.py`).
 """
 
 from collections.abc import Sequence

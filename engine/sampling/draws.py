@@ -9,7 +9,7 @@ with it, so that nobody waits for it. A row's largest logit is NaN where any is,
 nothing is left to choose. So many times nothing is added to its token, which becomes NaN then. Checked on the logits
 and not on what they choose: an argmax of NaN is a token as any other.
 
-Not here: seeds (`engine/sampling/spec.py`), what happens to a row that chooses nothing (`engine/decode.py`).
+Not here: seeds (`engine/sampling/spec.py`), what happens to a row that chooses nothing (`engine/batch.py`).
 """
 
 from collections.abc import Sequence

@@ -5,14 +5,15 @@ fetch is selected for all of them and attended to in one call. The books get an 
 alone.
 
 Not here: which rows may (`methods/base.py`), rows of which each token changes what the next one finds
-(`engine/turns/talk.py`).
+(`engine/batch.py`).
 """
 
 import torch
 from torch import Tensor
 
-from kvbench.engine.attend import Part
+from kvbench.engine.attend import Part, attend_rows
 from kvbench.engine.causal import fused, over_past, weighed, whole
+from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.fetching import Fetching
 from kvbench.engine.layouts.layer import Layer
 from kvbench.engine.layouts.slots import Slots
@@ -20,8 +21,26 @@ from kvbench.engine.passes.probe import joined
 from kvbench.engine.row import Row
 from kvbench.engine.selection import FeedSelection
 from kvbench.engine.softmax import Softmax
+from kvbench.engine.step import attend_groups, behind_rows, step_rows
 from kvbench.engine.turns.feed import Feed, Moment
 from kvbench.kernels.rows.each import attend_each
+
+
+def read_stretches(row: Row, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
+    """A row's tokens (1, h, m, d_h), as many at a time as it may read in one call."""
+    outs, start, m = list[Tensor](), 0, q.shape[2]
+    while start < m:
+        row.store[layer].leave()
+        n = row.at_once(layer, m - start)
+        q_n, k_n, v_n = (x[:, :, start : start + n] for x in (q, k, v))
+        if n > 1:
+            feed = Feed(q_n, k_n, v_n, soft, moments(row.store[layer], n))
+            out = row.read_feed(layer, feed)
+            outs.append(read_at_once(row, layer, feed) if out is None else out)
+        else:
+            outs.append(attend_groups([(type(row), slice(0, 1))], [row], layer, q_n, k_n, v_n, soft))
+        start += n
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
 
 def read_at_once(row: Row, layer: int, feed: Feed) -> Tensor:
@@ -112,3 +131,27 @@ def outgoing(at: Layer, m: int, dtype: torch.dtype) -> Tensor | None:
     age = (at.n_seen - 1 - at.start - slots) % at.capacity
     hidden = torch.zeros(m, at.n_window, dtype=dtype, device=device)
     return hidden.masked_fill_(age >= at.capacity - t.unsqueeze(1), -torch.inf)
+
+
+def read_dense(row: Row, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
+    """The output (1, h, 1, d_h) of one token over all that its row's host tier holds: `task.feed=dense`.
+
+    The method takes its step all the same, so that its window, codes and counters go on as ever; what it would have
+    attended to and corrected is replaced. The books say that the token attended to everything, and that all of the
+    host's tokens moved for it.
+    """
+    kind, at = type(row), row.store[layer]
+    host = at.host
+    if row.wants_weights or host is None or not host.has_keys:
+        raise ConfigError(
+            f"task.feed=dense needs keys and values of the whole context, which {kind.title} does not hold"
+        )
+    step_rows(kind, [row], layer, q, k, v)
+    n_held = at.n_seen - at.n_gone  # that the host numbers, those on the device included
+    parts = [Part(k.to(q.device), v.to(q.device)) for k, v in host.held(n_held)]
+    out, _ = attend_rows(q, [parts], soft, [False])
+    for _, change in behind_rows(kind, [row], layer, out.clone(), [None]):
+        row.store.change(layer, change)
+    at.meter.count_whole(n_held - at.n_kept - at.n_window)
+    row.store.close(layer)
+    return out

@@ -25,9 +25,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvbench.engine.books.clock import synchronize
 from kvbench.engine.books.ledger import Ledger
 from kvbench.engine.books.reached import attributes, parts_of, tensors_of
+from kvbench.engine.books.stopwatch import synchronize
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.row import Row
 

@@ -8,7 +8,7 @@ dialogue      all variants read the next feed and answer; each goes on with its 
 
 The last token of an answer that stays is read with the next feed.
 
-Not here: the prefill (`evals/batch/reading.py`), how a row decodes (`engine/decode.py`), tokens of turns
+Not here: the prefill (`evals/batch/reading.py`), how rows answer (`engine/batch.py`), tokens of turns
 (`tasks/turns/encode.py`).
 """
 
@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import cast
 
+from kvbench.engine.batch import Answer, Batch
 from kvbench.engine.books.width import room_bytes
-from kvbench.engine.decode import Answer, Decoded, decode
+from kvbench.engine.decode import Decoded, decode
 from kvbench.engine.model import Model
 from kvbench.engine.row import Row
 from kvbench.engine.sampling.finite import why_lost
 from kvbench.engine.turns.state import fork_of
-from kvbench.engine.turns.talk import Talk
 from kvbench.evals.batch.reading import Wave
 from kvbench.evals.batch.reply import Reply, TurnReply
 from kvbench.evals.prepare import PreparedSample
@@ -86,19 +86,19 @@ class Conversation:
         assert wave.trace.logits is not None, "the trace has no logits"
         progress.answering(self.one.sample.id, len(wave.rows), sum(turn.max_new_tokens for turn in self.turns))
         for rows, rounds in self.batches():
-            talk = Talk(self.model, wave.trace, rows)
+            batch = Batch(self.model, wave.trace, rows)
             logits, earlier = wave.trace.logits.expand(len(rows), -1), list[Answer]()
             for turns in rounds:
                 feeds = self.feeds(turns, earlier)
-                n_passes, n_before = len(talk.clock.stretches), [len(row.store.accesses or ()) for row in talk.rows]
+                n_passes, n_before = batch.n_steps, [len(row.store.accesses or ()) for row in batch.rows]
                 if any(feeds):
-                    logits = talk.read(feeds, self.asking.feed, self.grown(turns, talk.positions, feeds))
-                feed_s = sum(talk.seconds()[n_passes:])
-                read = [row.store.take_ledger() for row in talk.rows] if mode == "golden" else []
-                speaking = talk.fork() if mode == "golden" else talk
-                n_passes = len(speaking.clock.stretches)
+                    logits = batch.read(feeds, self.asking.feed, self.grown(turns, batch.positions, feeds))
+                feed_s = sum(batch.seconds()[n_passes:])
+                read = [row.store.take_ledger() for row in batch.rows] if mode == "golden" else []
+                speaking = batch.fork() if mode == "golden" else batch
+                n_passes = speaking.n_steps
                 n_new = [self.turns[i].max_new_tokens for i, _ in turns]
-                answers = speaking.answer(logits, n_new, self.stop_ids, on_step=progress.advance)
+                answers = speaking.answer(logits, n_new, self.stop_ids, on_step=lambda *_: progress.advance())
                 for answer, before in zip(answers, earlier, strict=False):
                     answer.is_finite &= before.is_finite  # what would have followed a lost one is not known
                 step_s = speaking.seconds()[n_passes:]

@@ -9,7 +9,7 @@ Not here: the pass itself (`engine/prefill.py`), how many cells have room (`engi
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvbench.engine.books.clock import Clock
+from kvbench.engine.books.stopwatch import Stopwatch
 from kvbench.engine.model import Model
 from kvbench.engine.passes.probe import probe
 from kvbench.engine.passes.trace import Trace
@@ -42,7 +42,7 @@ def read(
     variants = [one.variants[cell.path] for cell in cells]
     n_new = one.packed.n_behind(one.sample)
     rows: list[SelectiveAttention] = []  # of the wave that answers now
-    clock = Clock()  # of what the variants build beside the pass
+    clock = Stopwatch()  # of what the variants build beside the pass
 
     def begin(wave: Sequence[Cell], trace: Trace) -> None:
         for cell in wave:

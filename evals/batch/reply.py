@@ -6,8 +6,9 @@ Not here: how it is written (`evals/lines.py`).
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvbench.engine.batch import Answer
 from kvbench.engine.books.spans import Record
-from kvbench.engine.decode import Answer, Decoded
+from kvbench.engine.decode import Decoded
 from kvbench.evals.cells import Cell
 from kvbench.methods.base import SelectiveAttention
 from kvbench.tasks.forced import Outcome

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvbench.engine.books.ledger import Entry
 from kvbench.engine.budget import BudgetRequest, token_bytes
 from kvbench.engine.checkpoints.load import Letters
-from kvbench.engine.decode import attend_group
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.model import Model
 from kvbench.engine.observe import ColumnSums
@@ -30,7 +29,7 @@ from kvbench.engine.passes.trace import Probed, Trace
 from kvbench.engine.selection import Found
 from kvbench.engine.shapes import DRAWN, ModelShape
 from kvbench.engine.softmax import Softmax
-from kvbench.engine.step import cut
+from kvbench.engine.step import attend_group, cut
 from kvbench.methods.base import SelectiveAttention, Variant
 
 AT = (2048, 4096)  # prompts that counts are taken at
@@ -119,10 +118,10 @@ def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest
         row.complete()
         numbers = Numbers()
         counting = numbers.of_search(kind)
-        for step in range(1, n_steps + 1):
+        for _ in range(n_steps):
             numbers.n = 0
             new = normal(shape.h, 1), normal(shape.h_kv, 1), normal(shape.h_kv, 1, shape.d_v)
-            attend_group(counting, [row], LAYER, *new, soft, step)
+            attend_group(counting, [row], LAYER, *new, soft)
             cut(row)
     last = mean_of(row.store.ledger.entries[-period:])
     build = float(row.reported().get("build_flops", 0.0))

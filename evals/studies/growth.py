@@ -3,7 +3,7 @@ kvbench.evals.studies.growth`.
 
 The table of docs/turns.md, from what methods say of themselves (`Rules.extends`, `Rules.no_growth`).
 
-Not here: how a row grows (`methods/base.py`, `engine/turns/talk.py`).
+Not here: how a row grows (`methods/base.py`, `engine/batch.py`).
 """
 
 import sys

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvbench.engine.books.clock import between, now
+from kvbench.engine.books.stopwatch import between, now
 from kvbench.engine.checkpoints.digests import cache_home
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.pq_fit import pq_fit

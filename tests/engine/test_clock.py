@@ -2,13 +2,13 @@ from time import sleep
 
 import torch
 
-from kvbench.engine.books.clock import Clock, asked_so_far
+from kvbench.engine.books.stopwatch import Stopwatch, asked_so_far
 
 CPU = torch.device("cpu")
 
 
 def test_stretches_of_a_cpu_are_seconds() -> None:
-    clock = Clock()
+    clock = Stopwatch()
     for seconds in (0.0, 0.01):
         with clock.running(CPU):
             sleep(seconds)

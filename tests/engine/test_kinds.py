@@ -10,7 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from kvbench.engine.attend import attend_own
+from kvbench.engine.attend import attend_own, attend_own_past
+from kvbench.engine.batch import Batch
 from kvbench.engine.caches.forks import fork, select_rows
 from kvbench.engine.causal import Chunk, causal
 from kvbench.engine.checkpoints import kinds, load
@@ -22,7 +23,6 @@ from kvbench.engine.passes.agreement import check_attention
 from kvbench.engine.passes.rotations import unmoved
 from kvbench.engine.prefill import prefill
 from kvbench.engine.softmax import Softmax
-from kvbench.engine.turns.talk import Talk, attend_own_past
 from kvbench.evals.settings import ModelSpec
 from kvbench.methods.dropping.streamingllm import StreamingLLM
 from kvbench.methods.full import Full
@@ -137,7 +137,7 @@ def test_a_feed_that_crosses_a_chunk_is_read_as_transformers_reads_it(chunked: t
         for layer in trace.shape.attention_layers:
             row.build(layer)
         row.complete()
-        found = Talk(model, trace, [row]).read([ids[-n_feed:]])
+        found = Batch(model, trace, [row]).read([ids[-n_feed:]])
     torch.testing.assert_close(found[0], want, atol=1e-4, rtol=1e-4)
 
 

@@ -38,7 +38,7 @@ def test_any_slots_of_a_head_can_be_evicted_at_once_in_any_order(data: st.DataOb
         for slot in set(range(n - k)) - set(slots):
             assert after[head][slot] == before[head][slot], "a token moved that need not"
     assert store.attended(0)[:, [*range(n_kept), *range(10, last + 1)]].all()
-    store.close(0, n_new)
+    store.close(0)
     assert store.ledger.entries[-1].attended == H * n, "the step attended to those that left"
     layer.append(token(last + 1), -token(last + 1))
     assert per_head(layer) == [[*held, last + 1] for held in after]
@@ -70,7 +70,7 @@ def test_dropping_all_but_some_slots_ends_a_view_of_the_prompt() -> None:
     assert per_head(store[0]) == [[0, 4, 6, 7]] * H_KV
     assert store.attended(0).all(), "the step attended to all of them"
     assert store.allocated_bytes() == allocated - 4 * 2 * H_KV * D * 4  # float32
-    store.close(0, 2)
+    store.close(0)
     store[0].append(token(8), -token(8))
     assert per_head(store[0]) == [[0, 4, 6, 7, 8]] * H_KV
 

@@ -31,7 +31,7 @@ def step(store: Store, position: int, t: int) -> None:
     seen = store.attended(0)
     for head in range(H):
         assert seen[head].nonzero().flatten().tolist() == sorted(expected[head * H_KV // H])
-    store.close(0, t)
+    store.close(0)
     entry, n = store.ledger.entries[-1], sum(map(len, expected))
     assert entry.attended == n * H // H_KV
     assert entry.resident_kv_bytes == n * store[0].meter.token_bytes

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.engine.attend import Part, attend, attend_own, attend_rows, attend_weights, partial
+from kvbench.engine.attend import Part, attend, attend_own, attend_own_past, attend_rows, attend_weights, partial
 from kvbench.engine.causal import Chunk, causal, over_past, whole
 from kvbench.engine.observe import BandLogits, BandSums, ColumnSums, MeanWeights, query_lse, window_scores
 from kvbench.engine.passes.probe import joined
 from kvbench.engine.softmax import Softmax
-from kvbench.engine.turns.talk import attend_own_past
 from kvbench.kernels.column_sums import column_sums
 from kvbench.tests.kernels.test_capped import KINDS, bent, causal_logits, draw, probabilities, sinks
 from kvbench.tests.vectors import Check, differs, first, load

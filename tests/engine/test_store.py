@@ -35,7 +35,7 @@ def positions(part: Part, head: int = 0) -> list[int]:
 def feed(store: Store, n: int, start: int) -> None:
     for i in range(start, start + n):
         store[0].append(token(i), -token(i))
-        store.close(0, i - start + 1)
+        store.close(0)
 
 
 def test_keeping_all_copies_nothing() -> None:
@@ -69,7 +69,7 @@ def test_a_window_slides_over_the_oldest_tokens() -> None:
         (part,) = store[0].resident()
         assert positions(part)[:2] == [0, 1]
         assert sorted(positions(part)[2:]) == expected
-        store.close(0, t + 1)
+        store.close(0)
 
 
 @given(st.data())
@@ -116,7 +116,7 @@ def test_padding_is_masked_and_not_counted() -> None:
     part = store[0].fetch(torch.tensor([[[3, 4, -1], [5, -1, -1]]]), padded=True)
     assert part.mask is not None
     assert part.mask.tolist() == [[[True, True, False], [True, False, False]]]
-    store.close(0, 1)
+    store.close(0)
     entry = store.ledger.entries[0]
     assert entry.moved_kv_bytes == 3 * 2 * D * 2
     assert entry.attended == 3 * (H // H_KV) + (2 + 4 + 1) * H
@@ -127,7 +127,7 @@ def test_tokens_asked_for_by_several_query_heads_move_once() -> None:
     store.place(0, Offloaded(2, 4))
     store[0].append(token(20), -token(20))
     store[0].fetch(torch.tensor([[[3, 4], [4, 5], [7, 8], [7, 8]]]))
-    store.close(0, 1)
+    store.close(0)
     entry = store.ledger.entries[0]
     assert entry.moved_kv_heads_bytes == 8 * 2 * D * 2
     assert entry.moved_kv_bytes == (3 + 2) * 2 * D * 2
@@ -139,7 +139,7 @@ def test_bytes_in_are_bytes_resident_plus_bytes_on_the_host() -> None:
     store.place(0, Offloaded(2, 4, capacity=5))
     for t in range(6):
         store[0].append(token(20 + t), -token(20 + t))
-        store.close(0, t + 1)
+        store.close(0)
     per_token = H_KV * D * 2 * 2
     for t, entry in enumerate(store.ledger.entries, start=1):
         assert entry.resident_kv_bytes + entry.resident_host_bytes == (20 + t) * per_token
@@ -162,7 +162,7 @@ def test_cached_blocks_are_hits_and_move_nothing() -> None:
     for t in range(2):
         store[0].append(token(40 + t), -token(40 + t))
         store[0].fetch(idx)
-        store.close(0, t + 1)
+        store.close(0)
     cold, warm = store.ledger.entries
     per_head = 2 * D * 2
     assert (cold.cache_hits, cold.cache_lookups, cold.moved_kv_bytes) == (0, 6, 6 * per_head)
@@ -176,7 +176,7 @@ def test_a_cache_takes_its_room_before_it_is_full() -> None:
     store.place(0, Offloaded(2, 6))
     store[0].append(token(40), -token(40))
     store[0].fetch(torch.tensor([[[2, 3], [2, 4]]]))
-    store.close(0, 1)
+    store.close(0)
     entry = store.ledger.entries[0]
     assert entry.filled_bytes == 4 * H_KV * 2 * D * 2
     assert entry.resident_kv_bytes == (2 + 6 + 1 + 12) * H_KV * 2 * D * 2
@@ -190,7 +190,7 @@ def test_what_query_heads_find_in_the_cache_moves_for_none_of_them() -> None:
     for t, asked in enumerate(heads):
         store[0].append(token(40 + t), -token(40 + t))
         store[0].fetch(torch.tensor([asked]))
-        store.close(0, t + 1)
+        store.close(0)
     cold, warm = store.ledger.entries
     assert (cold.moved_kv_heads_bytes, cold.moved_kv_bytes) == (8 * 2 * D * 2, 7 * 2 * D * 2)
     assert (warm.cache_hits, warm.cache_lookups) == (4, 7)
@@ -237,7 +237,7 @@ def test_a_tier_may_hold_some_tokens_alone(on_device: bool) -> None:
     assert [positions(part.gathered(), head) for head in range(H_KV)] == [[19, 1, 21], [20, 6, 7]]
     assert store[0].fetched()[0].tolist() == [[[19, 1, 21], [20, 6, 7]]]
     assert store.attended(0)[H - 1].nonzero().flatten().tolist() == [6, 7, 20]
-    store.close(0, 3)
+    store.close(0)
     entry, n_bytes = store.ledger.entries[-1], H_KV * D * 2 * 2
     assert entry.attended == 3 * H
     assert (entry.resident_kv_bytes, entry.resident_host_bytes) == ((6 * n_bytes, 0) if on_device else (0, 6 * n_bytes))

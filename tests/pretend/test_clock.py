@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from kvbench.benchmarks.pretend.cuda import Machine
-from kvbench.engine.books.clock import Clock
 from kvbench.engine.books.spans import following, recording, span
+from kvbench.engine.books.stopwatch import Stopwatch
 from kvbench.engine.decode import decode
 from kvbench.engine.prefill import prefill
 from kvbench.tests import conformance
@@ -17,7 +17,7 @@ GPU = torch.device("cuda", 1)
 
 
 def test_events_are_recorded_around_the_work_and_nobody_waits(machine: Machine) -> None:
-    clock = Clock()
+    clock = Stopwatch()
     x = torch.ones(3, device=GPU)
     with machine.counting() as counts:
         for _ in range(3):
@@ -47,7 +47,7 @@ def test_steps_are_timed_without_a_wait_of_their_own(machine: Machine) -> None:
                 done = decode(model, trace, [row], max_new_tokens=n)
         assert len(done.step_seconds) == n - 1 and min(done.step_seconds) > 0
         assert counts.by_kind["event"] == 2 * (n - 1)
-        waits.append(sum(count for line, count in counts.lines("wait") if line.startswith("engine/books/clock.py")))
+        waits.append(sum(count for line, count in counts.lines("wait") if line.startswith("engine/books/stopwatch.py")))
     assert waits == [1, 1]  # at the end, however many steps
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.benchmarks.pretend.cuda import Machine
+from kvbench.engine.batch import Batch
 from kvbench.engine.books.ledger import Entry
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.causal import Chunk
@@ -20,7 +21,6 @@ from kvbench.engine.model import Model
 from kvbench.engine.passes import graphs
 from kvbench.engine.prefill import prefill
 from kvbench.engine.softmax import Softmax
-from kvbench.engine.turns.talk import Talk
 from kvbench.methods.base import SelectiveAttention
 from kvbench.methods.dropping.streamingllm import StreamingLLM
 from kvbench.methods.full import Full
@@ -209,7 +209,7 @@ def test_answers_to_questions_are_replayed_too(machine: Machine) -> None:
     def said(model: Model) -> list[list[int]]:
         with model.hooked():
             trace, rows = rows_of(model)
-            talk = Talk(model, trace, rows)
+            talk = Batch(model, trace, rows)
             logits = talk.read([[5, 6], [8]])
             return [answer.ids for answer in talk.answer(logits, [N_NEW, N_NEW])]
 

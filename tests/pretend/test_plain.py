@@ -12,13 +12,13 @@ from kvbench.benchmarks.launches import BUDGETS
 from kvbench.benchmarks.pretend import machine as pretended
 from kvbench.benchmarks.pretend.cuda import Machine
 from kvbench.benchmarks.pretend.tensors import Pretended
+from kvbench.engine.batch import Batch
 from kvbench.engine.books.ledger import Entry
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.decode import decode
 from kvbench.engine.model import Model
-from kvbench.engine.turns.talk import Talk
 from kvbench.kernels import build, fast, scratch
 from kvbench.tests import conformance
 from kvbench.tests.pretend.test_methods import CACHE, N_NEW, answer, moved, on_cpu
@@ -142,7 +142,7 @@ def test_feeds_are_read_and_answered_as_on_a_cpu(machine: Machine, plain: None, 
             for row in rows:
                 row.complete()
             trace.settle()
-            talk = Talk(model, trace, rows)
+            talk = Batch(model, trace, rows)
             logits = talk.read([[5, 6, 9], [8], [3, 4]][: len(rows)])
             return [each.ids for each in talk.answer(logits, [N_NEW] * len(rows))]
 

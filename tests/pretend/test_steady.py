@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvbench.engine.decode
+import kvbench.engine.batch
 from kvbench.benchmarks.pretend.cuda import Machine
 from kvbench.engine.books.ledger import Entry
 from kvbench.engine.caches import rolling
@@ -360,13 +360,13 @@ def test_the_mean_of_values_stands_in_where_other_layers_read_the_same_tokens(
 ) -> None:
     """There no launch of all rows corrects what was attended to: each row does."""
     monkeypatch.setattr(Steady, "holds", lambda *_: False)
-    attend, outs = kvbench.engine.decode.attend_groups, list[Tensor]()
+    attend, outs = kvbench.engine.batch.attend_groups, list[Tensor]()
 
     def noting(*args: Any) -> Tensor:
         outs.append(attend(*args))
         return outs[-1]
 
-    monkeypatch.setattr(kvbench.engine.decode, "attend_groups", noting)
+    monkeypatch.setattr(kvbench.engine.batch, "attend_groups", noting)
     ids, books, _ = steps(machine, "sparq", "sparq")
     expected, outs = outs, []
     monkeypatch.setattr(SparQ, "after_rows_on_gpu", SparQ.after_rows)

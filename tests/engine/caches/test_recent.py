@@ -38,7 +38,7 @@ def test_the_store_moves_only_what_is_not_held() -> None:
         store[0].append(token(20 + t), -token(20 + t))
         part = store[0].fetch(torch.tensor([[tokens] * H_KV]))
         assert positions(part) == tokens, "what is held must be what the host has"
-        store.close(0, t + 1)
+        store.close(0)
         entry = store.ledger.entries[-1]
         assert (entry.cache_hits, entry.cache_lookups) == (H_KV * hits, H_KV * 3)
         assert entry.moved_kv_bytes == entry.moved_kv_heads_bytes == H_KV * (3 - hits) * per_token
@@ -61,7 +61,7 @@ def test_a_released_window_is_on_the_host_from_the_next_token_on() -> None:
     store.change(0, Release())
     assert store.attended(0)[0].nonzero().flatten().tolist() == [0, 1, 10, 11, 12]
     assert store[0].n_window == 3
-    store.close(0, 3)
+    store.close(0)
     entry = store.ledger.entries[-1]
     assert entry.attended == H * 5
     assert entry.released_bytes == 3 * H_KV * D * 4
@@ -71,7 +71,7 @@ def test_a_released_window_is_on_the_host_from_the_next_token_on() -> None:
         assert positions(part) == [0, 1, *range(13, t + 1)]
         assert store[0].positions()[0, 0].tolist() == [0, 1, *range(13, t + 1)]
         assert positions(store[0].fetch(torch.tensor([[[9, 12, 10]] * H_KV]))) == [9, 12, 10]
-        store.close(0, t)
+        store.close(0)
         entry = store.ledger.entries[-1]
         assert entry.released_bytes == 0
         assert entry.resident_host_bytes == 11 * H_KV * D * 4

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvbench.engine.batch import Batch
 from kvbench.engine.books.ledger import Entry
 from kvbench.engine.budget import EVERYTHING
 from kvbench.engine.decode import decode
@@ -14,7 +15,6 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.chosen import BLOCK, attend_seen, seen_by
 from kvbench.engine.prefill import prefill
 from kvbench.engine.softmax import Softmax
-from kvbench.engine.turns.talk import Talk
 from kvbench.evals.asked import rules_and_params
 from kvbench.evals.settings import from_words
 from kvbench.methods.full import Full
@@ -92,7 +92,7 @@ def test_a_feed_is_entered_token_by_token() -> None:
     with model.hooked():
         trace = prefill(model, ids[:-5])
         rows = [Full.variant_for(Full.Params(), EVERYTHING, model.shape, S - 5).row(trace, 9) for _ in range(2)]
-        found = Talk(model, trace, rows).read([ids[-5:]] * 2)
+        found = Batch(model, trace, rows).read([ids[-5:]] * 2)
     with torch.inference_mode():
         before = hf(input_ids=torch.tensor([ids[:-5]]), use_cache=True)
         want = hf(input_ids=torch.tensor([ids[-5:]]), past_key_values=before.past_key_values).logits[0, -1]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kvbench.engine.batch import Batch
 from kvbench.engine.turns.state import fork_of
-from kvbench.engine.turns.talk import Talk
 from kvbench.tests import conformance
 from kvbench.tests.conformance import read, variant
 from kvbench.tests.tiny import prompt
@@ -29,12 +29,12 @@ def test_a_feed_is_held_within_the_budget_of_the_conversation(name: str, feed: s
         row = built(first.row(trace, N_NEW))
     sizes = []
     with model.hooked():
-        talk = Talk(model, trace, [row])
+        batch = Batch(model, trace, [row])
         for i, n in enumerate((20, 1, 15)):
             before = [held(row, layer) for layer in range(trace.shape.n_layers)]
-            n_seen = talk.positions[0] + n
+            n_seen = batch.positions[0] + n
             grown = one.kind.variant_for(one.params, request("0.2", comm=one.comm), trace.shape, n_seen)
-            answer = talk.answer(talk.read([prompt(n, i)], feed, [grown]), [4])[0]
+            answer = batch.answer(batch.read([prompt(n, i)], feed, [grown]), [4])[0]
             sizes.append(grown.budget.tokens)
             for layer, earlier in enumerate(before):
                 now = {pair for pair in held(row, layer) if pair[1] < n_seen}
@@ -56,8 +56,8 @@ def test_snapkv_keeps_what_the_feed_looks_at_most() -> None:
     with torch.inference_mode(), model.hooked():
         row = built(first.row(trace, N_NEW))
         other = fork_of(row)
-        talk = Talk(model, trace, [row, other])
-        talk.read([prompt(20, 3), prompt(20, 3)])
+        batch = Batch(model, trace, [row, other])
+        batch.read([prompt(20, 3), prompt(20, 3)])
         q = torch.randn(1, trace.shape.h, 20, trace.shape.d_h, generator=torch.Generator().manual_seed(1))
         keys, positions = row.store[0].keys(), row.store[0].positions()
         for each, queries in ((row, q), (other, -q)):
@@ -107,14 +107,14 @@ def test_what_fetches_lets_the_growth_go_to_what_it_fetches(name: str, feed: str
     layers = [layer for layer in trace.shape.attention_layers if layer not in row.skipped_layers()]
     budgets, fetched = [first.budget.tokens], set[int]()
     with model.hooked():
-        talk = Talk(model, trace, [row])
+        batch = Batch(model, trace, [row])
         for i, n in enumerate((20, 1, 25)):
-            n_seen = talk.positions[0] + n
+            n_seen = batch.positions[0] + n
             grown = one.kind.variant_for(one.params, request("0.4", comm=one.comm), trace.shape, n_seen)
-            logits = talk.read([prompt(n, i)], feed, [grown])
+            logits = batch.read([prompt(n, i)], feed, [grown])
             budgets.append(grown.budget.tokens)
             n_before = len(row.store.ledger.entries)
-            talk.answer(logits, [4])
+            batch.answer(logits, [4])
             entries = [each for each in row.store.ledger.entries[n_before:] if each.layer in layers]
             assert len(entries) == 3 * len(layers)
             attended = [entry.attended / trace.shape.h for entry in entries]
@@ -143,10 +143,10 @@ def test_a_growing_row_says_the_same_however_its_feeds_are_read(name: str) -> No
         with torch.inference_mode():
             row = built(first.row(trace, LONG if name == "pqcache " else N_NEW))
         with model.hooked():
-            talk = Talk(model, trace, [row])
+            batch = Batch(model, trace, [row])
             for i, n in enumerate((20, 3, 15)):
-                n_seen = talk.positions[0] + n
+                n_seen = batch.positions[0] + n
                 grown = one.kind.variant_for(one.params, request("0.4", comm=one.comm), trace.shape, n_seen)
-                talk.read([prompt(n, i)], feed, [grown])
-            said.append((talk.answer(talk.read([prompt(2, 9)], feed), [6])[0].ids, row.plan))
+                batch.read([prompt(n, i)], feed, [grown])
+            said.append((batch.answer(batch.read([prompt(2, 9)], feed), [6])[0].ids, row.plan))
     assert said[0] == said[1]

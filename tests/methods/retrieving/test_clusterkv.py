@@ -98,7 +98,7 @@ def check_select(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     row.index[0] = clusters
     for i in range(s, n - 1):
         row.store[0].append(k[:, :, i : i + 1], v[:, :, i : i + 1])
-        row.store.close(0, i - s + 1)
+        row.store.close(0)
     out = step(row, q.unsqueeze(2), k[:, :, n - 1 :], v[:, :, n - 1 :], n - s)
     expected = np.zeros((q.shape[1], n), dtype=bool)
     np.put_along_axis(expected, x["selected"].astype(np.int64), True, 1)

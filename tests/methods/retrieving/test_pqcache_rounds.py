@@ -74,7 +74,7 @@ def test_the_bound_follows_the_profile(tmp_path: Path) -> None:
 
 def test_a_layer_is_what_lies_between_two_buildings(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([1.0, 4.0, 4.5, 5.0, 9.0, 9.5])
-    monkeypatch.setattr("kvbench.engine.books.clock.perf_counter", lambda: next(now))
+    monkeypatch.setattr("kvbench.engine.books.stopwatch.perf_counter", lambda: next(now))
     clock, cpu = Clock(), torch.device("cpu")
     clock.enter(0, cpu)
     assert clock.latest() is None

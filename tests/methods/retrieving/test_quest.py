@@ -12,12 +12,12 @@ from torch import Tensor
 
 from kvbench.engine.budget import resolve
 from kvbench.engine.caches.blocks import BlockCacheSpec
-from kvbench.engine.decode import attend_group
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.search import Units, best_tokens
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
+from kvbench.engine.step import attend_group
 from kvbench.methods.base import SelectiveAttention
 from kvbench.methods.full import Full
 from kvbench.methods.indexed import merged
@@ -326,7 +326,7 @@ def test_rows_together_are_as_alone_whatever_their_options() -> None:
     rows = make(trace)
     for t in range(10):
         queries, keys, values = (x[:, :, 70 + t : 71 + t].expand(len(rows), -1, -1, -1) for x in (q, k, v))
-        outs = attend_group(kind, rows, 0, queries, keys, values, trace.softmax[0], t + 1)
+        outs = attend_group(kind, rows, 0, queries, keys, values, trace.softmax[0])
         for i, out in enumerate(outs):
             assert torch.equal(rows[i].store.attended(0), alone[i][t][1])
             torch.testing.assert_close(out, alone[i][t][0], atol=1e-6, rtol=0)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kvbench.engine.budget import key_bytes, resolve
 from kvbench.engine.caches.blocks import BlockCacheSpec
-from kvbench.engine.decode import attend_group
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
+from kvbench.engine.step import attend_group
 from kvbench.methods.full import Full
 from kvbench.methods.retrieving.oracle import Oracle
 from kvbench.methods.retrieving.sparq import (
@@ -338,7 +338,7 @@ def test_rows_together_are_as_alone_whatever_their_options() -> None:
     rows = make(trace)
     for t in range(10):
         queries, keys, values = (x[:, :, 50 + t : 51 + t].expand(len(rows), -1, -1, -1) for x in (q, k, v))
-        outs = attend_group(type(rows[0]), rows, 0, queries, keys, values, trace.softmax[0], t + 1)
+        outs = attend_group(type(rows[0]), rows, 0, queries, keys, values, trace.softmax[0])
         for i, out in enumerate(outs):
             torch.testing.assert_close(out, alone[i][t], atol=1e-6, rtol=0)
 

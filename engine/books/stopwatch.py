@@ -3,10 +3,10 @@
 A GPU works behind the CPU's back, so that the CPU's clock would time how fast it is asked. Events are marks in its own
 queue: they cost nothing while it works, and are read when all is over, which is the only time that anybody waits.
 
-    clock = Clock()
-    with clock.running(device):
+    time = Stopwatch()
+    with time.running(device):
         …
-    clock.seconds()
+    time.seconds()
 
 Not here: named stretches inside each other (`engine/books/spans.py`).
 """
@@ -49,7 +49,7 @@ def synchronize(devices: Iterable[torch.device]) -> None:
             torch.cuda.synchronize(device)
 
 
-class Clock:
+class Stopwatch:
     """Stretches of work, each on one device."""
 
     def __init__(self) -> None:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.attend import Part, attend, partial
+from kvbench.engine.batch import Batch
 from kvbench.engine.budget import BudgetRequest, token_bytes
 from kvbench.engine.causal import causal
 from kvbench.engine.decode import decode
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.latents import Latent
 from kvbench.engine.model import Model
+from kvbench.engine.passes.latents import Latent
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
 from kvbench.engine.softmax import Softmax
-from kvbench.engine.turns.talk import Talk
 from kvbench.tests import conformance
 from kvbench.tests.architectures import config_of, loaded, model_of, prompt
 from kvbench.tests.vectors import Check, load
@@ -199,5 +199,5 @@ def test_a_feed_is_read_as_transformers_reads_it(latent_model: Model, n_feed: in
         want = latent_model.hf(input_ids=torch.tensor([ids])).logits[0, -1]
     _, (full,) = rows_of(latent_model, ["full"])
     with latent_model.hooked():
-        found = Talk(latent_model, full.trace, [full]).read([ids[60:]])
+        found = Batch(latent_model, full.trace, [full]).read([ids[60:]])
     torch.testing.assert_close(found[0], want, atol=1e-4, rtol=1e-4)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from kvbench.engine.batch import Batch
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.decode import decode
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
 from kvbench.engine.turns.state import fork_of
-from kvbench.engine.turns.talk import Talk
 from kvbench.methods.base import SelectiveAttention, Variant
 from kvbench.methods.dropping.snapkv import SnapKV
 from kvbench.methods.full import Full
@@ -44,11 +44,11 @@ def said(
     """What rows answer to a feed, of which they read the first tokens apart, one by one."""
     model = conformance.model()
     with model.hooked():
-        talk = Talk(model, trace, rows)
+        batch = Batch(model, trace, rows)
         for token in feed[:n_before]:
-            talk.read([[token]] * len(rows))
+            batch.read([[token]] * len(rows))
         feed = feed[n_before:]
-        return [answer.ids for answer in talk.answer(talk.read([feed] * len(rows), how), [n] * len(rows))]
+        return [answer.ids for answer in batch.answer(batch.read([feed] * len(rows), how), [n] * len(rows))]
 
 
 def reads_as_steps(name: str) -> None:
@@ -102,9 +102,9 @@ def is_full_at_ratio_1(name: str) -> None:
         with torch.inference_mode():
             row = built(whole.row(trace, N_NEW))
         with model.hooked():
-            talk, mine = Talk(model, trace, [row]), []
+            batch, mine = Batch(model, trace, [row]), []
             for turn in range(3):
-                mine += [answer.ids for answer in talk.answer(talk.read([prompt(6, turn)]), [4])]
+                mine += [answer.ids for answer in batch.answer(batch.read([prompt(6, turn)]), [4])]
             answers.append(mine)
     assert answers[0] == answers[1]
 
@@ -138,9 +138,9 @@ def test_a_feed_is_read_as_a_prefill_reads_it(kind: str) -> None:
     with model.hooked(), torch.inference_mode():
         trace, whole = prefill(model, ids[:45]), prefill(model, ids)
         row = built(Full.variant_for(Full.Params(), request(ratio="1"), trace.shape, 45).row(trace, 40))
-        talk = Talk(model, trace, [row])
-        talk.read([ids[45:60]])
-        logits = talk.read([ids[60:]])
+        batch = Batch(model, trace, [row])
+        batch.read([ids[45:60]])
+        logits = batch.read([ids[60:]])
     assert whole.logits is not None
     torch.testing.assert_close(logits[0], whole.logits, atol=2e-4, rtol=2e-4)
 
@@ -156,8 +156,8 @@ def test_a_state_beside_attention_goes_with_its_row() -> None:
 
         def answers(lengths: Sequence[int]) -> list[list[int]]:
             full = Full.variant_for(Full.Params(), request(ratio="1"), trace.shape, 45)
-            talk = Talk(model, trace, [built(full.row(trace, 40)) for _ in lengths])
-            return [answer.ids for answer in talk.answer(talk.read([ids[45:]] * len(lengths)), lengths)]
+            batch = Batch(model, trace, [built(full.row(trace, 40)) for _ in lengths])
+            return [answer.ids for answer in batch.answer(batch.read([ids[45:]] * len(lengths)), lengths)]
 
         assert answers([2, 9, 5]) == [answers([n])[0] for n in (2, 9, 5)]
 
@@ -183,8 +183,8 @@ def test_rows_with_feeds_of_their_own_answer_as_if_alone(feed: str) -> None:
     alone = [said(trace, [fork_of(row)], own)[0] for row, own in zip(rows, feeds, strict=True)]
     model = conformance.model()
     with model.hooked():
-        talk = Talk(model, trace, rows)
-        together = talk.answer(talk.read(feeds, feed), [8, 8, 5, 8])
+        batch = Batch(model, trace, rows)
+        together = batch.answer(batch.read(feeds, feed), [8, 8, 5, 8])
     assert [answer.ids for answer in together] == [alone[0], alone[1], alone[2][:5], alone[3]]
 
 
@@ -201,9 +201,9 @@ def test_turns_that_stay_go_on_from_each_rows_own_end() -> None:
 
     def talk_of(some: list[SelectiveAttention], lengths: list[int]) -> list[list[int]]:
         with model.hooked():
-            talk = Talk(model, trace, some)
-            first = talk.answer(talk.read([OTHER] * len(some)), lengths)
-            second = talk.answer(talk.read([(answer.ids[-1], *FEED) for answer in first]), [6] * len(some))
+            batch = Batch(model, trace, some)
+            first = batch.answer(batch.read([OTHER] * len(some)), lengths)
+            second = batch.answer(batch.read([(answer.ids[-1], *FEED) for answer in first]), [6] * len(some))
             return [answer.ids for answer in second]
 
     assert talk_of(rows(), [3, 7]) == [talk_of(rows()[:1], [3])[0], talk_of(rows()[1:], [7])[0]]
@@ -256,7 +256,7 @@ def test_a_dense_feed_is_read_as_full_attention_reads_it(name: str) -> None:
         with torch.inference_mode():
             built(row)
         with model.hooked():
-            found.append(Talk(model, trace, [row]).read([FEED], "dense"))
+            found.append(Batch(model, trace, [row]).read([FEED], "dense"))
         h, n_layers = trace.shape.h, trace.shape.n_layers
         entries = [entry for entry in row.store.ledger.entries if entry.step == len(FEED)]
         assert [entry.attended for entry in entries] == [h * (trace.s_prompt + len(FEED))] * n_layers
@@ -269,7 +269,7 @@ def test_a_dense_feed_moves_all_that_it_attends_to_from_the_host(name: str) -> N
     with torch.inference_mode():
         built(row)
     with model.hooked():
-        Talk(model, trace, [row]).read([FEED], "dense")
+        Batch(model, trace, [row]).read([FEED], "dense")
     shape, per_token = trace.shape, row.store[0].meter.token_bytes
     for entry in row.store.ledger.entries:
         at = row.store[entry.layer]
@@ -292,5 +292,5 @@ def test_a_dense_feed_reads_nothing_that_a_first_stage_dropped() -> None:
                 for late in layer.host.late:
                     late.fill_(rubbish)
         with model.hooked():
-            found.append(Talk(model, trace, [row]).read([FEED], "dense"))
+            found.append(Batch(model, trace, [row]).read([FEED], "dense"))
     assert torch.equal(*found)
