@@ -34,6 +34,7 @@ from kvbench.engine.sampling.draws import Draws, marked, said
 from kvbench.engine.sampling.spec import Sampling
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.step import behind_rows, cut, fetched_rows
+from kvbench.kernels.clock import Clock as StepClock
 from kvbench.kernels.fast import STEP, takes, takes_all
 
 if TYPE_CHECKING:
@@ -186,6 +187,7 @@ class _Batch(HearsChoices):
         )
         self.are_steady = [are_steady[i] for i in self.order]
         self.rows = [rows[i] for i in self.order]
+        self.clock = StepClock()
         self.group()
         self.cache = fork(trace.rest, len(rows))
         self.compressed = frozenset(trace.shape.attention_layers)
@@ -199,8 +201,8 @@ class _Batch(HearsChoices):
         self.looks_ahead = any(row.wants_lookahead for row in self.rows)
         self.hears = any(row.wants_input for row in self.rows)
         self.compressing = [row for row in self.rows if row.of_answers]
-        self.portions = portions_of(self.rows, self.are_steady)
-        self.whole = self.portions[0] if len(self.portions) == 1 else Portion(self.rows)
+        self.portions = portions_of(self.rows, self.are_steady, self.clock)
+        self.whole = self.portions[0] if len(self.portions) == 1 else Portion(self.rows, self.clock)
 
     def settle(self) -> None:
         """Bring all steps into the books."""
@@ -218,6 +220,7 @@ class _Batch(HearsChoices):
 
     def step(self, ids: Tensor) -> Tensor:
         """Feed one token per row, (n,): logits of the next, (n, vocabulary) float32."""
+        self.clock.tick()
         if self.looks_ahead or self.hears:
             with self.listening(takes(STEP, ids.device)):
                 logits = self.model.forward(ids.unsqueeze(1), self.position, self.cache, self)

@@ -29,6 +29,7 @@ from kvbench.engine.row import Row
 from kvbench.engine.rows import Bringer
 from kvbench.engine.search import Search
 from kvbench.engine.softmax import Softmax
+from kvbench.kernels.clock import Clock
 from kvbench.kernels.packed.rows import CodedRows, takes_codes
 from kvbench.kernels.rows.append import Places
 from kvbench.kernels.rows.weights import Softening
@@ -36,7 +37,7 @@ from kvbench.kernels.scratch import Scratch
 from kvbench.kernels.select_attend import Tokens, attend_table, growing_table, point_to
 
 MOST_MISSES = 4  # steps in a row that were told in vain
-MOST_LOGITS = 256  # steps for which logits of a row that grows have room
+MOST_AHEAD = 256  # steps for which there is room
 
 
 @dataclass
@@ -77,14 +78,14 @@ class Steady:
 
     def __init__(
         self, groups: Sequence[tuple[type[Row], slice]], rows: Sequence[Row], layer: int, scratch: Scratch,
-        unwritten: Unwritten,
+        unwritten: Unwritten, clock: Clock,
     ) -> None:  # fmt: skip
-        """`unwritten` and `scratch` are those of all layers. Nobody else asks for the parts of its steps."""
+        """`unwritten`, `scratch` and `clock` are those of all layers. Nobody else asks for the parts of its steps."""
         self.groups, self.rows, self.index, self.scratch = groups, rows, layer, scratch
         self.unwritten, self.n_settled = unwritten, -1
         are_stored = all(row.is_stored and not row.store.checked_for for row in rows)
         self.n_misses = 0 if are_stored else MOST_MISSES
-        self.age, self.n_steps = 0, 0  # steps since it was told, and for how many it holds
+        self.clock, self.start, self.n_steps = clock, 0, 0  # when it was told, and for how many steps that holds
         self.learner: Learner | None = None
         self.softening: Softening | None = None  # where rows want weights
 
@@ -93,6 +94,11 @@ class Steady:
         self.forget()
         self.n_misses += 1
         self.layers = [row.store[self.index] for row in self.rows]
+        ahead = min(row.store.n_new - at.n_generated for row, at in zip(self.rows, self.layers, strict=True))
+        if ahead <= 0:
+            return
+        self.ahead, self.start = min(ahead, MOST_AHEAD), self.clock.now
+        self.since = self.clock.since_now(q.device)
         found = [at.growing() for at in self.layers]
         growing = [each for each in found if each is not None]
         if len(growing) < len(found):
@@ -125,8 +131,8 @@ class Steady:
         self.more = [sum(each.more) for each in growing]
         room, self.logits = self.room_for_logits(q, parts, fetched) if wants else ([], [])
         coded = self.coded
-        self.table, pieces, n_steps = growing_table(q, tokens, more, self.scratch, room, MOST_LOGITS, coded)
-        self.softening = Softening(self.logits, self.more, MOST_LOGITS) if wants else None
+        self.table, pieces, n_steps = growing_table(q, tokens, more, self.scratch, self.ahead, room, coded)
+        self.softening = Softening(self.logits, self.more, self.ahead) if wants else None
         places = [[place[:3] for place in each.places] for each in growing]
         self.places = Places.of(places, q.device, [[ring for *_, ring in each.places] for each in growing])
         self.marks = [(at.start, at.n_seen, 0) for at in self.layers]
@@ -141,7 +147,6 @@ class Steady:
             if idx is not None:
                 self.at[piece] = idx.data_ptr()
         limits = [each.n_steps for each in growing] + [told.search.n_steps for told in self.searches]
-        limits += [MOST_LOGITS] if wants else []
         if self.searches:  # generated tokens may be chosen once the window is full and has none of the prompt
             stays = zip(self.layers, growing, fetched, strict=True)
             limits += [
@@ -203,7 +208,7 @@ class Steady:
         """Where rows that want weights have their logits, with room for steps to come; those of resident tokens."""
         h, numbers = q.shape[1], [[part.n_tokens() for part in own] for own in parts]
         each = zip(self.rows, numbers, self.more, strict=True)
-        rooms = [sum(ns) + MOST_LOGITS * more if row.wants_weights else 0 for row, ns, more in each]
+        rooms = [sum(ns) + self.ahead * more if row.wants_weights else 0 for row, ns, more in each]
         flat = self.scratch.take("logits", q.device, torch.float32, h * sum(rooms)).split([h * n for n in rooms])
         room = [x.view(h, n) if n else None for x, n in zip(flat, rooms, strict=True)]
         counts = [sum(ns[: len(ns) - len(got)]) for ns, got in zip(numbers, fetched, strict=True)]
@@ -257,14 +262,19 @@ class Steady:
         """Whether it may hold at some step."""
         return self.n_misses < MOST_MISSES
 
+    @property
+    def age(self) -> int:
+        """Steps since it was told, the one at hand included."""
+        return self.clock.now - self.start
+
     def forget(self) -> None:
         """The steps to come are others."""
-        self.age = self.n_steps = 0
+        self.n_steps = 0
         self.learner = self.softening = None
 
     def holds(self, q: Tensor) -> bool:
         """Whether the step at hand may be like the one that was told."""
-        if self.age >= self.n_steps or not q.is_contiguous() or (self.table.is_even and q.data_ptr() % 16):
+        if self.age > self.n_steps or not q.is_contiguous() or (self.table.is_even and q.data_ptr() % 16):
             return False
         if self.unwritten.n_settled != self.n_settled and not self.is_as_it_was():
             return False
@@ -275,7 +285,7 @@ class Steady:
 
     def is_as_it_was(self) -> bool:
         """Whether layers have done nothing else since; the books have all of their steps."""
-        index, age = self.index, self.age
+        index, age = self.index, self.age - 1
         for row, at, (start, n_seen, moves) in zip(self.rows, self.layers, self.marks, strict=True):
             if row.store.placed[index] is not at or at.start != start + moves * age or at.n_seen != n_seen + age:
                 return False
@@ -289,11 +299,10 @@ class Steady:
 
     def keep(self, k_new: Tensor, v_new: Tensor) -> None:
         """Write the current token of every row to where it stays."""
-        self.age += 1
         for packing in self.packing:
             packing.take(k_new, v_new, self.age)
         if self.places is not None:
-            self.places.take(k_new, v_new, self.age)
+            self.places.take(k_new, v_new, self.since)
 
     def take_step(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, step: int | None) -> Tensor:
         """The whole step, where it holds and rows do nothing but take in their tokens and search as they did."""
@@ -365,7 +374,7 @@ class Steady:
         self.n_misses = 0
         for asking, room in self.asking:
             asking.take(q, room)
-        out, lse = attend_table(q, self.table, soft.scale, soft.cap, self.coded, self.age)
+        out, lse = attend_table(q, self.table, soft.scale, soft.cap, self.coded, self.since)
         if soft.sink is not None:
             n = self.table.n_rows
             out[:n], lse = soft.finish(out[:n], lse)
