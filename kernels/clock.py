@@ -1,8 +1,8 @@
 """The number of a step, on the device: a kernel that reads it there is launched with the same arguments at every step.
 
-A kernel that was told of rows once has to know how many steps ago that was. As an argument it would be another number at
-each launch, and no captured graph could hold it. So every device has a count of steps, which one launch advances, and
-a kernel is told where it lies and what it was then.
+A kernel that was told of rows once has to know how many steps ago that was. As an argument it would be another number
+at each launch, and no captured graph could hold it. So every device has a count of steps, which one launch advances,
+and a kernel is told where it lies and what it was then.
 
 Shapes    a clock is (1,) int64.
 Checks    tests/kernels/test_clock.py.

@@ -248,7 +248,7 @@ class Steady:
                 continue
             fetch = zip(layers, fetched[at], strict=True)
             alike = all(layer.can_fetch and layer.can_refetch(own) for layer, own in fetch)
-            search = kind.search_rows(rows, self.index, q[at], self.scratch) if alike else None
+            search = kind.search_rows(rows, self.index, q[at], self.scratch, self.ahead) if alike else None
             if search is None:
                 return None
             brought = bringers(layers, fetched[at], search.idx)
@@ -315,7 +315,7 @@ class Steady:
                 begin("search")
                 at = told.at
                 is_all = at.stop - at.start == n
-                told.search.find(*((q, k, v) if is_all else (q[at], k[at], v[at])), self.age)
+                told.search.find(*((q, k, v) if is_all else (q[at], k[at], v[at])), self.since)
                 if told.bringers:
                     begin("fetch")
                     brought.append([bringer.take() for bringer, _ in told.bringers])
@@ -347,6 +347,7 @@ class Steady:
             for row, layer, cost, idx, count in each:
                 row.store.spend(index, cost)
                 layer.refetch(idx, count)
+            search.write(age)
         if self.learner is not None:
             self.learner.write(age)
         for row in rows:

@@ -66,6 +66,7 @@ from kvbench.engine.selection import Cost, FeedSelection, Found, Selection
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.turns.feed import Feed
 from kvbench.kernels.choices import EMPTY, MERGES
+from kvbench.kernels.clock import Since
 from kvbench.kernels.fast import takes
 from kvbench.kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, room_bytes
 from kvbench.kernels.pq_scores import Coded, KeySearch, pq_keys_triton, pq_tables_triton, pq_top, steps_left
@@ -341,7 +342,9 @@ class PQCache(SelectiveAttention):
         return chooses and (plan.b, self.with_codes(layer, n).resident.shape)
 
     @classmethod
-    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> PQSearch | None:
+    def search_again(
+        cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch, ahead: int
+    ) -> PQSearch | None:  # fmt: skip
         """The same again, of rows that were scored at once and keep their quantisers."""
         together, n_seen, coded = rows[0].scored.get(layer, ([], 0, []))
         is_of_this_step = together == [*map(id, rows)] and n_seen == rows[0].store[layer].n_seen
@@ -619,6 +622,7 @@ class PQSearch(Search):
         self, rows: Sequence[PQCache], layer: int, q: Tensor, coded: Sequence[Coded], scratch: Scratch
     ) -> None:
         self.rows, self.layer, soft = rows, layer, rows[0].trace.softmax[layer]
+        self.age = 0  # steps since it was told, as the host counts them
         self.ns = [(each.n, each.grows) for each in coded]
         self.homes = [each.home for each in coded if each.home is not None]
         self.n_steps = steps_left(coded)
@@ -640,11 +644,13 @@ class PQSearch(Search):
             self.n_changes, self.ahead = self.lane.n_changes, None
         return True
 
-    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:
+        self.age += 1
+        age = self.age
         search, table = self.keys, self.bring(age)
         for home in self.homes:
             home.n += 1
-        self.choice.take(search.find(q, k_new, age, table), search.s + age * search.grows)
+        self.choice.take(search.find(q, k_new, age, table), search.s + age * search.grows, since)
 
     def candidates(self, age: int) -> list[int]:
         return [n + age * grows for n, grows in self.ns]

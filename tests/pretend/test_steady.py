@@ -22,6 +22,7 @@ from kvbench.engine.layouts.steady import Steady
 from kvbench.engine.row import Row
 from kvbench.engine.search import KernelSearch, Search
 from kvbench.kernels import select_attend
+from kvbench.kernels.clock import Since
 from kvbench.kernels.select_attend import Piece, Table, Work
 from kvbench.methods.retrieving.infllm import InfLLM
 from kvbench.methods.retrieving.pqcache import PQSearch
@@ -70,9 +71,9 @@ def ages_of(kind: type[Search], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many steps behind the one that was told each search of a kind is, from now on."""
     ages, find = list[int](), kind.find
 
-    def noting(search: Search, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
-        ages.append(age)
-        find(search, q, k_new, v_new, age)
+    def noting(search: Search, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:
+        ages.append(int(since.clock.cpu()) - since.start)
+        find(search, q, k_new, v_new, since)
 
     monkeypatch.setattr(kind, "find", noting)
     return ages
