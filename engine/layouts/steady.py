@@ -300,7 +300,7 @@ class Steady:
     def keep(self, k_new: Tensor, v_new: Tensor) -> None:
         """Write the current token of every row to where it stays."""
         for packing in self.packing:
-            packing.take(k_new, v_new, self.age)
+            packing.take(k_new, v_new, self.since)
         if self.places is not None:
             self.places.take(k_new, v_new, self.since)
 
@@ -327,7 +327,7 @@ class Steady:
                     told.search.correct(out[told.at])
             if self.learner is not None:
                 begin("after")
-                self.learner.take(self.age)
+                self.learner.take(self.since)
         for queries, i in self.rings:
             queries.push(q, i)
         self.newest = k, v
@@ -380,7 +380,7 @@ class Steady:
             n = self.table.n_rows
             out[:n], lse = soft.finish(out[:n], lse)
         if self.softening is not None:
-            self.softening.take(lse, self.age)
+            self.softening.take(lse, self.since)
         return out
 
 

@@ -302,9 +302,9 @@ def test_rows_learn_and_evict_as_they_were_told(
     """Sums and positions are written over, and a search beside them goes on."""
     ages, take = list[int](), Learner.take
 
-    def noting(learner: Learner, age: int) -> None:
-        ages.append(age)
-        take(learner, age)
+    def noting(learner: Learner, since: Since) -> None:
+        ages.append(int(since.clock.cpu()) - since.start)
+        take(learner, since)
 
     held = dict[int, list[Tensor]]()
 
