@@ -58,17 +58,17 @@ class Told:
     at: slice  # of the batch
     bringers: list[tuple[Bringer, list[int]]]  # and which of these rows
 
-    def holds(self) -> bool:
+    def holds(self, age: int) -> bool:
         for bringer, _ in self.bringers:
-            if not bringer.holds():
+            if not bringer.holds(age):
                 return False
         return self.search.holds()
 
-    def counts(self, found: Sequence[Tensor]) -> list[Tensor | None]:
-        """Of each row what was brought, by what the bringers said."""
+    def counts(self, age: int) -> list[Tensor | None]:
+        """Of each row what was brought at that step."""
         counts: list[Tensor | None] = [None] * len(self.search.idx)
-        for (_, rows), each in zip(self.bringers, found, strict=True):
-            for i, own in zip(rows, each.unbind(), strict=True):
+        for bringer, rows in self.bringers:
+            for i, own in zip(rows, bringer.counts(age).unbind(), strict=True):
                 counts[i] = own
         return counts
 
@@ -88,6 +88,7 @@ class Steady:
         self.clock, self.start, self.n_steps = clock, 0, 0  # when it was told, and for how many steps that holds
         self.learner: Learner | None = None
         self.softening: Softening | None = None  # where rows want weights
+        self.searches, self.is_still = list[Told](), False  # True: rows take in tokens, search, and do nothing else
 
     def tell(self, parts: Sequence[Sequence[Part]], fetched: Sequence[Sequence[Part]], q: Tensor) -> None:
         """Remember the step at hand for those to come: all parts of each row, the fetched ones last."""
@@ -136,7 +137,9 @@ class Steady:
         places = [[place[:3] for place in each.places] for each in growing]
         self.places = Places.of(places, q.device, [[ring for *_, ring in each.places] for each in growing])
         self.marks = [(at.start, at.n_seen, 0) for at in self.layers]
-        self.rings = [(at.queries, i) for i, at in enumerate(self.layers) if at.queries is not None]
+        rings = [[] if at.queries is None else [at.queries] for at in self.layers]
+        turns = [[(0, ring.w) for ring in of_row] for of_row in rings]
+        self.rings = Places.of([[ring.place() for ring in of_row] for of_row in rings], q.device, turns)
         self.packing = self.packed_again()
         self.chosen: list[Chosen | None] = []
         self.at: list[int] = []  # where positions lie
@@ -251,11 +254,16 @@ class Steady:
             search = kind.search_rows(rows, self.index, q[at], self.scratch, self.ahead) if alike else None
             if search is None:
                 return None
-            brought = bringers(layers, fetched[at], search.idx)
+            brought = bringers(layers, fetched[at], search.idx, self.ahead)
             if brought and any(search.more):
                 return None
             found.append(Told(search, at, brought))
         return found
+
+    @property
+    def is_replayable(self) -> bool:
+        """Whether a captured graph can do `launch` again: then the host has to do `enter` at each step."""
+        return self.is_still and self.n_steps > 0 and all(told.search.is_replayable for told in self.searches)
 
     @property
     def is_of_use(self) -> bool:
@@ -279,7 +287,7 @@ class Steady:
         if self.unwritten.n_settled != self.n_settled and not self.is_as_it_was():
             return False
         for told in self.searches:
-            if not told.holds():
+            if not told.holds(self.age):
                 return False
         return True
 
@@ -306,8 +314,16 @@ class Steady:
 
     def take_step(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, step: int | None) -> Tensor:
         """The whole step, where it holds and rows do nothing but take in their tokens and search as they did."""
+        out = self.launch(q, k, v, soft)
+        self.enter(step)
+        return out
+
+    def launch(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
+        """What the device does at such a step: the same launches each time, of which the clock alone says which it is.
+
+        Where a search is no exception (`is_replayable`).
+        """
         n = q.shape[0]  # which `len` takes longer to say
-        brought: list[list[Tensor]] = []
         with stretches(self.index) as begin:
             begin("append")
             self.keep(k, v)
@@ -316,34 +332,44 @@ class Steady:
                 at = told.at
                 is_all = at.stop - at.start == n
                 told.search.find(*((q, k, v) if is_all else (q[at], k[at], v[at])), self.since)
-                if told.bringers:
+                for bringer, _ in told.bringers:
                     begin("fetch")
-                    brought.append([bringer.take() for bringer, _ in told.bringers])
+                    bringer.take(self.since)
             begin("attention")
             out = self.attend_told(q, soft)
             for told in self.searches:
                 if told.search.corrects:
                     begin("after")
                     told.search.correct(out[told.at])
-            if self.learner is not None:
+            if self.learner is not None or self.rings is not None:
                 begin("after")
+            if self.learner is not None:
                 self.learner.take(self.since)
-        for queries, i in self.rings:
-            queries.push(q, i)
+            if self.rings is not None:
+                self.rings.take(q, q, self.since)
         self.newest = k, v
-        self.unwritten.add(self.write, step, self.age, brought)
-        self.n_settled = self.unwritten.n_settled
         return out
 
-    def write(self, step: int | None, age: int, brought: list[list[Tensor]]) -> None:
+    def enter(self, step: int | None) -> None:
+        """What the host does at such a step, which the clock shows: it is to be in the books."""
+        for told in self.searches:
+            for bringer, _ in told.bringers:
+                bringer.enter(self.age)
+        self.unwritten.add(self.write, step, self.age)
+        self.n_settled = self.unwritten.n_settled
+
+    def write(self, step: int | None, age: int) -> None:
         """Bring such a step into the books."""
-        index, rows, brought = self.index, self.rows, [*brought]
+        index, rows = self.index, self.rows
         for at in self.layers:
             at.repeat(*self.newest)  # nobody asks for what is newest
+            if at.queries is not None:
+                at.queries.take_in()
         for told in self.searches:
             at, search = told.at, told.search
-            counts = told.counts(brought.pop(0) if told.bringers else ())
-            each = zip(rows[at], self.layers[at], search.costs(age), search.chosen(age), counts, strict=True)
+            each = zip(
+                rows[at], self.layers[at], search.costs(age), search.chosen(age), told.counts(age), strict=True
+            )  # fmt: skip
             for row, layer, cost, idx, count in each:
                 row.store.spend(index, cost)
                 layer.refetch(idx, count)
@@ -385,7 +411,7 @@ class Steady:
 
 
 def bringers(
-    layers: Sequence[Layer], fetched: Sequence[Sequence[Part]], selections: Sequence[Tensor]
+    layers: Sequence[Layer], fetched: Sequence[Sequence[Part]], selections: Sequence[Tensor], ahead: int
 ) -> list[tuple[Bringer, list[int]]]:  # fmt: skip
     """For the rows whose fetched tokens are copied, by how long the copies stay."""
     places: dict[int, list[int]] = {}
@@ -394,7 +420,7 @@ def bringers(
             assert isinstance(layer, Fetching)
             places.setdefault(layer.n_recent, []).append(i)
     return [
-        (Bringer([layers[i] for i in rows], [selections[i] for i in rows], ages), rows)  # type: ignore[misc]
+        (Bringer([layers[i] for i in rows], [selections[i] for i in rows], ages, ahead), rows)  # type: ignore[misc]
         for ages, rows in places.items()
     ]
 

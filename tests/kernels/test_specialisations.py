@@ -110,8 +110,8 @@ def bring() -> Step:
     stamps, slots, tokens, sources = torch.zeros(4, H_KV, S, dtype=torch.int32)
     ask = Ask(positions(1, H, 20), stamps, slots, tokens, sources, 1, 2)
     k = torch.zeros(1, H_KV, S, D)
-    bringing = Bringing([ask], [Far(k, k, (k, k), k, k)], 0)
-    return bringing.take
+    bringing = Bringing([ask], [Far(k, k, (k, k), k, k)], 0, 3, N_STEPS)
+    return lambda age: bringing.take(aged(age, "cpu"))
 
 
 SITES = {
