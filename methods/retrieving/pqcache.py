@@ -350,7 +350,7 @@ class PQCache(SelectiveAttention):
         is_of_this_step = together == [*map(id, rows)] and n_seen == rows[0].store[layer].n_seen
         if not is_of_this_step or not all(row.repeats for row in rows):
             return None
-        return PQSearch(rows, layer, q, coded, scratch)
+        return PQSearch(rows, layer, q, coded, scratch, ahead)
 
     @property
     def repeats(self) -> bool:
@@ -616,16 +616,21 @@ def select_keys(rows: Sequence[PQCache], layer: int, q: Tensor) -> list[Found]:
 
 
 class PQSearch(Search):
-    """The search of `select_keys` at steps that are alike: its launches are told where codes lie, and a number."""
+    """The search of `select_keys` at steps that are alike: its launches are told where codes lie.
+
+    The host asks for the codes of the next layers at each, and hears where they came to lie: no graph could do that.
+    """
+
+    is_replayable = False
 
     def __init__(
-        self, rows: Sequence[PQCache], layer: int, q: Tensor, coded: Sequence[Coded], scratch: Scratch
-    ) -> None:
+        self, rows: Sequence[PQCache], layer: int, q: Tensor, coded: Sequence[Coded], scratch: Scratch, ahead: int
+    ) -> None:  # fmt: skip
         self.rows, self.layer, soft = rows, layer, rows[0].trace.softmax[layer]
         self.age = 0  # steps since it was told, as the host counts them
         self.ns = [(each.n, each.grows) for each in coded]
         self.homes = [each.home for each in coded if each.home is not None]
-        self.n_steps = steps_left(coded)
+        self.n_steps = min(ahead, steps_left(coded))
         self.sources = [row.quantisers[layer].codes for row in rows]
         lane = rows[0].lane
         assert lane is not None, "codes are searched where they are copied to"
@@ -646,11 +651,10 @@ class PQSearch(Search):
 
     def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:
         self.age += 1
-        age = self.age
-        search, table = self.keys, self.bring(age)
+        table = self.bring(self.age)
         for home in self.homes:
             home.n += 1
-        self.choice.take(search.find(q, k_new, age, table), search.s + age * search.grows, since)
+        self.choice.take(self.keys.find(q, k_new, since, table), self.keys.s, since)
 
     def candidates(self, age: int) -> list[int]:
         return [n + age * grows for n, grows in self.ns]

@@ -1,5 +1,6 @@
 """Steps on a pretended GPU that are like the ones before: nothing is sent, and nothing else is said."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -101,6 +102,72 @@ def test_a_step_like_the_one_before_sends_nothing_and_says_the_same(
     expected_ids, expected, told = steps(machine, *names)
     assert ids == expected_ids and books == expected
     assert min(told) > 0
+
+
+ALIKE = [
+    "full",
+    "snapkv",
+    "streamingllm method.generated=inside",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("duo_attention", "h2o method.generated=inside", "tova")),
+    *("oracle", "quest", "rocketkv method.tier=host"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("sparq", "loki", "infllm", "infinigen", "rocketkv")),
+    pytest.param("clusterkv method.cache_steps=0", marks=pytest.mark.slow),
+    pytest.param("double_sparsity", marks=pytest.mark.slow),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("oracle method.generated=inside", "rkv")),
+]
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_graph_of_a_step_would_do_the_next_ones(machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Every launch has the grid, the numbers and the sizes that it had at the step before."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launched, by_step, replayable = list[Any](), list[list[Any]](), set[bool]()
+    run, enter = InterpretedFunction.run, Steady.enter
+
+    def noting(kernel: Any, *args: Any, grid: Any, **kwargs: Any) -> Any:
+        names = inspect.signature(kernel.fn).parameters
+        given = {
+            each: (x.shape, x.dtype) if isinstance(x, Tensor) else x
+            for each, x in zip(names, args, strict=True) if each != "here"  # where a tensor of the step lies
+        }  # fmt: skip
+        launched.append((kernel.fn.__name__, grid, given))
+        return run(kernel, *args, grid=grid, **kwargs)
+
+    def entering(steady: Steady, step: int | None) -> None:
+        replayable.add(steady.is_replayable)
+        enter(steady, step)
+
+    def note(n_steps: int, _: Sequence[Row]) -> None:
+        by_step.append([*launched])
+        launched.clear()
+
+    monkeypatch.setattr(InterpretedFunction, "run", noting)
+    monkeypatch.setattr(Steady, "enter", entering)
+    steps(machine, name, asks=note)
+    assert replayable == {True}
+    *_, before, last, after = by_step
+    assert before and before == last == after
+
+
+@pytest.mark.parametrize(
+    "names", [("rkv method.interval=5 method.window=3", "full"), ("tova_decode method.interval=4",)], ids=["3", "1"]
+)
+def test_queries_that_are_asked_once_more_lie_in_their_ring(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
+) -> None:
+    """Between two cuts kernels write them, and at a cut they are those of the latest steps."""
+    entered, enter = list[bool](), Steady.enter
+
+    def entering(steady: Steady, step: int | None) -> None:
+        entered.append(steady.rings is not None)
+        enter(steady, step)
+
+    monkeypatch.setattr(Steady, "enter", entering)
+    ids, books, _ = steps(machine, *names, n_new=14)
+    assert len(entered) > 6 and all(entered)
+    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    assert (ids, books) == steps(machine, *names, n_new=14)[:2]
 
 
 @pytest.mark.slow
