@@ -35,6 +35,7 @@ from kvbench.engine.softmax import Softmax
 from kvbench.engine.step import attend_groups, cut
 from kvbench.engine.turns.at_once import read_dense, read_stretches
 from kvbench.engine.turns.state import fork_of
+from kvbench.kernels.clock import Clock
 from kvbench.kernels.fast import STEP, takes, takes_all
 from kvbench.kernels.jit import upload
 
@@ -95,7 +96,8 @@ class Batch(HearsChoices):
         self.order = sorted(range(len(rows)), key=lambda i: (not self.are_steady[i], name_of(type(rows[i]))))
         self.positions = [trace.s_prompt] * len(rows)  # of each row's next token
         self.doubt = torch.zeros(len(rows), device=trace.device)  # NaN: of rows whose logits were, as they read
-        self.time, self.readers, self.n_steps = Stopwatch(), Readers(trace.shape), 0
+        self.time, self.readers = Stopwatch(), Readers(trace.shape)
+        self.clock, self.n_steps = Clock(), 0
         self.choices = Choices()
         self.calls: dict[int, Call] = {}  # of this pass, by layer, where a row wants to know
         self.is_dense = False  # while a feed is read that attends to all that rows hold
@@ -227,6 +229,7 @@ class Batch(HearsChoices):
         self.starts = [self.positions[i] - pad for i, pad in zip(which, self.pads, strict=True)]
         refuse_switch(self.model, self.trace.s_prompt, max(self.starts) + m)
         self.choose(which)
+        self.clock.tick()
         with self.time.running(self.model.device), span("step"), torch.inference_mode():
             if m == 1 and not self.looks_ahead and not self.hears:
                 logits = self.model.step(ids, self.places(ids), self.cache, self)
@@ -259,8 +262,8 @@ class Batch(HearsChoices):
         self.hears = any(row.wants_input for row in self.active)
         self.cutting = [row for row in self.active if row.of_answers]
         self.runs: dict[tuple[int, ...], list[tuple[type[Row], slice]]] = {}
-        self.portions = portions_of(self.active, self.apart, [self.are_steady[i] for i in which])
-        self.whole = self.portions[0] if len(self.portions) == 1 else Portion(self.active, self.apart)
+        self.portions = portions_of(self.active, self.apart, [self.are_steady[i] for i in which], self.clock)
+        self.whole = self.portions[0] if len(self.portions) == 1 else Portion(self.active, self.apart, self.clock)
 
     def places(self, ids: Tensor) -> int | Tensor:
         """The positions of ids (n, m): that of the first one where all rows are at it."""

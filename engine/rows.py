@@ -22,6 +22,7 @@ from kvbench.engine.caches.copies import Copies
 from kvbench.engine.layouts.coded import CodedLayer
 from kvbench.engine.layouts.fetching import Fetching
 from kvbench.engine.layouts.layer import Layer
+from kvbench.kernels.clock import Since
 from kvbench.kernels.fast import STEP, takes
 from kvbench.kernels.rows.append import Place, append_rows_triton
 from kvbench.kernels.rows.blocks import Cached, fill_rows_triton, look_up_rows_triton
@@ -107,29 +108,40 @@ def far_of(layer: Fetching, copies: Copies, held: tuple[Tensor, Tensor] | None =
 
 
 class Bringer:
-    """`bring` at steps that are alike: rows without a cache of blocks ask from where they asked at the last step."""
+    """`bring` at steps that are alike: rows without a cache of blocks ask from where they asked at the last step.
 
-    def __init__(self, layers: Sequence[Fetching], selections: Sequence[Tensor], ages: int) -> None:
-        """`selections` are where the positions of all steps to come lie."""
-        self.layers = layers
+    Where all layers of a row share its copies, each asks once a step: as many epochs pass as there are layers.
+    """
+
+    def __init__(self, layers: Sequence[Fetching], selections: Sequence[Tensor], ages: int, ahead: int) -> None:
+        """`selections` are where the positions of the steps to come lie, `ahead` of them at most."""
+        self.layers, self.ages = layers, ages
         self.copies = [
             layer.shelf.copies_for(idx, (layer.k, layer.v)) for layer, idx in zip(layers, selections, strict=True)
         ]
-        self.epochs = [copies.epoch for copies in self.copies]
+        self.starts = [copies.epoch for copies in self.copies]
+        self.epochs = max(layer.shelf.n_layers for layer in layers)  # from step to step
         asks = [copies.asked(idx) for copies, idx in zip(self.copies, selections, strict=True)]
         far = [far_of(layer, copies) for layer, copies in zip(layers, self.copies, strict=True)]
-        self.told = Bringing(asks, far, ages)
+        self.told = Bringing(asks, far, ages, self.epochs, ahead)
 
-    def holds(self) -> bool:
-        """Whether copies lie where they lay, and every row asked as often since."""
-        later = self.copies[0].epoch - self.epochs[0]
-        for layer, copies, epoch in zip(self.layers, self.copies, self.epochs, strict=True):
-            if layer.shelf.copies is not copies or copies.epoch - epoch != later:
+    def holds(self, age: int) -> bool:
+        """Whether copies lie where they lay, and nobody has asked with the epoch of the step that is so many behind."""
+        for layer, copies, start in zip(self.layers, self.copies, self.starts, strict=True):
+            last, next_one = copies.epoch, start + self.epochs * age
+            if layer.shelf.copies is not copies or last >= next_one or (self.ages and last != next_one - 1):
                 return False
         return True
 
-    def take(self) -> Tensor:
-        """Bring what rows ask for by now: the counts of each."""
-        for copies in self.copies:
-            copies.epoch += 1
-        return self.told.take(self.copies[0].epoch - self.epochs[0])
+    def take(self, since: Since) -> None:
+        """Bring what rows ask for by now."""
+        self.told.take(since)
+
+    def enter(self, age: int) -> None:
+        """They have asked at that step."""
+        for copies, start in zip(self.copies, self.starts, strict=True):
+            copies.epoch = start + self.epochs * age
+
+    def counts(self, age: int) -> Tensor:
+        """What was counted of each row then, on the device."""
+        return self.told.counts[age]

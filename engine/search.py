@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.selection import ALWAYS, FREE, Cost
+from kvbench.kernels.clock import Since
 from kvbench.kernels.pages import expand_keys_triton
 from kvbench.kernels.scratch import Scratch
 from kvbench.kernels.topk import KeyChoice, top_stable
 
-Launch = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+Launch = Callable[[Tensor, Tensor, Tensor, Since], Tensor]
 """From rows' queries (n, h, 1, d_h), their newest K and V, and the number of steps since kernels were told: keys
-(n, heads, units) of `kernels/topk.py`."""
+(n, heads, units) of `kernels/topk.py`. Of units that a later step has there are none yet."""
 
 
 class Units(NamedTuple):
@@ -81,18 +82,22 @@ class Search:
     more: Sequence[int] = ()  # so many more at each step, head by head behind those of `idx`; none: nowhere
     n_steps: int = ALWAYS  # for so many
     corrects: bool = False  # True: `correct` has something to do
+    is_replayable: bool = True  # False: the host does something at each step that no captured graph could do
 
     def holds(self) -> bool:
         """Whether what is searched is what it was."""
         return True
 
-    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
-        """For the rows' queries and newest K and V (n, heads, 1, d_h), so many steps behind the one it was told."""
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:
+        """For the rows' queries and newest K and V (n, heads, 1, d_h)."""
         raise NotImplementedError
 
     def costs(self, age: int) -> Sequence[Cost]:
-        """What each row's search took at that step, whose tokens its layer has taken in."""
+        """What each row's search took so many steps behind the one it was told, whose tokens its layer has taken in."""
         raise NotImplementedError
+
+    def write(self, age: int) -> None:
+        """Bring that step into what rows count for themselves."""
 
     def chosen(self, age: int) -> Sequence[Tensor]:
         """`idx` of that step."""
@@ -116,7 +121,8 @@ class KernelSearch(Search):
         units, ks = self.units[0], [each.n_chosen for each in self.units]
         self.more = [each.more for each in self.units] if any(each.more for each in self.units) else ()
         device, heads = rows[0].store[layer].device, rows[0].n_choosing
-        is_all = min(ks) == units.behind - units.first == units.behind and not self.more
+        grows = any(each.more or each.grows for each in self.units)
+        is_all = min(ks) == units.behind - units.first == units.behind and not grows
         self.choice = None
         if max(ks) and not is_all:
             grown = n_steps if self.more else 0
@@ -134,10 +140,10 @@ class KernelSearch(Search):
         """Whether it is said by now how many units the rows fetch at each step to come."""
         return all(each.n_chosen and (each.n_chosen == each.k or not each.grows) for each in self.units)
 
-    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
-        keys, units = self.launch(q, k_new, v_new, age), self.units[0]
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:
+        keys, units = self.launch(q, k_new, v_new, since), self.units[0]
         if self.choice is not None:
-            keys = self.choice.take(keys, keys.shape[-1], age)
+            keys = self.choice.take(keys, keys.shape[-1], since)
         if units.length > 1:
             expand_keys_triton(keys, units.origin, units.length, units.stop, self.tokens)
         elif self.choice is None and self.tokens.shape[2]:
@@ -145,6 +151,10 @@ class KernelSearch(Search):
 
     def costs(self, age: int) -> Sequence[Cost]:
         return [row.cost(self.layer) for row in self.rows]
+
+    def write(self, age: int) -> None:
+        for row in self.rows:
+            row.count_search(self.layer)
 
 
 class Searches(Search):
@@ -158,13 +168,14 @@ class Searches(Search):
         self.more = [grown.get(i, 0) for i in range(len(self.idx))] if grown else ()
         self.n_steps = min(search.n_steps for search, *_ in each)
         self.corrects = any(search.corrects for search, *_ in each)
+        self.is_replayable = all(search.is_replayable for search, *_ in each)
 
     def holds(self) -> bool:
         return all(search.holds() for search, *_ in self.each)
 
-    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:
         for search, _, rows in self.each:
-            search.find(q.index_select(0, rows), k_new.index_select(0, rows), v_new.index_select(0, rows), age)
+            search.find(q.index_select(0, rows), k_new.index_select(0, rows), v_new.index_select(0, rows), since)
 
     def costs(self, age: int) -> Sequence[Cost]:
         costs = [FREE] * len(self.idx)
@@ -172,6 +183,10 @@ class Searches(Search):
             for i, cost in zip(at, search.costs(age), strict=True):
                 costs[i] = cost
         return costs
+
+    def write(self, age: int) -> None:
+        for search, *_ in self.each:
+            search.write(age)
 
     def correct(self, out: Tensor) -> None:
         for search, _, rows in self.each:

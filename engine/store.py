@@ -157,7 +157,8 @@ class Store:
         return None if kept is None or bool(kept.all()) else kept_as(self.keeping, self.trace, layer, kept)
 
     def shelf_of(self, layer: int) -> Shelf:
-        return self.shelves.setdefault(self.trace.device_of(layer), Shelf(self.trace.s_prompt + self.n_new, 0))
+        shelf = Shelf(self.trace.s_prompt + self.n_new, 0, len(self.shape.attention_layers))
+        return self.shelves.setdefault(self.trace.device_of(layer), shelf)
 
     def as_codes(self, layer: int, placement: Placement, coder: Coder) -> Coded:
         """The same tokens as codes."""

@@ -280,7 +280,7 @@ def code_sites(shape: Shape, s: int) -> None:
         book = tokens.Book(
             empty(d_h, d_h, dtype=torch.float32), empty((1 << bits) - 1, dtype=torch.float32), bits, bits, 1e-8
         )
-        tokens.UnitPacking(ageing, ageing, book).pack(ageing[0].x, ageing[0].x, 0)
+        tokens.UnitPacking(ageing, ageing, book).pack(ageing[0].x, ageing[0].x)
         for group in (32, 64) if bits != 3 and d_h % 32 == 0 else ():
             beside = shape.empty(h_kv, s, d_h // group)
             of_group, channels = (

@@ -28,6 +28,7 @@ from torch import Tensor
 from kvbench.kernels.build import library, remembered
 from kvbench.kernels.capped import bend, capped, with_sink
 from kvbench.kernels.choices import MERGES
+from kvbench.kernels.clock import Since, now, steps_since
 from kvbench.kernels.jit import cdiv, constants, distance, jit, power_of_2, tl
 from kvbench.kernels.pq_codes import PackedCodes
 from kvbench.kernels.scratch import Scratch, empty, finer
@@ -191,20 +192,19 @@ def pq_keys_triton(
 ) -> Tensor:
     """Three launches for all rows whose quantisers have one shape: (n, h_kv, most candidates) int64."""
     search = KeySearch(q, rows, scale, cap, sink)
-    return search.find(q, keys).view(len(rows), -1, search.s)
+    return search.find(q, keys)
 
 
 def pq_tables_triton(q: Tensor, keys: Tensor, rows: Sequence[Coded]) -> None:
     """Nothing but the codes of the newest keys (n, h_kv, 1, d_h), stored where a row has a `home` for them."""
-    KeySearch(q, rows, 1.0).look_up(q.contiguous(), keys.contiguous(), 0)
+    KeySearch(q, rows, 1.0).look_up(q.contiguous(), keys.contiguous(), now(q.device))
 
 
 def steps_left(rows: Sequence[Coded]) -> int:
-    """For how many steps more launches with what `KeySearch` is told have room for tokens and codes."""
+    """For how many steps more there is room for codes."""
     homes = [row.home.capacity - row.at - 1 for row in rows if row.home is not None]
     codes = [row.codes.n - row.n for row in rows if row.grows and row.home is None]
-    blocks = [-max(row.n for row in rows) % TOKENS] if any(row.grows for row in rows) else []
-    return min([*homes, *codes, *blocks], default=NEVER)
+    return min([*homes, *codes], default=NEVER)
 
 
 class KeySearch:
@@ -221,15 +221,14 @@ class KeySearch:
     ) -> None:  # fmt: skip
         (h_kv, m, c, d_m), (n, h) = rows[0].centroids.shape, q.shape[:2]
         self.start, self.newest, self.sink = rows[0].centroids, rows[0].n, sink
-        self.s, self.grows = max(row.n for row in rows), any(row.grows for row in rows)
+        self.s = max(row.n for row in rows) + n_steps * any(row.grows for row in rows)  # of the last step
         self.n_blocks, device = cdiv(self.s, TOKENS), q.device
         self.n_lses = self.n_blocks + (sink is not None)
         self.width = power_of_2(self.n_lses)
-        assert self.s + self.grows * n_steps <= self.n_blocks * TOKENS, (self.s, n_steps)
         room = empty if scratch is None else scratch.take
         self.entries = room("entries", device, torch.float32, n, h, m, c)
         self.lses = room("lses", device, torch.float32, n, h, self.n_blocks)
-        self.found = room("keys", device, torch.int64, n * h_kv * (self.s + self.grows * n_steps))
+        self.found = room("keys", device, torch.int64, n, h_kv, self.s)
         planes, g = rows[0].codes.b % 8, h // h_kv
         self.numbers = [self.told(row) for row in rows]
         width = power_of_2(d_m)
@@ -252,32 +251,36 @@ class KeySearch:
         numbers = [number for at, told in zip(where, self.numbers, strict=True) for number in (at, *told)]
         return constants(tuple(numbers), self.entries.device)
 
-    def look_up(self, q: Tensor, keys: Tensor, age: int, table: Tensor | None = None) -> Tensor:
+    def look_up(self, q: Tensor, keys: Tensor, since: Since, table: Tensor | None = None) -> Tensor:
         """The tables of inner products, and codes of the newest keys."""
         table, (grid, sizes, n_warps) = self.table(self.where) if table is None else table, self.look_ups
-        tables_of_rows[grid](q, keys, self.start, table, self.entries, self.newest + age, *sizes, num_warps=n_warps)
+        tables_of_rows[grid](
+            q, keys, self.start, table, self.entries, *since, self.newest, *sizes, num_warps=n_warps
+        )  # fmt: skip
         return table
 
-    def find(self, q: Tensor, keys: Tensor, age: int = 0, table: Tensor | None = None) -> Tensor:
-        """Keys of all rows' tokens, as many for each head as the row with most has, behind each other.
+    def find(
+        self, q: Tensor, keys: Tensor, since: Since | None = None, table: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """Keys of all rows' tokens, as many for each head as the row with most has at the last step.
 
         `table` is that of where codes lie, by default where they lay."""
-        q, keys = q.contiguous(), keys.contiguous()
-        table, newest, lses = self.look_up(q, keys, age, table), self.newest + age, self.lses
-        lses_of_rows[self.grids[0]](self.entries, table, lses, newest, *self.sizes)
+        q, keys, since = q.contiguous(), keys.contiguous(), now(q.device) if since is None else since
+        table, lses = self.look_up(q, keys, since, table), self.lses
+        lses_of_rows[self.grids[0]](self.entries, table, lses, *since, self.newest, *self.sizes)
         if self.sink is not None:
             lses = with_sink(lses, self.sink)
         keys_of_rows[self.grids[1]](
-            self.entries, table, lses, self.found, newest, self.s + age * self.grows, self.n_lses, *self.sizes,
-            self.width,
+            self.entries, table, lses, self.found, *since, self.newest, self.s, self.n_lses, *self.sizes, self.width,
         )  # fmt: skip
         return self.found
 
 
-@jit(unspecialized=("newest",))
+@jit(unspecialized=("start", "newest"))
 def tables_of_rows(
-    q, keys, start, table, entries, newest, c, d_m, g, PLANES: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr
-):
+    q, keys, centroids, table, entries, clock, start, newest, c, d_m, g,
+    PLANES: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Inner products of a part's centroids with a group's queries, and the code of that part of the newest key."""
     row, head, part, m = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, h_kv = table + row * 11, tl.num_programs(1)
@@ -288,7 +291,7 @@ def tables_of_rows(
         centroid = low + tl.arange(0, C)
         real = centroid < c
         where = ((head * m + part) * c + centroid)[:, None] * d_m + column[None]
-        x = tl.load(start + tl.load(at + 1) + where, real[:, None] & inside[None], other=0.0)
+        x = tl.load(centroids + tl.load(at + 1) + where, real[:, None] & inside[None], other=0.0)
         for i in range(g):
             query_head = (row * h_kv + head) * g + i
             query = tl.load(q + (query_head * m + part) * d_m + column, inside, other=0.0).to(tl.float32)
@@ -302,7 +305,7 @@ def tables_of_rows(
             least = tl.minimum(least, here)
     if home != 0:
         codes = home.to(tl.pointer_type(tl.uint8)) + head * tl.load(at + 8) + part * tl.load(at + 9)
-        token = (newest + tl.load(at + 10)).to(tl.int32)
+        token = (newest + steps_since(clock, start) + tl.load(at + 10)).to(tl.int32)
         if PLANES == 0:
             tl.store(codes + token, nearest.to(tl.uint8))
         else:
@@ -312,16 +315,16 @@ def tables_of_rows(
                 tl.store(first + 8 * j, (byte | (((nearest >> j) & 1) << (token % 8))).to(tl.uint8))
 
 
-@jit(unspecialized=("newest",))
+@jit(unspecialized=("start", "newest"))
 def lses_of_rows(
-    entries, table, lses, newest, scale, cap, c, g,
+    entries, table, lses, clock, start, newest, scale, cap, c, g,
     M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of a block of a row's tokens for a query head."""
     row, block, head, h = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at = table + row * 11
     codes, token = tl.load(at).to(tl.pointer_type(tl.uint8)), block * TOKENS + tl.arange(0, TOKENS)
-    mask = token < newest * tl.load(at + 5) + tl.load(at + 4)
+    mask = token < (newest + steps_since(clock, start)) * tl.load(at + 5) + tl.load(at + 4)
     x = add_entries(
         entries + row * h * M * c, codes, head, head // g, token, mask, c, tl.load(at + 2), tl.load(at + 3), M, PLANES
     )
@@ -335,16 +338,17 @@ def lses_of_rows(
     tl.store(lses + (row * h + head) * tl.num_programs(1) + block, lse)
 
 
-@jit(unspecialized=("newest", "s", "n_blocks"))
+@jit(unspecialized=("start", "newest", "s", "n_blocks"))
 def keys_of_rows(
-    entries, table, lses, found, newest, s, n_blocks, scale, cap, c, g,
+    entries, table, lses, found, clock, start, newest, s, n_blocks, scale, cap, c, g,
     M: tl.constexpr, PLANES: tl.constexpr, TOKENS: tl.constexpr, CAPPED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Keys of a block of a row's tokens, by their weights for the query heads of a KV head."""
     row, block, owner, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at = table + row * 11
     codes, token = tl.load(at).to(tl.pointer_type(tl.uint8)), block * TOKENS + tl.arange(0, TOKENS)
-    mask, every = token < newest * tl.load(at + 5) + tl.load(at + 4), tl.arange(0, BLOCKS)
+    n, every = (newest + steps_since(clock, start)) * tl.load(at + 5) + tl.load(at + 4), tl.arange(0, BLOCKS)
+    mask = token < n
     head_stride, part_stride = tl.load(at + 2), tl.load(at + 3)
     total = tl.zeros((TOKENS,), tl.float32)
     for i in range(g):

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from kvbench.kernels.build import dtypes, library, remembered
 from kvbench.kernels.capped import bend, capped
+from kvbench.kernels.clock import Since, now, steps_since
 from kvbench.kernels.gather import gather_split, is_within, move_both
 from kvbench.kernels.jit import INTERPRETED, cdiv, jit, power_of_2, send, shared_memory, tl, upload
 from kvbench.kernels.scratch import Scratch, empty
@@ -289,7 +290,7 @@ class Others(Protocol):
         ...
 
     def launch(
-        self, q: Tensor, table: Table, sums: Tensor, lses: Tensor, scale: float, cap: float, age: int
+        self, q: Tensor, table: Table, sums: Tensor, lses: Tensor, scale: float, cap: float, since: Since
     ) -> None:  # fmt: skip
         """Write the sums and log-sum-exps of their items."""
         ...
@@ -391,12 +392,12 @@ def kv_heads(rows: Sequence[Sequence[Tokens]]) -> int:
 
 
 def growing_table(
-    q: Tensor, rows: Sequence[Sequence[Tokens]], more: Sequence[Sequence[int]], scratch: Scratch,
-    logits: Sequence[Tensor | None] = (), room: int = 0, others: Others | None = None,
+    q: Tensor, rows: Sequence[Sequence[Tokens]], more: Sequence[Sequence[int]], scratch: Scratch, ahead: int,
+    logits: Sequence[Tensor | None] = (), others: Others | None = None,
 ) -> tuple[Table, list[list[Piece]], int]:  # fmt: skip
     """A table of parts that have so many tokens more at every step, its pieces, and for how many steps it holds.
 
-    The `logits` of a row's parts lie behind each other, each with room for so many steps.
+    There is room for `ahead` steps, and the `logits` of a row's parts lie behind each other, each with as much.
     """
     h_kv, own = kv_heads(rows) if others is None else others.h_kv, list[list[Piece]]()
     for i, (parts, ns) in enumerate(zip(rows, more, strict=True)):
@@ -407,16 +408,13 @@ def growing_table(
             pieces_of(parts, i, q, h_kv, given), ns, strict=True
         ):  # fmt: skip
             own[-1].append((n, idx, own_q, at, *stride_to_reps, grows, record))  # type: ignore[arg-type]
-            at += 4 * (n + room * grows) if at else 0
+            at += 4 * (n + ahead * grows) if at else 0
     if others is not None:
         own = [[*mine, *theirs] for mine, theirs in zip(own, others.pieces(q), strict=True)]
-    table = table_of(Work(), own, q, h_kv, value_width(rows) if any(rows) else q.shape[3])
-    table = table._replace(room=room_for(q, table, scratch))
-    # Until a piece has a split more, or less.
-    limits = [
-        (-n if more > 0 else n - 1) % table.split for pieces in own for n, *_, more, _ in pieces if more
-    ]  # fmt: skip
-    return table, own, min(limits, default=NEVER)
+    table = table_of(Work(), own, q, h_kv, value_width(rows) if any(rows) else q.shape[3], ahead)
+    # Until a piece that shrinks has no token any more.
+    limits = [n // -grows for pieces in own for n, *_, grows, _ in pieces if grows < 0]
+    return table._replace(room=room_for(q, table, scratch)), own, min(ahead, *limits) if limits else ahead
 
 
 def point_to(table: Table, places: Sequence[int]) -> None:
@@ -425,23 +423,26 @@ def point_to(table: Table, places: Sequence[int]) -> None:
 
 
 def attend_table(
-    q: Tensor, table: Table, scale: float, cap: float = 0.0, others: Others | None = None, age: int = 0
+    q: Tensor, table: Table, scale: float, cap: float = 0.0, others: Others | None = None, since: Since | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `attend_rows_triton`, over what is on the device already; q is contiguous.
 
-    `age` is in steps since the table was made, in which some pieces have grown.
+    Pieces may have grown since the table was made.
     """
+    since = now(q.device) if since is None else since
     (_, h, _, d_h), n, h_kv, d_v = q.shape, table.n_rows, table.h_kv, table.d_v
     sums, lses, lse, form = table.room or room_for(q, table)
     out, numbers = torch.empty_like(q) if d_v == d_h else q.new_empty(len(q), h, 1, d_v), table.numbers
     if table.n_items[0]:
         attend_items[(form.n_turns, table.n_items[0], h_kv)](
-            q, numbers, sums, lses, scale, cap, table.n_pieces, n, elements(q), table.split, age, h_kv, d_h, d_v,
+            q, numbers, sums, lses, *since, scale, cap, table.n_pieces, n, elements(q), table.split, h_kv, d_h, d_v,
             *form.constants, cap > 0, INTERPRETED, num_warps=form.n_warps, num_stages=form.n_stages,
         )  # fmt: skip
     if others is not None:
-        others.launch(q, table, sums, lses, scale, cap, age)
-    join_items[(n, h)](sums, lses, out, lse, numbers, table.n_pieces, table.split, age, h, d_v, form.values, form.most)
+        others.launch(q, table, sums, lses, scale, cap, since)
+    join_items[(n, h)](
+        sums, lses, out, lse, numbers, *since, table.n_pieces, table.split, h, d_v, form.values, form.most
+    )
     return out, lse
 
 
@@ -484,13 +485,15 @@ def form_of(g: int, d_h: int, d_v: int, size: int, is_even: bool, n_pieces: int,
     return LaunchForm(cdiv(g, n_heads), constants, n_warps, n_stages, values, most)
 
 
-def table_of(work: Work, rows: Sequence[Sequence[Piece]], q: Tensor, h_kv: int, d_v: int) -> Table:
-    """The pieces of all rows, and how they are split."""
+def table_of(
+    work: Work, rows: Sequence[Sequence[Piece]], q: Tensor, h_kv: int, d_v: int, ahead: int = 0
+) -> Table:  # fmt: skip
+    """The pieces of all rows, and how they are split, with as many items as so many steps later may want."""
     pieces = [*chain(*rows)]
     split = max(SPLIT, TILE * cdiv(sum(piece[0] for piece in pieces) * h_kv, TILE * PROGRAMS))
     n_items = [0] * (1 + max((piece[5] for piece in pieces), default=0))
-    for n, _, _, _, _, kernel, reps, *_ in pieces:
-        n_items[kernel] += -(-n // split) * reps
+    for n, _, _, _, _, kernel, reps, grows, _ in pieces:
+        n_items[kernel] += cdiv(max(n, n + grows * ahead), split) * reps
     numbers, wide = work.hold(pieces, [0, *accumulate(map(len, rows))], q), 16 // q.element_size()
     is_even = work.is_even and q.data_ptr() % 16 == 0 and not any(p[2] % wide for p in pieces if p[2] >= ROWS_AT_MOST)
     return Table(numbers, len(pieces), split, n_items, len(rows), h_kv, d_v, is_even)
@@ -578,8 +581,8 @@ PLAIN = (0, 0, 0, 0, 0, NEVER, *[0] * 14)  # of tokens beside each other, and no
 
 @jit
 def find_item(number, table, n_pieces, split, kernel, age):
-    """Of a kernel's item: which piece it is of; the item counted over all kernels; its piece's tokens, how often the
-    kernel has gone over them before, and where it begins. The table is of so many steps before."""
+    """Of a kernel's item: whether it is there yet; which piece it is of; the item counted over all kernels; its piece's
+    tokens, how often the kernel has gone over them before, and where it begins. The table is of `age` steps before."""
     # Piece by piece: what a sum over a vector gives is not known to be the same for all threads, and spills registers.
     own_ends, start, before, found = number * 0, number * 0, number * 0, number * 0
     for piece in range(n_pieces):
@@ -590,14 +593,16 @@ def find_item(number, table, n_pieces, split, kernel, age):
         found += is_past.to(tl.int32)
         before += tl.where(is_past, items, 0)
         start = tl.where(is_past, own_ends, start)
+    is_there = found < n_pieces
+    found = tl.where(is_there, found, 0)
     n, local = tl.load(table + found) + tl.load(table + 7 * n_pieces + found) * age, number - start
-    n_splits = tl.cdiv(n, split).to(tl.int32)
-    return found, before + local, n, local // n_splits, local % n_splits * split
+    n_splits = tl.maximum(tl.cdiv(n, split).to(tl.int32), 1)
+    return is_there, found, before + local, tl.where(is_there, n, 0), local // n_splits, local % n_splits * split
 
 
-@jit(unspecialized=("n_pieces", "n_rows", "here", "split", "age"))
+@jit(unspecialized=("start", "n_pieces", "n_rows", "here", "split"))
 def attend_items(
-    q, table, sums, lses, scale, cap, n_pieces, n_rows, here, split, age, h_kv, d_h, d_v,
+    q, table, sums, lses, clock, start, scale, cap, n_pieces, n_rows, here, split, h_kv, d_h, d_v,
     G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, PARTS: tl.constexpr,
     VALUES: tl.constexpr, TURNS: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr,
     LANES: tl.constexpr, CAPPED: tl.constexpr,
@@ -608,7 +613,8 @@ def attend_items(
     Those of wide heads are several programs', side by side, so that a token is read from memory once. A key has WIDTH
     numbers and, of wide ones, up to REST more, or PARTS of WIDTH numbers; then TURNS programs give VALUES numbers each.
     """
-    piece, item, n, j, begin = find_item(tl.program_id(1), table, n_pieces, split, 0, age)
+    age = steps_since(clock, start)
+    is_there, piece, item, n, j, begin = find_item(tl.program_id(1), table, n_pieces, split, 0, age)
     head = tl.program_id(2).to(tl.int64)
     at = table + 8 * n_pieces + n_rows + 1 + piece * RECORD
     idx, asked = tl.load(table + n_pieces + piece), tl.load(table + 2 * n_pieces + piece)
@@ -621,7 +627,8 @@ def attend_items(
     k_late = tl.multiple_of(tl.load(at + 8) + head * tl.load(at + 10) - here, LANES)
     v_late = tl.multiple_of(tl.load(at + 9) + head * tl.load(at + 11) - here, LANES)
     behind, mask_at = tl.load(at + 12), tl.load(at + 13)
-    first_head, last_head = tl.where(reps > 1, j, 0), tl.where(reps > 1, j + 1, G)
+    of_group = tl.where(is_there, G, 0)  # no query head where a later step has an item
+    first_head, last_head = tl.where(reps > 1, j, 0), tl.where(reps > 1, tl.minimum(j + 1, of_group), of_group)
     k_near = tl.multiple_of(tl.load(at + 16) + head * tl.load(at + 18) - here, LANES)
     v_near = tl.multiple_of(tl.load(at + 17) + head * tl.load(at + 19) - here, LANES)
     slots_at = tl.load(at + 20)
@@ -656,8 +663,8 @@ def attend_items(
     seen_at = mask_at.to(tl.pointer_type(tl.int8)) + head * tl.load(at + 14)
     mask_stride = tl.load(at + 15)
     slots = slots_at.to(tl.pointer_type(tl.int32)) + head * tl.load(at + 21)
-    for start in range(first, last, TILE):
-        place = start + tl.arange(0, TILE)
+    for front in range(first, last, TILE):
+        place = front + tl.arange(0, TILE)
         token = start_row + place
         if idx != 0:
             token = tl.load(chosen + place, place < last, other=-1).to(tl.int32).to(tl.int64)
@@ -713,15 +720,16 @@ def attend_items(
         highest = higher
     some = tl.where(total > 0, total, 1.0)
     to = (item * h_kv + head) * G + row
-    tl.store(lses + to, tl.where(total > 0, highest + tl.log(some), float("-inf")), (row < G) & (own == 0))
+    tl.store(lses + to, tl.where(total > 0, highest + tl.log(some), float("-inf")), (row < of_group) & (own == 0))
     tl.store(sums + to[:, None] * d_v + value_column[None], acc / some[:, None], mine[:, None] & in_value[None])
 
 
-@jit(unspecialized=("n_pieces", "split", "age"))
+@jit(unspecialized=("start", "n_pieces", "split"))
 def join_items(
-    sums, lses, out, lse, table, n_pieces, split, age, h, d_v, WIDTH: tl.constexpr, PIECES: tl.constexpr
+    sums, lses, out, lse, table, clock, start, n_pieces, split, h, d_v, WIDTH: tl.constexpr, PIECES: tl.constexpr
 ):  # fmt: skip
     """The items of one row for one query head, weighted by their log-sum-exps."""
+    age = steps_since(clock, start)
     row, head = tl.program_id(0), tl.program_id(1)
     piece = tl.arange(0, PIECES)
     real = piece < n_pieces
@@ -734,8 +742,8 @@ def join_items(
     column = tl.arange(0, WIDTH)
     highest = tl.full((1,), -1e30, tl.float32)
     total, acc = tl.zeros((1,), tl.float32), tl.zeros((WIDTH,), tl.float32)
-    for start in range(first, last, 16):
-        item = (start + tl.arange(0, 16)).to(tl.int64)
+    for front in range(first, last, 16):
+        item = (front + tl.arange(0, 16)).to(tl.int64)
         mine = tl.load(lses + item * h + head, item < last, other=float("-inf"))
         higher = tl.maximum(highest, tl.max(mine, 0))
         weights, shrink = tl.exp(mine - higher), tl.exp(highest - higher)

@@ -28,6 +28,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvbench.kernels.clock import Since, now, steps_since
 from kvbench.kernels.fast import takes
 from kvbench.kernels.jit import cdiv, constants, jit, power_of_2, tl
 from kvbench.kernels.scratch import Scratch, empty, finest
@@ -158,7 +159,8 @@ def top_keys_triton(keys: Tensor, ks: Sequence[int]) -> Tensor:
 class KeyChoice:
     """What the launch is told of rows that choose `ks` keys each, however many there are.
 
-    With `more` a row chooses so many more at every step, and there is memory for `n_steps` of them.
+    With `more` a row chooses so many more at every step, and there is memory for `n_steps` of them. What is told for
+    steps to come has `scratch`, and counters of its own: they are zeros whichever stream or graph launches it.
     """
 
     def __init__(
@@ -174,17 +176,21 @@ class KeyChoice:
         is_same = min(ks) == self.width
         self.table = self.out if is_same else constants((*ks, *more), device)
         self.device, self.n_counters = device, power_of_2(self.rows + 2)
+        self.counters = None if scratch is None else torch.zeros(self.n_counters, dtype=torch.int32, device=device)
         self.sizes = (self.width, heads, self.rows), is_same
 
-    def take(self, keys: Tensor, n: int, age: int = 0) -> Tensor:
+    def take(self, keys: Tensor, n: int, since: Since | None = None) -> Tensor:
         """Of the first n of each head, which lie behind each other; where the result lies is always the same.
 
-        `age` is in steps since rows chose `ks`.
+        `since` rows chose `ks` they may choose more.
         """
+        since = now(self.device) if since is None else since
         n_chunks, (sizes, is_same) = 1 if n <= ALONE else CHUNKS, self.sizes
-        counted = counters(self.device, stream_of(self.device), self.n_counters)
+        counted = self.counters
+        if counted is None:
+            counted = counters(self.device, stream_of(self.device), self.n_counters)
         select_keys[(self.rows * n_chunks * (1 if n_chunks == 1 else DIGITS + 1),)](
-            keys, self.table, self.out, counted, self.counts, self.state, n, *sizes, cdiv(n, n_chunks), age,
+            keys, self.table, self.out, counted, self.counts, self.state, *since, n, *sizes, cdiv(n, n_chunks),
             is_same, n_chunks, KEYS, DIGITS, BINS, LOOKS, num_warps=16 if n_chunks == 1 else 8,
         )  # fmt: skip
         return self.out
@@ -205,9 +211,9 @@ def trap(x):
     tl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
 
 
-@jit(unspecialized=("n", "width", "n_rows", "length", "age"))
+@jit(unspecialized=("start", "n", "width", "n_rows", "length"))
 def select_keys(
-    keys, ks, out, counters, counts, state, n, width, heads, n_rows, length, age,
+    keys, ks, out, counters, counts, state, clock, start, n, width, heads, n_rows, length,
     SAME: tl.constexpr, CHUNKS: tl.constexpr, KEYS: tl.constexpr, DIGITS: tl.constexpr, BINS: tl.constexpr,
     LOOKS: tl.constexpr,
 ):  # fmt: skip
@@ -222,6 +228,7 @@ def select_keys(
     end_phase = DIGITS + 1 if CHUNKS == 1 else begin_phase + 1
     k = width
     if not SAME:
+        age = steps_since(clock, start)
         k = (tl.load(ks + row // heads) + tl.load(ks + (n_rows + row) // heads) * age).to(tl.int32)
     mine, done = keys + row.to(tl.int64) * n, counters + 2 + row
     begin = chunk * length
@@ -260,8 +267,8 @@ def select_keys(
         if phase < DIGITS:
             count, fewer = tl.zeros((BINS,), tl.int32), tl.zeros((KEYS,), tl.int32)
             shift = 8 * (DIGITS - 1 - phase)
-            for start in range(begin, end, KEYS):
-                place = start + tl.arange(0, KEYS)
+            for front in range(begin, end, KEYS):
+                place = front + tl.arange(0, KEYS)
                 inside = place < end
                 upper = (tl.load(mine + place, inside, other=0) >> 32) + 2147483648
                 front = upper >> (shift + 8)
@@ -271,8 +278,8 @@ def select_keys(
             tl.store(fewer_at + chunk, tl.sum(fewer, 0))
         else:
             to = out + row.to(tl.int64) * width
-            for start in range(begin, end, KEYS):
-                place = start + tl.arange(0, KEYS)
+            for front in range(begin, end, KEYS):
+                place = front + tl.arange(0, KEYS)
                 inside = place < end
                 key = tl.load(mine + place, inside, other=0)
                 upper = (key >> 32) + 2147483648
@@ -283,15 +290,15 @@ def select_keys(
                 n_equal += tl.sum(equal, 0)
                 n_taken += tl.sum(taken, 0)
             if chunk == 0:
-                for start in range(k, width, KEYS):
-                    place = start + tl.arange(0, KEYS)
+                for front in range(k, width, KEYS):
+                    place = front + tl.arange(0, KEYS)
                     tl.store(to + place, tl.full((KEYS,), 0x7FFFFFFFFFFFFFFF, tl.int64), place < width)
         tl.debug_barrier()
         tl.atomic_add(done, 1)
     # Nobody waits any more when the last one ends.
     if tl.atomic_add(counters + 1, 1) == tl.num_programs(0) - 1:
-        for start in range(0, n_rows + 2, BINS):
-            tl.store(counters + start + bin, tl.zeros((BINS,), tl.int32), start + bin < n_rows + 2)
+        for front in range(0, n_rows + 2, BINS):
+            tl.store(counters + front + bin, tl.zeros((BINS,), tl.int32), front + bin < n_rows + 2)
 
 
 @jit(unspecialized=("n",))

@@ -205,7 +205,7 @@ def packing(on: Heads) -> Pairs:
             Quantised(*(y.clone().half() if y.is_floating_point() else y.clone() for y in to[0])) for _ in range(2)
         )
         ages = [Ageing(x[:1], keys, 2)], [Ageing(x[1:], values, 2)]
-        UnitPacking(*ages, Book(rotation, middle, 4, 4, 1e-10)).pack(x[:1], x[1:], 0)
+        UnitPacking(*ages, Book(rotation, middle, 4, 4, 1e-10)).pack(x[:1], x[1:])
         norm = x[0].float().norm(dim=-1, keepdim=True)
         right = torch.bucketize(x[0].float() / (norm + 1e-10), middle, right=True)
         apart = (unpack(keys.codes[:, 2:3], 4, d).int() - right.int()).abs()

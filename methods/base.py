@@ -276,21 +276,28 @@ class SelectiveAttention(Rules, ABC):
         return [row.select(layer, q[i : i + 1]) for i, row in enumerate(rows)]
 
     @classmethod
-    def search_rows(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
-        """What the search that these rows have just made does at steps to come, if they do nothing behind attention."""
+    def search_rows(
+        cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch, ahead: int
+    ) -> Search | None:  # fmt: skip
+        """What the search that these rows have just made does at steps to come, if they do nothing behind attention.
+
+        There are `ahead` of them at most.
+        """
         kinds = cls.kinds(rows, layer)
         if len(kinds) == 1:
-            return cls.search_again(rows, layer, q, scratch)
+            return cls.search_again(rows, layer, q, scratch, ahead)
         each: list[tuple[Search, Sequence[int], Tensor]] = []
         for alike in kinds:
-            search = cls.search_again([rows[i] for i in alike], layer, q[alike], scratch)
+            search = cls.search_again([rows[i] for i in alike], layer, q[alike], scratch, ahead)
             if search is None:
                 return None
             each.append((search, alike, constants(tuple(alike), q.device)))
         return Searches(each)
 
     @classmethod
-    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
+    def search_again(
+        cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch, ahead: int
+    ) -> Search | None:  # fmt: skip
         """The same for rows of one kind; None where each step is told anew."""
         return None
 

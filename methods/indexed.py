@@ -20,6 +20,7 @@ from kvbench.engine.placement import Offloaded, Placement
 from kvbench.engine.search import KernelSearch, Launch, Search, Units, best_tokens
 from kvbench.engine.selection import ALWAYS, Cost, FeedSelection, Found, Selection
 from kvbench.engine.turns.feed import Feed
+from kvbench.kernels.clock import now
 from kvbench.kernels.fast import takes
 from kvbench.kernels.scratch import Scratch, empty
 from kvbench.methods.base import SelectiveAttention
@@ -137,27 +138,32 @@ class Indexed(SelectiveAttention):
         return device.type == "cuda" and bool(self.ops) and all(takes(op, device) for op in self.ops)
 
     @classmethod
-    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor]) -> Launch:
-        """Tell the kernel of rows that are searched together; `keys()` is memory for a key of each unit."""
+    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor], ahead: int) -> Launch:
+        """Tell the kernel of rows that are searched together, for the step at hand and so many behind it.
+
+        `keys()` is memory for a key of each unit.
+        """
         raise NotImplementedError
 
     @classmethod
-    def told(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None) -> KernelSearch:
-        """The search of rows by their kernel."""
+    def told(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None, ahead: int) -> KernelSearch:
+        """The search of rows by their kernel, for the step at hand and so many behind it at most."""
         first, room = rows[0], empty if scratch is None else scratch.take
 
         def keys() -> Tensor:
             size = len(rows), first.n_choosing, first.units(layer).behind
             return room("keys", first.store[layer].device, torch.int64, *size)
 
-        n_steps = min(row.n_static(layer) for row in rows)
-        return KernelSearch(rows, layer, cls.launch(rows, layer, keys), scratch, n_steps)
+        n_steps = min(ahead, *(row.n_static(layer) for row in rows))
+        return KernelSearch(rows, layer, cls.launch(rows, layer, keys, n_steps), scratch, n_steps)
 
     @classmethod
-    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> Search | None:
+    def search_again(
+        cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch, ahead: int
+    ) -> Search | None:  # fmt: skip
         if not all(row.repeats for row in rows) or not rows[0].has_kernel(layer):
             return None
-        search = cls.told(rows, layer, scratch)
+        search = cls.told(rows, layer, scratch, ahead)
         return search if search.is_settled else None
 
     # A step.
@@ -192,14 +198,19 @@ class Indexed(SelectiveAttention):
         k = v = q
         if cls.takes_newest:
             k, v = (torch.cat([row.store[layer].newest[i] for row in rows]) for i in (0, 1))
-        search = cls.told(rows, layer, None)
-        search.find(q, k, v, 0)
+        search = cls.told(rows, layer, None, 0)
+        search.find(q, k, v, now(q.device))
         cls.searched(rows, search)
+        for row in rows:
+            row.count_search(layer)
         return [row.found(layer, idx if idx.shape[2] else None) for row, idx in zip(rows, search.idx, strict=True)]
 
     @classmethod
     def searched(cls, rows: Sequence[Self], search: KernelSearch) -> None:
         """The rows were searched so, for methods that read more of it than positions."""
+
+    def count_search(self, layer: int) -> None:
+        """A kernel has searched once more, for methods that keep count of it."""
 
     # A feed.
 

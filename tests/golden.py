@@ -16,8 +16,9 @@ from importlib import import_module
 from pathlib import Path
 
 from kvbench.tests import golden_metrics
-from kvbench.tests.engine import test_budget, test_entries, test_keeping, test_latents, test_softmax
+from kvbench.tests.engine import test_budget, test_entries, test_keeping, test_softmax
 from kvbench.tests.engine.caches import test_blocks
+from kvbench.tests.engine.passes import test_latents
 from kvbench.tests.engine.sparse import test_rules
 from kvbench.tests.methods.decoding import test_random_decode, test_schedule
 from kvbench.tests.methods.dropping import (

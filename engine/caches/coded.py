@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvbench.engine.attend import Part
 from kvbench.engine.layouts.growing import Growing
+from kvbench.kernels.clock import Since
 from kvbench.kernels.rows.append import Place
 
 
@@ -86,8 +87,8 @@ class Codec(ABC):
 class Packing(Protocol):
     """Tokens that are packed at steps that are alike."""
 
-    def take(self, k_new: Tensor, v_new: Tensor, age: int) -> None:
-        """With the current tokens of all rows (n, h_kv, 1, d_h), so many steps behind the one that was told."""
+    def take(self, k_new: Tensor, v_new: Tensor, since: Since) -> None:
+        """With the current tokens of all rows (n, h_kv, 1, d_h), at a step behind the one that was told."""
         ...
 
 
@@ -96,9 +97,9 @@ class Packings(NamedTuple):
 
     each: Sequence[Packing]
 
-    def take(self, k_new: Tensor, v_new: Tensor, age: int) -> None:
+    def take(self, k_new: Tensor, v_new: Tensor, since: Since) -> None:
         for packing in self.each:
-            packing.take(k_new, v_new, age)
+            packing.take(k_new, v_new, since)
 
 
 class Rows:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kvbench.engine.layouts.slots import Slots
+from kvbench.kernels.clock import Since
 from kvbench.kernels.rows.weights import EVERY, Held, Receiving, Row, receive_rows
 
 ALL = (0, 1 << 31)  # positions
@@ -110,12 +111,12 @@ class Learner:
         held = Held(at.k, at.v, at.kept_positions, at.n_kept, at.start, at.kept_positions)
         return Row(row.weights, row.owners, row.reduce, before, held, *row.candidates, sums)
 
-    def take(self, age: int) -> None:
-        """Learn, so many steps behind the last one that was told."""
-        self.told.take(age - 1)
+    def take(self, since: Since) -> None:
+        """Learn, at a step behind the one that was told; the kernels were told of the first such step."""
+        self.told.take(since.later(1))
 
     def write(self, age: int) -> None:
-        """Bring such a step into the books of layers that have taken in its token."""
+        """Bring the step so many behind it into the books of layers that have taken in its token."""
         outcomes = zip(self.rows, self.more, self.sums, self.told.outcomes, strict=True)
         for row, grows, sums, (_, positions, evicted) in outcomes:
             n = row.n + grows * (age - 1)

@@ -12,21 +12,24 @@ from collections.abc import Sequence
 from kvbench.engine.books.unwritten import Unwritten
 from kvbench.engine.layouts.steady import Steady, is_fixed
 from kvbench.engine.row import Row
+from kvbench.kernels.clock import Clock
 from kvbench.kernels.scratch import Scratch
 
 
 class Portion:
     """Rows that stand beside each other in a batch, and what kernels were told of them."""
 
-    def __init__(self, rows: Sequence[Row], apart: Sequence[int], start: int = 0) -> None:
+    def __init__(self, rows: Sequence[Row], apart: Sequence[int], clock: Clock, start: int = 0) -> None:
+        """`clock` counts the steps of the batch; rows are so many tokens `apart` from its first one."""
         self.rows, self.at, self.groups = rows, slice(start, start + len(rows)), runs(rows, apart)
+        self.clock = clock
         self.steady: dict[int, Steady] = {}  # by layer
         self.scratch, self.unwritten = Scratch(), Unwritten([row.store for row in rows])  # of steps that are alike
 
     def steady_of(self, layer: int) -> Steady | None:
         """What the layer's kernels were told; None where each step tells them anew."""
         if layer not in self.steady:
-            self.steady[layer] = Steady(self.groups, self.rows, layer, self.scratch, self.unwritten)
+            self.steady[layer] = Steady(self.groups, self.rows, layer, self.scratch, self.unwritten, self.clock)
         return self.steady[layer] if self.steady[layer].is_of_use else None
 
 
@@ -41,11 +44,11 @@ def runs(rows: Sequence[Row], apart: Sequence[int]) -> list[tuple[type[Row], sli
     return found
 
 
-def portions_of(rows: Sequence[Row], apart: Sequence[int], are_steady: Sequence[bool]) -> list[Portion]:
+def portions_of(rows: Sequence[Row], apart: Sequence[int], are_steady: Sequence[bool], clock: Clock) -> list[Portion]:
     """Rows that may take steady steps, which stand first, and the others."""
     n = sum(are_steady)
     some = [slice(0, n), slice(n, len(rows))]
-    return [Portion(rows[at], apart[at], at.start) for at in some if at.start < at.stop]
+    return [Portion(rows[at], apart[at], clock, at.start) for at in some if at.start < at.stop]
 
 
 def may_be_steady(row: Row) -> bool:

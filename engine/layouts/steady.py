@@ -29,6 +29,7 @@ from kvbench.engine.row import Row
 from kvbench.engine.rows import Bringer
 from kvbench.engine.search import Search
 from kvbench.engine.softmax import Softmax
+from kvbench.kernels.clock import Clock
 from kvbench.kernels.packed.rows import CodedRows, takes_codes
 from kvbench.kernels.rows.append import Places
 from kvbench.kernels.rows.weights import Softening
@@ -36,7 +37,7 @@ from kvbench.kernels.scratch import Scratch
 from kvbench.kernels.select_attend import Tokens, attend_table, growing_table, point_to
 
 MOST_MISSES = 4  # steps in a row that were told in vain
-MOST_LOGITS = 256  # steps for which logits of a row that grows have room
+MOST_AHEAD = 256  # steps for which there is room
 
 
 @dataclass
@@ -57,17 +58,17 @@ class Told:
     at: slice  # of the batch
     bringers: list[tuple[Bringer, list[int]]]  # and which of these rows
 
-    def holds(self) -> bool:
+    def holds(self, age: int) -> bool:
         for bringer, _ in self.bringers:
-            if not bringer.holds():
+            if not bringer.holds(age):
                 return False
         return self.search.holds()
 
-    def counts(self, found: Sequence[Tensor]) -> list[Tensor | None]:
-        """Of each row what was brought, by what the bringers said."""
+    def counts(self, age: int) -> list[Tensor | None]:
+        """Of each row what was brought at that step."""
         counts: list[Tensor | None] = [None] * len(self.search.idx)
-        for (_, rows), each in zip(self.bringers, found, strict=True):
-            for i, own in zip(rows, each.unbind(), strict=True):
+        for bringer, rows in self.bringers:
+            for i, own in zip(rows, bringer.counts(age).unbind(), strict=True):
                 counts[i] = own
         return counts
 
@@ -77,22 +78,28 @@ class Steady:
 
     def __init__(
         self, groups: Sequence[tuple[type[Row], slice]], rows: Sequence[Row], layer: int, scratch: Scratch,
-        unwritten: Unwritten,
+        unwritten: Unwritten, clock: Clock,
     ) -> None:  # fmt: skip
-        """`unwritten` and `scratch` are those of all layers. Nobody else asks for the parts of its steps."""
+        """`unwritten`, `scratch` and `clock` are those of all layers. Nobody else asks for the parts of its steps."""
         self.groups, self.rows, self.index, self.scratch = groups, rows, layer, scratch
         self.unwritten, self.n_settled = unwritten, -1
         are_stored = all(row.is_stored and not row.store.checked_for for row in rows)
         self.n_misses = 0 if are_stored else MOST_MISSES
-        self.age, self.n_steps = 0, 0  # steps since it was told, and for how many it holds
+        self.clock, self.start, self.n_steps = clock, 0, 0  # when it was told, and for how many steps that holds
         self.learner: Learner | None = None
         self.softening: Softening | None = None  # where rows want weights
+        self.searches, self.is_still = list[Told](), False  # True: rows take in tokens, search, and do nothing else
 
     def tell(self, parts: Sequence[Sequence[Part]], fetched: Sequence[Sequence[Part]], q: Tensor) -> None:
         """Remember the step at hand for those to come: all parts of each row, the fetched ones last."""
         self.forget()
         self.n_misses += 1
         self.layers = [row.store[self.index] for row in self.rows]
+        ahead = min(row.store.n_new - at.n_generated for row, at in zip(self.rows, self.layers, strict=True))
+        if ahead <= 0:
+            return
+        self.ahead, self.start = min(ahead, MOST_AHEAD), self.clock.now
+        self.since = self.clock.since_now(q.device)
         found = [at.growing() for at in self.layers]
         growing = [each for each in found if each is not None]
         if len(growing) < len(found):
@@ -125,12 +132,14 @@ class Steady:
         self.more = [sum(each.more) for each in growing]
         room, self.logits = self.room_for_logits(q, parts, fetched) if wants else ([], [])
         coded = self.coded
-        self.table, pieces, n_steps = growing_table(q, tokens, more, self.scratch, room, MOST_LOGITS, coded)
-        self.softening = Softening(self.logits, self.more, MOST_LOGITS) if wants else None
+        self.table, pieces, n_steps = growing_table(q, tokens, more, self.scratch, self.ahead, room, coded)
+        self.softening = Softening(self.logits, self.more, self.ahead) if wants else None
         places = [[place[:3] for place in each.places] for each in growing]
         self.places = Places.of(places, q.device, [[ring for *_, ring in each.places] for each in growing])
         self.marks = [(at.start, at.n_seen, 0) for at in self.layers]
-        self.rings = [(at.queries, i) for i, at in enumerate(self.layers) if at.queries is not None]
+        rings = [[] if at.queries is None else [at.queries] for at in self.layers]
+        turns = [[(0, ring.w) for ring in of_row] for of_row in rings]
+        self.rings = Places.of([[ring.place() for ring in of_row] for of_row in rings], q.device, turns)
         self.packing = self.packed_again()
         self.chosen: list[Chosen | None] = []
         self.at: list[int] = []  # where positions lie
@@ -141,7 +150,6 @@ class Steady:
             if idx is not None:
                 self.at[piece] = idx.data_ptr()
         limits = [each.n_steps for each in growing] + [told.search.n_steps for told in self.searches]
-        limits += [MOST_LOGITS] if wants else []
         if self.searches:  # generated tokens may be chosen once the window is full and has none of the prompt
             stays = zip(self.layers, growing, fetched, strict=True)
             limits += [
@@ -203,7 +211,7 @@ class Steady:
         """Where rows that want weights have their logits, with room for steps to come; those of resident tokens."""
         h, numbers = q.shape[1], [[part.n_tokens() for part in own] for own in parts]
         each = zip(self.rows, numbers, self.more, strict=True)
-        rooms = [sum(ns) + MOST_LOGITS * more if row.wants_weights else 0 for row, ns, more in each]
+        rooms = [sum(ns) + self.ahead * more if row.wants_weights else 0 for row, ns, more in each]
         flat = self.scratch.take("logits", q.device, torch.float32, h * sum(rooms)).split([h * n for n in rooms])
         room = [x.view(h, n) if n else None for x, n in zip(flat, rooms, strict=True)]
         counts = [sum(ns[: len(ns) - len(got)]) for ns, got in zip(numbers, fetched, strict=True)]
@@ -243,39 +251,49 @@ class Steady:
                 continue
             fetch = zip(layers, fetched[at], strict=True)
             alike = all(layer.can_fetch and layer.can_refetch(own) for layer, own in fetch)
-            search = kind.search_rows(rows, self.index, q[at], self.scratch) if alike else None
+            search = kind.search_rows(rows, self.index, q[at], self.scratch, self.ahead) if alike else None
             if search is None:
                 return None
-            brought = bringers(layers, fetched[at], search.idx)
+            brought = bringers(layers, fetched[at], search.idx, self.ahead)
             if brought and any(search.more):
                 return None
             found.append(Told(search, at, brought))
         return found
 
     @property
+    def is_replayable(self) -> bool:
+        """Whether a captured graph can do `launch` again: then the host has to do `enter` at each step."""
+        return self.is_still and self.n_steps > 0 and all(told.search.is_replayable for told in self.searches)
+
+    @property
     def is_of_use(self) -> bool:
         """Whether it may hold at some step."""
         return self.n_misses < MOST_MISSES
 
+    @property
+    def age(self) -> int:
+        """Steps since it was told, the one at hand included."""
+        return self.clock.now - self.start
+
     def forget(self) -> None:
         """The steps to come are others."""
-        self.age = self.n_steps = 0
+        self.n_steps = 0
         self.learner = self.softening = None
 
     def holds(self, q: Tensor) -> bool:
         """Whether the step at hand may be like the one that was told."""
-        if self.age >= self.n_steps or not q.is_contiguous() or (self.table.is_even and q.data_ptr() % 16):
+        if self.age > self.n_steps or not q.is_contiguous() or (self.table.is_even and q.data_ptr() % 16):
             return False
         if self.unwritten.n_settled != self.n_settled and not self.is_as_it_was():
             return False
         for told in self.searches:
-            if not told.holds():
+            if not told.holds(self.age):
                 return False
         return True
 
     def is_as_it_was(self) -> bool:
         """Whether layers have done nothing else since; the books have all of their steps."""
-        index, age = self.index, self.age
+        index, age = self.index, self.age - 1
         for row, at, (start, n_seen, moves) in zip(self.rows, self.layers, self.marks, strict=True):
             if row.store.placed[index] is not at or at.start != start + moves * age or at.n_seen != n_seen + age:
                 return False
@@ -289,16 +307,23 @@ class Steady:
 
     def keep(self, k_new: Tensor, v_new: Tensor) -> None:
         """Write the current token of every row to where it stays."""
-        self.age += 1
         for packing in self.packing:
-            packing.take(k_new, v_new, self.age)
+            packing.take(k_new, v_new, self.since)
         if self.places is not None:
-            self.places.take(k_new, v_new, self.age)
+            self.places.take(k_new, v_new, self.since)
 
     def take_step(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
         """The whole step, where it holds and rows do nothing but take in their tokens and search as they did."""
+        out = self.launch(q, k, v, soft)
+        self.enter()
+        return out
+
+    def launch(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
+        """What the device does at such a step: the same launches each time, of which the clock alone says which it is.
+
+        Where a search is no exception (`is_replayable`).
+        """
         n = q.shape[0]  # which `len` takes longer to say
-        brought: list[list[Tensor]] = []
         with stretches(self.index) as begin:
             begin("append")
             self.keep(k, v)
@@ -306,38 +331,49 @@ class Steady:
                 begin("search")
                 at = told.at
                 is_all = at.stop - at.start == n
-                told.search.find(*((q, k, v) if is_all else (q[at], k[at], v[at])), self.age)
-                if told.bringers:
+                told.search.find(*((q, k, v) if is_all else (q[at], k[at], v[at])), self.since)
+                for bringer, _ in told.bringers:
                     begin("fetch")
-                    brought.append([bringer.take() for bringer, _ in told.bringers])
+                    bringer.take(self.since)
             begin("attention")
             out = self.attend_told(q, soft)
             for told in self.searches:
                 if told.search.corrects:
                     begin("after")
                     told.search.correct(out[told.at])
-            if self.learner is not None:
+            if self.learner is not None or self.rings is not None:
                 begin("after")
-                self.learner.take(self.age)
-        for queries, i in self.rings:
-            queries.push(q, i)
+            if self.learner is not None:
+                self.learner.take(self.since)
+            if self.rings is not None:
+                self.rings.take(q, q, self.since)
         self.newest = k, v
-        self.unwritten.add(self.write, self.age, brought)
-        self.n_settled = self.unwritten.n_settled
         return out
 
-    def write(self, age: int, brought: list[list[Tensor]]) -> None:
+    def enter(self) -> None:
+        """What the host does at such a step, which the clock shows: it is to be in the books."""
+        for told in self.searches:
+            for bringer, _ in told.bringers:
+                bringer.enter(self.age)
+        self.unwritten.add(self.write, self.age)
+        self.n_settled = self.unwritten.n_settled
+
+    def write(self, age: int) -> None:
         """Bring such a step into the books."""
-        index, rows, brought = self.index, self.rows, [*brought]
+        index, rows = self.index, self.rows
         for at in self.layers:
             at.repeat(*self.newest)  # nobody asks for what is newest
+            if at.queries is not None:
+                at.queries.take_in()
         for told in self.searches:
             at, search = told.at, told.search
-            counts = told.counts(brought.pop(0) if told.bringers else ())
-            each = zip(rows[at], self.layers[at], search.costs(age), search.chosen(age), counts, strict=True)
+            each = zip(
+                rows[at], self.layers[at], search.costs(age), search.chosen(age), told.counts(age), strict=True
+            )  # fmt: skip
             for row, layer, cost, idx, count in each:
                 row.store.spend(index, cost)
                 layer.refetch(idx, count)
+            search.write(age)
         if self.learner is not None:
             self.learner.write(age)
         for row in rows:
@@ -365,17 +401,17 @@ class Steady:
         self.n_misses = 0
         for asking, room in self.asking:
             asking.take(q, room)
-        out, lse = attend_table(q, self.table, soft.scale, soft.cap, self.coded, self.age)
+        out, lse = attend_table(q, self.table, soft.scale, soft.cap, self.coded, self.since)
         if soft.sink is not None:
             n = self.table.n_rows
             out[:n], lse = soft.finish(out[:n], lse)
         if self.softening is not None:
-            self.softening.take(lse, self.age)
+            self.softening.take(lse, self.since)
         return out
 
 
 def bringers(
-    layers: Sequence[Layer], fetched: Sequence[Sequence[Part]], selections: Sequence[Tensor]
+    layers: Sequence[Layer], fetched: Sequence[Sequence[Part]], selections: Sequence[Tensor], ahead: int
 ) -> list[tuple[Bringer, list[int]]]:  # fmt: skip
     """For the rows whose fetched tokens are copied, by how long the copies stay."""
     places: dict[int, list[int]] = {}
@@ -384,7 +420,7 @@ def bringers(
             assert isinstance(layer, Fetching)
             places.setdefault(layer.n_recent, []).append(i)
     return [
-        (Bringer([layers[i] for i in rows], [selections[i] for i in rows], ages), rows)  # type: ignore[misc]
+        (Bringer([layers[i] for i in rows], [selections[i] for i in rows], ages, ahead), rows)  # type: ignore[misc]
         for ages, rows in places.items()
     ]
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.capped import bend
+from kvbench.kernels.clock import Since, steps_since
 from kvbench.kernels.fast import takes
 from kvbench.kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl
 from kvbench.kernels.packed.attend import Packed, Side
@@ -117,7 +118,7 @@ class CodedRows:
         return found
 
     def launch(
-        self, q: Tensor, table: Table, sums: Tensor, lses: Tensor, scale: float, cap: float, age: int
+        self, q: Tensor, table: Table, sums: Tensor, lses: Tensor, scale: float, cap: float, since: Since
     ) -> None:  # fmt: skip
         h, d_h = q.shape[1], q.shape[3]
         g, whole = h // self.h_kv, power_of_2(d_h, 16)
@@ -126,8 +127,8 @@ class CodedRows:
             base, form = q if packed_k.table is None else packed_k.table, launch_form(k, v, g, d_h, q.element_size())
             attend_codes[(cdiv(g, form.n_heads) * form.parts, table.n_items[kernel], self.h_kv)](
                 q, packed_k.packed.codes, packed_v.packed.codes, packed_k.packed.scales, packed_v.packed.scales,
-                base, table.numbers, sums, lses, scale, cap, table.n_pieces, table.n_rows, elements(q), table.split,
-                kernel, age, self.h_kv, d_h, row_bytes(k, d_h), row_bytes(v, d_h),
+                base, table.numbers, sums, lses, *since, scale, cap, table.n_pieces, table.n_rows, elements(q),
+                table.split, kernel, self.h_kv, d_h, row_bytes(k, d_h), row_bytes(v, d_h),
                 g, form.n_heads, form.width, form.parts, form.tile, RECORD,
                 k.kind, k.bits, wide_group(k, d_h, whole), v.kind, v.bits, wide_group(v, d_h, whole),
                 lanes, max(1, lanes // q.element_size()), cap > 0, INTERPRETED,
@@ -252,10 +253,10 @@ def scaled(
     return tl.reshape(x, (TILE, WIDTH))
 
 
-@jit(unspecialized=("n_pieces", "n_rows", "here", "split", "kernel", "age"))
+@jit(unspecialized=("start", "n_pieces", "n_rows", "here", "split", "kernel"))
 def attend_codes(
-    q, k_codes, v_codes, k_scales, v_scales, entries, table, sums, lses, scale, cap, n_pieces, n_rows, here, split,
-    kernel, age, h_kv, d_h, k_bytes, v_bytes,
+    q, k_codes, v_codes, k_scales, v_scales, entries, table, sums, lses, clock, start, scale, cap, n_pieces, n_rows,
+    here, split, kernel, h_kv, d_h, k_bytes, v_bytes,
     G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
     RECORD: tl.constexpr,
     K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_GROUP: tl.constexpr,
@@ -269,14 +270,15 @@ def attend_codes(
     those of `kernels/packed/codes.py`: -1 exact, 0 by channel, 1 by token, 3 a token's entries of a table brought to
     length 1.
     """
-    piece, item, n, _, begin = find_item(tl.program_id(1), table, n_pieces, split, kernel, age)
+    age = steps_since(clock, start)
+    is_there, piece, item, n, _, begin = find_item(tl.program_id(1), table, n_pieces, split, kernel, age)
     head = tl.program_id(2).to(tl.int64)
     at = table + 8 * n_pieces + n_rows + 1 + piece * RECORD
     skipped, asked = tl.load(table + n_pieces + piece) + tl.load(at + 18) * age, tl.load(table + 2 * n_pieces + piece)
     own_q = tl.where(asked < 1 << 20, asked * h_kv * G * d_h, asked - here)
     turn, own = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS * WIDTH
     row, value_column = turn * ROWS + tl.arange(0, ROWS), own + tl.arange(0, WIDTH)
-    in_value, mine = value_column < d_h, row < G
+    in_value, mine = value_column < d_h, row < tl.where(is_there, G, 0)
     of_query = q + tl.multiple_of(own_q, EXACT_LANES) + (head * G + row)[:, None] * d_h
     queries = tl.load(of_query + value_column[None], mine[:, None] & in_value[None], other=0.0)
     product = queries.dtype
@@ -294,11 +296,12 @@ def attend_codes(
     first_exact = tl.load(at + 16).to(tl.int32)
     entries += tl.load(at + 17)
     first, last = (skipped + begin).to(tl.int32), (skipped + tl.minimum(begin + split, n)).to(tl.int32)
+    last = tl.where(is_there, last, 0)  # another kernel's piece lies elsewhere
     highest = tl.full((ROWS,), -1e30, tl.float32)  # finite: nothing minus nothing would be no number
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
-    for start in range(first // TILE * TILE, last, TILE):
-        token = start + tl.arange(0, TILE)
+    for front in range(first // TILE * TILE, last, TILE):
+        token = front + tl.arange(0, TILE)
         real = (token >= first) & (token < last)
         logits, base = tl.zeros((ROWS, TILE), tl.float32), tl.zeros((ROWS,), tl.float32)
         squares = tl.zeros((TILE,), tl.float32)
@@ -312,10 +315,10 @@ def attend_codes(
             else:
                 asking = tl.load(of_query + column[None], mine[:, None] & inside[None], other=0.0).to(product)
             if K_KIND == 0:
-                group, byte, wide = start // K_GROUP, tl.arange(0, TILE * K_BITS // 8), asking.to(tl.float32)
+                group, byte, wide = front // K_GROUP, tl.arange(0, TILE * K_BITS // 8), asking.to(tl.float32)
                 rows = keys_at + (group * d_h + column).to(tl.int64)[:, None] * (K_GROUP * K_BITS // 8)
                 if K_GROUP > TILE:
-                    rows += start % K_GROUP // TILE * (TILE * K_BITS // 8)
+                    rows += front % K_GROUP // TILE * (TILE * K_BITS // 8)
                 x = tl.load(rows + byte[None], inside[:, None], other=0)
                 channel = group * d_h + column
                 of_group = wide * tl.load(k_scale + channel, inside, other=0.0).to(tl.float32)[None]

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kvbench.kernels.clock import Since, now, steps_since
 from kvbench.kernels.jit import distance, jit, power_of_2, tl, upload
 from kvbench.kernels.packed.codes import Quantised
 
@@ -70,13 +71,14 @@ class RangePacking:
         )  # fmt: skip
         self.form = group, FIELDS, bits, power_of_2(group, 8), power_of_2(self.d_h // group)
 
-    def take(self, k_new: Tensor, v_new: Tensor, age: int) -> None:
+    def take(self, k_new: Tensor, v_new: Tensor, since: Since) -> None:
         """As the tokens to pack stand for the step behind the one that was told."""
-        self.pack(age - 1)
+        self.pack(since.later(1))
 
-    def pack(self, later: int = 0) -> None:
-        """Tokens and places that are so many further on."""
-        pack_ranges[self.grid](self.x, self.to.codes, self.to.scales, self.table, later, self.d_h, *self.form)
+    def pack(self, since: Since | None = None) -> None:
+        """Tokens and places that are as many further on as steps have passed."""
+        since = now(self.x.device) if since is None else since
+        pack_ranges[self.grid](self.x, self.to.codes, self.to.scales, self.table, *since, self.d_h, *self.form)
 
 
 class UnitPacking:
@@ -91,16 +93,16 @@ class UnitPacking:
         numbers += [n for token in values for n in fields(token, x[1], self.v)]
         self.table = upload(numbers, x[0].device)
 
-    def take(self, k_new: Tensor, v_new: Tensor, age: int) -> None:
-        """With the current tokens of all rows, so many steps behind the one that was told."""
-        self.pack(k_new[self.row :], v_new[self.row :], age)
+    def take(self, k_new: Tensor, v_new: Tensor, since: Since) -> None:
+        """With the current tokens of all rows."""
+        self.pack(k_new[self.row :], v_new[self.row :], since)
 
-    def pack(self, k: Tensor, v: Tensor, later: int) -> None:
-        """With tensors that begin at the first token, to places that are so many further on."""
-        book = self.book
+    def pack(self, k: Tensor, v: Tensor, since: Since | None = None) -> None:
+        """With tensors that begin at the first token, to places that are as many further on as steps have passed."""
+        book, since = self.book, now(k.device) if since is None else since
         code_units[self.grid](
             k, v, self.k.codes, self.v.codes, self.k.scales, self.v.scales, book.rotation, book.midpoints, self.table,
-            later, book.least, len(book.midpoints), self.d_h, *book.rotation.stride(), FIELDS, book.key_bits,
+            *since, book.least, len(book.midpoints), self.d_h, *book.rotation.stride(), FIELDS, book.key_bits,
             book.value_bits, COLUMNS, power_of_2(self.d_h, 8),
         )  # fmt: skip
 
@@ -125,12 +127,13 @@ def rounded(x, cast: tl.constexpr):
         return x.to(cast).to(tl.float32)
 
 
-@jit(unspecialized=("age",))
+@jit(unspecialized=("start",))
 def pack_ranges(
-    x, codes, scales, table, age, d_h, group,
+    x, codes, scales, table, clock, start, d_h, group,
     FIELDS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     at, head = table + tl.program_id(0) * FIELDS, tl.program_id(1).to(tl.int64)
+    age = steps_since(clock, start)
     own = x + tl.load(at) + head * tl.load(at + 1) + tl.load(at + 9) * age
     cast: tl.constexpr = x.dtype.element_ty
     which, place = tl.arange(0, GROUPS), tl.arange(0, GROUP)
@@ -157,23 +160,23 @@ def pack_ranges(
     store_codes(to, eights, 0, d_h * BITS // 8, BITS, GROUPS * GROUP // 8)
 
 
-@jit(unspecialized=("later",))
+@jit(unspecialized=("start",))
 def code_units(
-    k, v, k_codes, v_codes, k_scales, v_scales, rotation, midpoints, table, later, least, n_midpoints, d_h, row_step,
-    column_step,
+    k, v, k_codes, v_codes, k_scales, v_scales, rotation, midpoints, table, clock, start, least, n_midpoints, d_h,
+    row_step, column_step,
     FIELDS: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    column = tl.arange(0, WIDTH)
+    column, age = tl.arange(0, WIDTH), steps_since(clock, start)
     inside = column < d_h
     if tl.program_id(2) == 0:
         at = table + row * FIELDS
         key = tl.load(k + tl.load(at) + head * tl.load(at + 1) + column, inside, other=0.0).to(tl.float32)
         norm = tl.sqrt(tl.sum(key * key, 0))
         unit = key / (norm + least)
-        beside = head * tl.load(at + 6) + tl.load(at + 7) * later
+        beside = head * tl.load(at + 6) + tl.load(at + 7) * age
         tl.store(k_scales + tl.load(at + 4) + beside, norm.to(tl.float16))
-        to = k_codes + tl.load(at + 2) + head * tl.load(at + 3) + tl.load(at + 10) * later
+        to = k_codes + tl.load(at + 2) + head * tl.load(at + 3) + tl.load(at + 10) * age
         for first in range(0, d_h, COLUMNS):
             turned = first + tl.arange(0, COLUMNS)
             those = (turned < d_h)[:, None] & inside[None]
@@ -193,8 +196,8 @@ def code_units(
         scale = tl.maximum((high - low) / ((1 << V_BITS) - 1), least)
         code = tl.minimum((value - low) / scale + 0.5, (1 << V_BITS) - 1.0)
         code = tl.where(inside, tl.maximum(code, 0.0), 0.0).to(tl.int32)
-        to = v_codes + tl.load(at + 2) + head * tl.load(at + 3) + tl.load(at + 10) * later
+        to = v_codes + tl.load(at + 2) + head * tl.load(at + 3) + tl.load(at + 10) * age
         store_codes(to, tl.reshape(code, (WIDTH // 8, 8)), 0, (d_h * V_BITS + 7) // 8, V_BITS, WIDTH // 8)
-        beside = head * tl.load(at + 6) + tl.load(at + 7) * later
+        beside = head * tl.load(at + 6) + tl.load(at + 7) * age
         tl.store(v_scales + tl.load(at + 4) + beside, scale.to(tl.float16))
         tl.store(v_scales + tl.load(at + 5) + beside, low.to(tl.float16))

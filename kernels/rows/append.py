@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvbench.kernels.clock import Since, now, steps_since
 from kvbench.kernels.gather import apart
 from kvbench.kernels.jit import jit, power_of_2, tl, upload
 
@@ -69,23 +70,24 @@ class Places(NamedTuple):
         grid = len(numbers) // FIELDS, h_kv
         return cls(upload(numbers, device), grid, d_h, d_v, (power_of_2(d_h), power_of_2(d_v)))
 
-    def take(self, k_new: Tensor, v_new: Tensor, age: int = 0) -> None:
-        """Write the current token, so many steps behind the one that the slots are for."""
+    def take(self, k_new: Tensor, v_new: Tensor, since: Since | None = None) -> None:
+        """Write the current token, at a step behind the one that the slots are for."""
+        since = now(k_new.device) if since is None else since
         (k_row, k_head, *_), (v_row, v_head, *_) = k_new.stride(), v_new.stride()
         write_tokens[self.grid](
-            k_new, v_new, self.numbers, k_new.data_ptr() // k_new.element_size(), age, self.d_h, self.d_v, k_row,
+            k_new, v_new, self.numbers, *since, k_new.data_ptr() // k_new.element_size(), self.d_h, self.d_v, k_row,
             k_head, v_row, v_head, FIELDS, *self.widths,
         )  # fmt: skip
 
 
-@jit(unspecialized=("here", "age"))
+@jit(unspecialized=("start", "here"))
 def write_tokens(
-    k_new, v_new, places, here, age, d_h, d_v, k_row, k_head, v_row, v_head,
+    k_new, v_new, places, clock, start, here, d_h, d_v, k_row, k_head, v_row, v_head,
     FIELDS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     at, head = places + tl.program_id(0) * FIELDS, tl.program_id(1).to(tl.int64)
     row, column, of_value = tl.load(at), tl.arange(0, WIDTH), tl.arange(0, VALUES)
-    slot = tl.load(at + 8) + (tl.load(at + 7) + age) % tl.load(at + 9)
+    slot = tl.load(at + 8) + (tl.load(at + 7) + steps_since(clock, start)) % tl.load(at + 9)
     to_k = tl.load(at + 1) - here + head * tl.load(at + 3) + slot * tl.load(at + 5)
     to_v = tl.load(at + 2) - here + head * tl.load(at + 4) + slot * tl.load(at + 6)
     inside, in_value = column < d_h, of_value < d_v

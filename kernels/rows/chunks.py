@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.capped import bend, with_sink
+from kvbench.kernels.clock import Since, now, steps_since
 from kvbench.kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
 from kvbench.kernels.topk import pack_key
 
@@ -41,35 +42,34 @@ class Table(NamedTuple):
 
     numbers: Tensor
     start: Tensor  # from which they count where bounds lie
-    lengths: tuple[tuple[int, int], ...]  # tokens of rows, and of their chunks
+    s: int  # tokens of the row with most, and
+    c: int  # chunks, at the last step that is told
     r: int  # channels of the row with most
 
-    def s(self, age: int) -> int:
-        """Tokens of the row with most, so many steps later."""
-        return max(n for n, _ in self.lengths) + age
 
-
-def table_of(rows: Sequence[Chunked], device: torch.device) -> Table:
+def table_of(rows: Sequence[Chunked], device: torch.device, ahead: int = 0) -> Table:
+    """With room for so many steps to come."""
     start, numbers = rows[0].bounds, list[int]()
     for bounds, n, chunk, r in rows:
         both, room = bounds.shape[1:]
         assert bounds.stride() == (both * room, room, 1), bounds.stride()
         numbers += [distance(bounds, start), room, n, chunk, r]
-    lengths = tuple((row.n, row.chunk) for row in rows)
-    return Table(upload(numbers, device), start, lengths, max(row.r for row in rows))
+    s, c = max(row.n for row in rows) + ahead, max(cdiv(row.n + ahead, row.chunk) for row in rows)
+    return Table(upload(numbers, device), start, s, c, max(row.r for row in rows))
 
 
 def chunk_keys(
-    q: Tensor, k_new: Tensor, told: Table, scale: float, cap: float = 0.0, sink: Tensor | None = None, age: int = 0
-) -> Tensor:
+    q: Tensor, k_new: Tensor, told: Table, scale: float, cap: float = 0.0, sink: Tensor | None = None,
+    since: Since | None = None,
+) -> Tensor:  # fmt: skip
     """Keys by the group's mean softmax over chunks; k_new (n, h_kv, 1, d_h) is taken into the bounds first.
 
-    Bounds bend towards a cap, and sinks (h,) take part in the softmax. `age` is in steps since the table was made.
+    Bounds bend towards a cap, and sinks (h,) take part in the softmax.
     """
+    since = now(q.device) if since is None else since
     (n, h, _, d_h), h_kv = q.shape, k_new.shape[1]
     q, k_new, g = q.contiguous(), k_new.contiguous(), h // h_kv
-    table, start, lengths, r = told
-    s, c = told.s(age), max(cdiv(own + age, chunk) for own, chunk in lengths)
+    table, start, s, c, r = told
     some = min(CHUNKS, 4096 // power_of_2(g))  # of a program: registers hold no more for groups as large as a latent's
     n_blocks = cdiv(c, some)
     lines = torch.empty(n, h_kv, r, dtype=torch.int32, device=q.device)
@@ -79,31 +79,31 @@ def chunk_keys(
     keys = torch.empty(n, h_kv, s, dtype=torch.int64, device=q.device)
     tiny = torch.finfo(torch.float32).tiny
     rank_channels[(n, h_kv)](
-        q, k_new, start, table, lines, weights, scale, tiny, age, d_h, g, r, ROW, power_of_2(d_h), COMPARED,
+        q, k_new, start, table, lines, weights, *since, scale, tiny, d_h, g, r, ROW, power_of_2(d_h), COMPARED,
         num_warps=16 if d_h > 256 else 4,
     )  # fmt: skip
     score_chunks[(n, n_blocks, h_kv)](
-        start, table, lines, weights, logits, lses, cap, age, c, d_h, g, r, ROW, some, power_of_2(g), cap > 0
+        start, table, lines, weights, logits, lses, *since, cap, c, d_h, g, r, ROW, some, power_of_2(g), cap > 0
     )
     lses = with_sink(lses, sink)
     n_blocks = lses.shape[2]
     weigh_chunks[(n, cdiv(s, TOKENS), h_kv)](
-        logits, lses, table, keys, age, s, c, n_blocks, g, ROW, TOKENS, power_of_2(n_blocks)
+        logits, lses, table, keys, *since, s, c, n_blocks, g, ROW, TOKENS, power_of_2(n_blocks)
     )
     return keys
 
 
-@jit(unspecialized=("age",))
+@jit(unspecialized=("start",))
 def rank_channels(
-    q, k_new, start, table, lines, weights, scale, tiny, age, d_h, g, most,
+    q, k_new, bounds, table, lines, weights, clock, start, scale, tiny, d_h, g, most,
     ROW: tl.constexpr, WIDTH: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
     row, head, h_kv = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     at, column = table + row * ROW, tl.arange(0, WIDTH)
     inside, room = column < d_h, tl.load(at + 1)
-    place, chunk, r = tl.load(at + 2) + age - 1, tl.load(at + 3), tl.load(at + 4)
+    place, chunk, r = tl.load(at + 2) + steps_since(clock, start) - 1, tl.load(at + 3), tl.load(at + 4)
     # The current token joins its chunk.
-    to = start + tl.load(at) + (head * 2 * d_h + column) * room + place // chunk
+    to = bounds + tl.load(at) + (head * 2 * d_h + column) * room + place // chunk
     key = tl.load(k_new + (row * h_kv + head) * d_h + column, inside, other=0.0).to(tl.float32)
     high = tl.load(to, inside, other=0.0).to(tl.float32)
     low = tl.load(to + d_h * room, inside, other=0.0).to(tl.float32)
@@ -133,15 +133,15 @@ def rank_channels(
         tl.store(weights + (first + i) * most + rank, query * (scale / tl.sqrt(tl.maximum(share, tiny))), is_chosen)
 
 
-@jit(unspecialized=("age", "c"))
+@jit(unspecialized=("start", "c"))
 def score_chunks(
-    start, table, lines, weights, logits, lses, cap, age, c, d_h, g, most,
+    origin, table, lines, weights, logits, lses, clock, start, cap, c, d_h, g, most,
     ROW: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     row, block, head, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, place = table + row * ROW, block * CHUNKS + tl.arange(0, CHUNKS)
-    room, n, chunk, r = tl.load(at + 1), tl.load(at + 2) + age, tl.load(at + 3), tl.load(at + 4)
-    bounds = start + tl.load(at) + head * 2 * d_h * room
+    room, n, chunk, r = tl.load(at + 1), tl.load(at + 2) + steps_since(clock, start), tl.load(at + 3), tl.load(at + 4)
+    bounds = origin + tl.load(at) + head * 2 * d_h * room
     size = tl.minimum(chunk, n - place * chunk)
     real = size > 0
     one, first = tl.arange(0, GROUP), (row * h_kv + head) * g
@@ -165,13 +165,14 @@ def score_chunks(
     tl.store(lses + (first + one) * tl.num_programs(1) + block, lse, one < g)
 
 
-@jit(unspecialized=("age", "s", "c", "n_blocks"))
+@jit(unspecialized=("start", "s", "c", "n_blocks"))
 def weigh_chunks(
-    logits, lses, table, keys, age, s, c, n_blocks, g, ROW: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr
-):
+    logits, lses, table, keys, clock, start, s, c, n_blocks, g,
+    ROW: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     row, block, head, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, token, every = table + row * ROW, block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCKS)
-    n, chunk = tl.load(at + 2) + age, tl.load(at + 3)
+    n, chunk = tl.load(at + 2) + steps_since(clock, start), tl.load(at + 3)
     real = token < n
     merged = tl.zeros((TOKENS,), tl.float32)
     for i in range(g):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.capped import bend, with_sink
+from kvbench.kernels.clock import Since, now, steps_since
 from kvbench.kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
 from kvbench.kernels.rows.logits import Table
 from kvbench.kernels.topk import pack_key
@@ -46,7 +47,8 @@ class Columns(NamedTuple):
     grows: bool = False  # with every token there is a candidate more
 
 
-def table_of(rows: Sequence[Columns], device: torch.device) -> Table:
+def table_of(rows: Sequence[Columns], device: torch.device, ahead: int = 0) -> Table:
+    """With room for so many steps to come."""
     start = rows[0].late
     numbers = [
         number
@@ -57,30 +59,32 @@ def table_of(rows: Sequence[Columns], device: torch.device) -> Table:
             row.k, int(row.grows),
         )
     ]  # fmt: skip
-    return Table(upload(numbers, device), start, max(row.n for row in rows))
+    return Table(upload(numbers, device), start, max(row.n for row in rows) + ahead)
 
 
 def find_components(
-    q: Tensor, v_new: Tensor, told: Table, r: int, scale: float, age: int = 0
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Components and weights, so many steps behind the one of the table; v_new (n, h_kv, 1, d_h)."""
+    q: Tensor, v_new: Tensor, told: Table, r: int, scale: float, since: Since | None = None
+) -> tuple[Tensor, Tensor]:
+    """Components and weights; v_new (n, h_kv, 1, d_h)."""
+    since = now(q.device) if since is None else since
     (n, h, _, d_h), h_kv = q.shape, v_new.shape[1]
     assert q.is_contiguous() and v_new.is_contiguous(), "not contiguous"
     tiny, table = torch.finfo(torch.float32).tiny, told.numbers
     components = torch.empty(n, h_kv, r, dtype=torch.int32, device=q.device)
     weights = torch.empty(n, h, r, dtype=torch.float32, device=q.device)
     rank_components[(n, h_kv)](
-        q, v_new, table, components, weights, scale, tiny, age, d_h, h // h_kv, r, ROW, power_of_2(d_h),
+        q, v_new, table, components, weights, *since, scale, tiny, d_h, h // h_kv, r, ROW, power_of_2(d_h),
         min(COMPARED, power_of_2(d_h), max(1, 2 * HELD // power_of_2(d_h))), num_warps=8 if d_h > 128 else 4,
     )  # fmt: skip
     return components, weights
 
 
 def component_keys(
-    q: Tensor, components: Tensor, weights: Tensor, told: Table, cap: float = 0.0, age: int = 0
+    q: Tensor, components: Tensor, weights: Tensor, told: Table, cap: float = 0.0, since: Since | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys of the candidates, approximate logits of all tokens, and log-sum-exps of blocks of them."""
-    (n, h_kv, r), h, s = components.shape, weights.shape[1], told.s + age
+    since = now(q.device) if since is None else since
+    (n, h_kv, r), h, s = components.shape, weights.shape[1], told.s
     group = power_of_2(h // h_kv)
     tokens = min(TOKENS, max(1, HELD // group))
     n_blocks = cdiv(s, tokens)
@@ -88,24 +92,25 @@ def component_keys(
     logits = torch.empty(n, h, s, dtype=torch.float32, device=q.device)
     lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
     multiply_components[(n, n_blocks, h_kv)](
-        told.start, components, weights, told.numbers, keys, logits, lses, cap, age, s, q.shape[3], h // h_kv, r, ROW,
-         tokens, group, cap > 0,
+        told.start, components, weights, told.numbers, keys, logits, lses, *since, cap, s, q.shape[3], h // h_kv, r,
+        ROW, tokens, group, cap > 0,
     )  # fmt: skip
     return keys, logits, lses
 
 
 def cover(
-    chosen: Tensor, logits: Tensor, lses: Tensor, told: Table, sink: Tensor | None = None, age: int = 0
-) -> Tensor:  # fmt: skip
+    chosen: Tensor, logits: Tensor, lses: Tensor, told: Table, sink: Tensor | None = None, since: Since | None = None
+) -> Tensor:
     """Share of the softmax on first tokens, window and the row's own number of chosen (n, h_kv, k): (n, h) float32.
 
     A learned `sink` (h,) is covered too.
     """
+    since = now(logits.device) if since is None else since
     lses = with_sink(lses, sink)
     (n, h_kv, k), (_, h, s) = chosen.shape, logits.shape
     covered = torch.empty(n, h, dtype=torch.float32, device=logits.device)
     add_covered[(n, h)](
-        chosen, logits, lses, told.numbers, covered, covered if sink is None else sink, age, s,
+        chosen, logits, lses, told.numbers, covered, covered if sink is None else sink, *since, s,
         lses.shape[2], h // h_kv, k, ROW, TOKENS,
         power_of_2(lses.shape[2]), sink is not None,
     )  # fmt: skip
@@ -118,9 +123,9 @@ def blend(out: Tensor, covered: Tensor, told: Table, h_kv: int) -> None:
     blend_mean[(n, h)](out, covered, told.numbers, d_h, h // h_kv, ROW, power_of_2(d_h))
 
 
-@jit(unspecialized=("age",))
+@jit(unspecialized=("start",))
 def rank_components(
-    q, v_new, table, components, weights, scale, tiny, age, d_h, g, r,
+    q, v_new, table, components, weights, clock, start, scale, tiny, d_h, g, r,
     ROW: tl.constexpr, WIDTH: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
     row, head, h_kv = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -130,8 +135,8 @@ def rank_components(
     total, rank = tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.int32)
     for i in range(g):
         total += tl.abs(tl.load(q + (first + i) * d_h + column, inside, other=0.0).to(tl.float32))
-    for start in range(0, WIDTH, COMPARED):
-        other, totals = start + tl.arange(0, COMPARED), tl.zeros((COMPARED,), tl.float32)
+    for front in range(0, WIDTH, COMPARED):
+        other, totals = front + tl.arange(0, COMPARED), tl.zeros((COMPARED,), tl.float32)
         for i in range(g):
             totals += tl.abs(tl.load(q + (first + i) * d_h + other, other < d_h, other=0.0).to(tl.float32))
         ahead = (totals[None] > total[:, None]) | ((totals[None] == total[:, None]) & (other[None] < column[:, None]))
@@ -148,16 +153,17 @@ def rank_components(
         to = mean_at.to(tl.pointer_type(tl.float32)) + head * d_h + column
         mean = tl.load(to, inside, other=0.0)
         value = tl.load(v_new + (row * h_kv + head) * d_h + column, inside, other=0.0).to(tl.float32)
-        tl.store(to, mean + (value - mean) / (tl.load(at + 7) + age).to(tl.float32), inside)
+        n = tl.load(at + 7) + steps_since(clock, start)
+        tl.store(to, mean + (value - mean) / n.to(tl.float32), inside)
 
 
-@jit(unspecialized=("age", "s"))
+@jit(unspecialized=("start", "s"))
 def multiply_components(
-    origin, components, weights, table, keys, logits, lses, cap, age, s, d_h, g, r,
+    origin, components, weights, table, keys, logits, lses, clock, start, cap, s, d_h, g, r,
     ROW: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     row, block, head, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    at, token = table + row * ROW, block * TOKENS + tl.arange(0, TOKENS)
+    at, token, age = table + row * ROW, block * TOKENS + tl.arange(0, TOKENS), steps_since(clock, start)
     prompt, late = tl.load(at) + head * tl.load(at + 1), tl.load(at + 4) + head * tl.load(at + 5)
     by_component, by_token, behind = tl.load(at + 2), tl.load(at + 3), tl.load(at + 6)
     real, is_late = token < tl.load(at + 7) + age, token >= behind
@@ -185,23 +191,23 @@ def multiply_components(
     tl.store(keys + (row * h_kv + head).to(tl.int64) * s + token, key, token < s)
 
 
-@jit(unspecialized=("age", "s", "n_blocks", "k"))
+@jit(unspecialized=("start", "s", "n_blocks", "k"))
 def add_covered(
-    chosen, logits, lses, table, covered, sink, age, s, n_blocks, g, k,
+    chosen, logits, lses, table, covered, sink, clock, start, s, n_blocks, g, k,
     ROW: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, WITH_SINK: tl.constexpr,
 ):  # fmt: skip
     row, query_head, h = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    at, every = table + row * ROW, tl.arange(0, BLOCKS)
-    n, start, stop = tl.load(at + 7) + age, tl.load(at + 8), tl.load(at + 9) + age * tl.load(at + 12)
+    at, every, age = table + row * ROW, tl.arange(0, BLOCKS), steps_since(clock, start)
+    n, begin, stop = tl.load(at + 7) + age, tl.load(at + 8), tl.load(at + 9) + age * tl.load(at + 12)
     count = tl.load(at + 11)
     mine = tl.load(lses + (row * h + query_head) * n_blocks + every, every < n_blocks, other=float("-inf"))
     highest = tl.max(mine, 0)
     lse = highest + tl.log(tl.sum(tl.exp(mine - highest), 0))
     x = logits + (row * h + query_head).to(tl.int64) * s
     some = tl.zeros((TOKENS,), tl.float32)
-    for first in range(0, start, TOKENS):
+    for first in range(0, begin, TOKENS):
         token = first + tl.arange(0, TOKENS)
-        some += tl.exp(tl.load(x + token, token < start, other=float("-inf")) - lse)
+        some += tl.exp(tl.load(x + token, token < begin, other=float("-inf")) - lse)
     for first in range(stop, n, TOKENS):
         token = first + tl.arange(0, TOKENS)
         some += tl.exp(tl.load(x + token, token < n, other=float("-inf")) - lse)
@@ -214,7 +220,7 @@ def add_covered(
     whole = tl.sum(some, 0)
     if WITH_SINK:
         whole += tl.exp(tl.load(sink + query_head) - lse)
-    share = tl.where(count >= stop - start, -1.0, tl.minimum(whole, 1.0))
+    share = tl.where(count >= stop - begin, -1.0, tl.minimum(whole, 1.0))
     tl.store(covered + row * h + query_head, share)
 
 

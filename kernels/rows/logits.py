@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.capped import bend, with_sink
+from kvbench.kernels.clock import Since, now, steps_since
 from kvbench.kernels.jit import cdiv, distance, fit_rows, jit, lanes_of, power_of_2, tl, upload
 from kvbench.kernels.topk import pack_key
 
@@ -48,11 +49,12 @@ class Table(NamedTuple):
 
     numbers: Tensor
     start: Tensor  # from which they count where keys lie
-    s: int  # tokens of the row with most
+    s: int  # tokens of the row with most, at the last step that is told
     lanes: int = 1  # which divide all distances and strides
 
 
-def table_of(rows: Sequence[Searched], device: torch.device) -> Table:
+def table_of(rows: Sequence[Searched], device: torch.device, ahead: int = 0) -> Table:
+    """With room for so many steps to come."""
     start = rows[0].k
     numbers = [
         number
@@ -63,15 +65,16 @@ def table_of(rows: Sequence[Searched], device: torch.device) -> Table:
         )
     ]  # fmt: skip
     lanes = lanes_of(start, (x for i in range(4) for x in numbers[i::ROW]))
-    return Table(upload(numbers, device), start, max(row.n for row in rows), lanes)
+    return Table(upload(numbers, device), start, max(row.n for row in rows) + ahead, lanes)
 
 
 def token_logits(
-    q: Tensor, told: Table, scale: float, cap: float = 0.0, sink: Tensor | None = None, age: int = 0
+    q: Tensor, told: Table, scale: float, cap: float = 0.0, sink: Tensor | None = None, since: Since | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits, and log-sum-exps of blocks of them, so many steps behind the one of the table."""
+    """Logits, and log-sum-exps of blocks of them; -inf for tokens that are still to come."""
     n, h, _, d_h = q.shape
-    h_kv, s, q = told.start.shape[1], told.s + age, q.contiguous()
+    since = now(q.device) if since is None else since
+    h_kv, s, q = told.start.shape[1], told.s, q.contiguous()
     width = power_of_2(d_h)
     # Of 64 tokens 128 numbers spill (sm_120), and 256 that are capped or 512 (sm_100).
     tokens, n_warps = fit_rows(width, TOKENS, 4096 if width <= 128 else 8192 if cap or width == 512 else 16384)
@@ -79,20 +82,22 @@ def token_logits(
     logits = torch.empty(n, h, s, dtype=torch.float32, device=q.device)
     lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
     multiply_tokens[(n, n_blocks, h_kv)](
-        q, told.start, told.numbers, logits, lses, scale, cap, age, s, d_h, h // h_kv, ROW, tokens, width, told.lanes,
-        cap > 0, num_warps=n_warps,
+        q, told.start, told.numbers, logits, lses, *since, scale, cap, s, d_h, h // h_kv, ROW, tokens, width,
+        told.lanes, cap > 0, num_warps=n_warps,
     )  # fmt: skip
     return logits, with_sink(lses, sink)
 
 
-def weigh_logits(logits: Tensor, lses: Tensor, told: Table, agg: str, age: int = 0) -> Tensor:
+def weigh_logits(logits: Tensor, lses: Tensor, told: Table, agg: str, since: Since | None = None) -> Tensor:
     """Keys of the candidates by the softmax over all tokens, as a group's heads agree."""
+    since = now(logits.device) if since is None else since
     n, h, s = logits.shape
     how, h_kv, block = AGGREGATES.index(agg), told.start.shape[1], 256
     keys = torch.empty(n, h if how == 0 else h_kv, s, dtype=torch.int64, device=logits.device)
     weigh_tokens[(n, cdiv(s, block), h_kv)](
-        logits, lses, told.numbers, keys, age, s, lses.shape[2], h // h_kv, ROW, how, block, power_of_2(lses.shape[2])
-    )
+        logits, lses, told.numbers, keys, *since, s, lses.shape[2], h // h_kv, ROW, how, block,
+        power_of_2(lses.shape[2]),
+    )  # fmt: skip
     return keys
 
 
@@ -146,16 +151,16 @@ def block_keys(q: Tensor, told: Blocks, n_blocks: int, per_head: bool, keys: Ten
     return keys
 
 
-@jit(unspecialized=("age", "s"))
+@jit(unspecialized=("start", "s"))
 def multiply_tokens(
-    q, origin, table, logits, lses, scale, cap, age, s, d_h, g,
+    q, origin, table, logits, lses, clock, start, scale, cap, s, d_h, g,
     ROW: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     row, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at = table + row * ROW
     k = tl.multiple_of(tl.load(at) + head * tl.load(at + 1), LANES)
     late = tl.multiple_of(tl.load(at + 2) + head * tl.load(at + 3), LANES)
-    behind, n = tl.load(at + 4), tl.load(at + 5) + age
+    behind, n = tl.load(at + 4), tl.load(at + 5) + steps_since(clock, start)
     token, column = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
     inside, real = column < d_h, token < n
     from_k = tl.where(token < behind, k + token.to(tl.int64) * d_h, late + (token - behind).to(tl.int64) * d_h)
@@ -174,15 +179,16 @@ def multiply_tokens(
         tl.store(lses + query_head * tl.num_programs(1) + block, lse)
 
 
-@jit(unspecialized=("age", "s", "n_blocks"))
+@jit(unspecialized=("start", "s", "n_blocks"))
 def weigh_tokens(
-    logits, lses, table, keys, age, s, n_blocks, g,
+    logits, lses, table, keys, clock, start, s, n_blocks, g,
     ROW: tl.constexpr, HOW: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at = table + row * ROW
     token, every = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCKS)
-    is_candidate = (token >= tl.load(at + 6)) & (token < tl.load(at + 7) + age * tl.load(at + 8))
+    stop = tl.load(at + 7) + steps_since(clock, start) * tl.load(at + 8)
+    is_candidate = (token >= tl.load(at + 6)) & (token < stop)
     merged = tl.zeros((TOKENS,), tl.float32)
     none = tl.full((TOKENS,), 0x7FFFFFFFFFFFFFFF, tl.int64)
     for i in range(g):

@@ -20,12 +20,12 @@ Not here: bytes (`engine/books/meter.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvbench.kernels.clock import Since, now, steps_since
 from kvbench.kernels.gather import apart
 from kvbench.kernels.jit import cdiv, distance, jit, lanes_of, power_of_2, tl, upload
 
@@ -104,7 +104,6 @@ def bring_rows_ref(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -> N
 
 
 ASK = 11  # numbers of an ask, as `union_tokens` reads them
-LATER = 64  # epochs whose counts are made at once
 
 
 def union_rows_triton(asks: Sequence[Ask], h_kv: int, ages: int) -> Tensor:
@@ -114,7 +113,9 @@ def union_rows_triton(asks: Sequence[Ask], h_kv: int, ages: int) -> Tensor:
     numbers = [number for ask in asks for number in ask_numbers(ask, h_kv)]
     sent = upload(zeros + numbers, asks[0].idx.device)
     counts = sent[: len(zeros)].view(torch.int32)[:n_counts].view(len(asks), h_kv, 3 + ages)
-    union_tokens[union_grid(asks, h_kv)](sent[len(zeros) :], counts, ages, 0, power_of_2(ages + 1), ASK, TILE)
+    union_tokens[union_grid(asks, h_kv)](
+        sent[len(zeros) :], counts, *now(sent.device), 0, 0, ages, power_of_2(ages + 1), ASK, TILE
+    )
     return counts
 
 
@@ -138,7 +139,9 @@ def bring_rows_triton(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -
     """A program for some tokens of a KV head."""
     start = far[0].k_near
     numbers, sizes = far_numbers(asks, far)
-    bring_tokens[bring_grid(asks, start)](start, upload(numbers, start.device), counts, 0, counts.shape[2], *sizes)
+    bring_tokens[bring_grid(asks, start)](
+        start, upload(numbers, start.device), counts, *now(start.device), 0, 0, counts.shape[2], *sizes
+    )
 
 
 def bring_grid(asks: Sequence[Ask], start: Tensor) -> tuple[int, int, int]:
@@ -173,43 +176,33 @@ def far_numbers(asks: Sequence[Ask], far: Sequence[Far]) -> tuple[list[int], tup
 
 
 class Bringing:
-    """What both launches are told of rows that ask again and again, from where they asked: an epoch later each time."""
+    """What both launches are told of rows that ask at every step, from where they asked: `epochs` later each time."""
 
-    def __init__(self, asks: Sequence[Ask], far: Sequence[Far], ages: int) -> None:
+    def __init__(self, asks: Sequence[Ask], far: Sequence[Far], ages: int, epochs: int, ahead: int) -> None:
+        """There is room for the counts of `ahead` steps."""
         self.start, h_kv = far[0].k_near, far[0].k_near.shape[1]
         device, numbers = self.start.device, [number for ask in asks for number in ask_numbers(ask, h_kv)]
         self.asked, (told, self.sizes) = upload(numbers, device), far_numbers(asks, far)
-        self.told = upload(told, device)
+        self.told, self.ages, self.epochs = upload(told, device), ages, epochs
         self.grids = union_grid(asks, h_kv), bring_grid(asks, self.start)
-        self.shape, self.ages = (LATER, len(asks), h_kv, 3 + ages), ages
-        self.left = self.unused()
+        self.counts = torch.zeros(ahead + 1, len(asks), h_kv, 3 + ages, dtype=torch.int32, device=device)  # by step
 
-    def take(self, later: int) -> Tensor:
-        """So many epochs later than the asks: counts (n, h_kv, 3 + ages)."""
-        if not self.left:
-            self.left = self.unused()
-        counts, ages = self.left.pop(), self.ages
-        union_tokens[self.grids[0]](self.asked, counts, ages, later, power_of_2(ages + 1), ASK, TILE)
-        bring_tokens[self.grids[1]](self.start, self.told, counts, later, 3 + ages, *self.sizes)
-        return counts
-
-    def unused(self) -> list[Tensor]:
-        """Counts of the epochs to come, zeros."""
-        n_epochs, *shape = self.shape
-        n = prod(shape)
-        # Each begins at a multiple of 16 bytes: for others Triton compiles anew.
-        zeros = torch.zeros(n_epochs, 4 * cdiv(n, 4), dtype=torch.int32, device=self.start.device)
-        return [each[:n].view(shape) for each in zeros]
+    def take(self, since: Since) -> None:
+        """Bring what is asked for by now, and count it."""
+        counts, ages, moves = self.counts, self.ages, (self.epochs, self.counts.stride(0))
+        union_tokens[self.grids[0]](self.asked, counts, *since, *moves, ages, power_of_2(ages + 1), ASK, TILE)
+        bring_tokens[self.grids[1]](self.start, self.told, counts, *since, *moves, 3 + ages, *self.sizes)
 
 
-@jit(unspecialized=("later",))
+@jit(unspecialized=("start", "epochs", "n_counted"))
 def union_tokens(
-    asks, counts, ages, later, AGES: tl.constexpr, ASK: tl.constexpr, TILE: tl.constexpr
+    asks, counts, clock, start, epochs, n_counted, ages, AGES: tl.constexpr, ASK: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    head, row = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    """Each step's counts are `n_counted` further on, and its epoch is `epochs` later."""
+    head, row, t = tl.program_id(1).to(tl.int64), tl.program_id(2), steps_since(clock, start)
     at = asks + row * ASK
     stride, per_head, k = tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    s, room, epoch = tl.load(at + 6), tl.load(at + 9), tl.load(at + 10).to(tl.int32) + later
+    s, room, epoch = tl.load(at + 6), tl.load(at + 9), tl.load(at + 10).to(tl.int32) + epochs * t
     idx = tl.load(at).to(tl.pointer_type(tl.int64)) + head * per_head * stride
     stamps = tl.load(at + 4).to(tl.pointer_type(tl.int32)) + head * s
     slots = tl.load(at + 5).to(tl.pointer_type(tl.int32)) + head * s
@@ -224,7 +217,7 @@ def union_tokens(
     age = epoch - (tl.atomic_xchg(stamps + token, 2 * epoch + there, mask=real) >> 1)
     is_first = real & (age > 0)  # of those that ask for this token one finds an older stamp
     is_there = is_first & (there > 0)
-    mine = counts + (row * tl.num_programs(1) + head) * (3 + ages)
+    mine = counts + t * n_counted + (row * tl.num_programs(1) + head) * (3 + ages)
     tl.atomic_add(mine, tl.sum(real.to(tl.int32), 0))
     tl.atomic_add(mine + 2, tl.sum(tl.where(real, there, 0), 0))
     first = tl.atomic_add(mine + 1, tl.sum(is_first.to(tl.int32), 0))
@@ -236,15 +229,15 @@ def union_tokens(
     tl.atomic_add(mine + 3 + ages_of, by_age, mask=ages_of < ages)
 
 
-@jit(unspecialized=("later",))
+@jit(unspecialized=("start", "epochs", "n_counted"))
 def bring_tokens(
-    start, asks, counts, later, n_counts, d_h, d_v, h_kv, FIELDS: tl.constexpr, TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr, VALUES: tl.constexpr, LANES: tl.constexpr,
+    origin, asks, counts, clock, start, epochs, n_counted, n_counts, d_h, d_v, h_kv,
+    FIELDS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     block, head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    at = asks + row * FIELDS
+    at, t = asks + row * FIELDS, steps_since(clock, start)
     room, s_slots = tl.load(at + 2), tl.load(at + 4)
-    first = (tl.load(at + 5) + later) % tl.load(at + 20) * room
+    first = (tl.load(at + 5) + epochs * t) % tl.load(at + 20) * room
     tokens = tl.load(at).to(tl.pointer_type(tl.int32)) + head * room
     sources = tl.load(at + 1).to(tl.pointer_type(tl.int32)) + head * room
     slots = tl.load(at + 3).to(tl.pointer_type(tl.int32)) + head * s_slots
@@ -258,7 +251,7 @@ def bring_tokens(
     held_stride = tl.load(at + 19)
     k_held = tl.multiple_of(tl.load(at + 17) + head * held_stride, LANES)
     v_held = tl.multiple_of(tl.load(at + 18) + head * (held_stride // d_h * d_v), LANES)
-    n = tl.load(counts + (row * h_kv + head) * n_counts + 1)
+    n = tl.load(counts + t * n_counted + (row * h_kv + head) * n_counts + 1)
     place, column = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
     real = place < n
     token = tl.load(tokens + place, real, other=0).to(tl.int64)
@@ -273,8 +266,8 @@ def bring_tokens(
     there, to = real[:, None] & (column < d_h)[None], (first + place).to(tl.int64)
     of_value = tl.arange(0, VALUES)
     in_value = real[:, None] & (of_value < d_v)[None]
-    key = tl.load(start + from_k[:, None] + column[None], there, other=0.0)
-    value = tl.load(start + from_v[:, None] + of_value[None], in_value, other=0.0)
-    tl.store(start + k_near + to[:, None] * d_h + column[None], key, there)
-    tl.store(start + v_near + to[:, None] * d_v + of_value[None], value, in_value)
+    key = tl.load(origin + from_k[:, None] + column[None], there, other=0.0)
+    value = tl.load(origin + from_v[:, None] + of_value[None], in_value, other=0.0)
+    tl.store(origin + k_near + to[:, None] * d_h + column[None], key, there)
+    tl.store(origin + v_near + to[:, None] * d_v + of_value[None], value, in_value)
     tl.store(slots + token, (first + place).to(tl.int32), real)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvbench.kernels.clock import Since, now, steps_since
 from kvbench.kernels.fast import takes
 from kvbench.kernels.jit import cdiv, distance, jit, power_of_2, tl, upload
 
@@ -78,9 +79,10 @@ class Softening:
         self.table = upload(numbers, self.base.device)
         self.grid = len(some), cdiv(longest, BLOCK)
 
-    def take(self, lse: Tensor, age: int = 0) -> None:
-        """Given the log-sum-exps of all rows (rows, h, 1), so many steps behind the one that was told."""
-        soften[(*self.grid, lse.shape[1])](self.base, lse, self.table, age, BLOCK)
+    def take(self, lse: Tensor, since: Since | None = None) -> None:
+        """Given the log-sum-exps of all rows (rows, h, 1)."""
+        since = now(lse.device) if since is None else since
+        soften[(*self.grid, lse.shape[1])](self.base, lse, self.table, *since, BLOCK)
 
 
 def soften_rows(logits: Sequence[Tensor | None], lse: Tensor) -> list[Tensor | None]:
@@ -95,10 +97,11 @@ def soften_rows(logits: Sequence[Tensor | None], lse: Tensor) -> list[Tensor | N
     return [None if x is None else x.unsqueeze(0) for x in logits]
 
 
-@jit(unspecialized=("age",))
-def soften(logits, lse, table, age, BLOCK: tl.constexpr):
+@jit(unspecialized=("start",))
+def soften(logits, lse, table, clock, start, BLOCK: tl.constexpr):
     at, head, h = table + tl.program_id(0) * 5, tl.program_id(2).to(tl.int64), tl.num_programs(2)
-    n, slot = tl.load(at + 1) + tl.load(at + 4) * age, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.load(at + 1) + tl.load(at + 4) * steps_since(clock, start)
+    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     where = logits + tl.load(at) + head * tl.load(at + 3) + slot
     joined = tl.load(lse + tl.load(at + 2) * h + head)
     tl.store(where, tl.exp(tl.load(where, slot < n, other=float("-inf")) - joined), slot < n)
@@ -136,14 +139,14 @@ class Receiving:
             for i, (row, mine, to) in enumerate(zip(rows, sums, left, strict=True))
         ]
 
-    def take(self, age: int = 0) -> list[Outcome]:
-        """Add up, and let tokens go, so many steps behind the one that was told."""
-        n_rows = len(self.outcomes)
-        add_received[(n_rows, self.n_blocks, self.owners)](self.base, self.lowest, self.table, age, FIELDS, BLOCK)
+    def take(self, since: Since | None = None) -> list[Outcome]:
+        """Add up, and let tokens go."""
+        n_rows, since = len(self.outcomes), now(self.base.device) if since is None else since
+        add_received[(n_rows, self.n_blocks, self.owners)](self.base, self.lowest, self.table, *since, FIELDS, BLOCK)
         if self.evicts:
             evict_lowest[(n_rows, self.h_kv)](
-                self.base, self.k, self.v, self.lowest, self.evicted, self.table, self.owners, self.n_blocks, self.d_h,
-                age, FIELDS, BLOCK, power_of_2(self.n_blocks), power_of_2(self.d_h),
+                self.base, self.k, self.v, self.lowest, self.evicted, self.table, *since, self.owners, self.n_blocks,
+                self.d_h, FIELDS, BLOCK, power_of_2(self.n_blocks), power_of_2(self.d_h),
             )  # fmt: skip
         return self.outcomes
 
@@ -205,10 +208,11 @@ def positions_of(at, head, slot, real, age):
     return tl.where(slot < n_kept, tl.where(kept == 0, slot, named), tl.load(at + 18) + age + slot - n_kept)
 
 
-@jit(unspecialized=("age",))
-def add_received(weights, lowest, table, age, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+@jit(unspecialized=("start",))
+def add_received(weights, lowest, table, clock, start, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
     """Sums of a block of slots, and the lowest of them that may go, in the upper half of a number below 0."""
     row, block, owner = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    age = steps_since(clock, start)
     at, slot = table + row * FIELDS, block * BLOCK + tl.arange(0, BLOCK)
     g, reduction = tl.load(at + 1), tl.load(at + 2)
     n = tl.where(owner < tl.load(at), tl.load(at + 4) + tl.load(at + 9) * age, 0)
@@ -236,14 +240,14 @@ def add_received(weights, lowest, table, age, FIELDS: tl.constexpr, BLOCK: tl.co
         tl.store(found + 1, tl.max(tl.where(key == least, slot, -1), 0).to(tl.int64))
 
 
-@jit(unspecialized=("age",))
+@jit(unspecialized=("start",))
 def evict_lowest(
-    weights, k, v, lowest, evicted, table, most_owners, n_blocks, d_h, age,
+    weights, k, v, lowest, evicted, table, clock, start, most_owners, n_blocks, d_h,
     FIELDS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The newest token of a KV head takes the slot of the one that leaves."""
     row, head, h_kv = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    at, every = table + row * FIELDS, tl.arange(0, BLOCKS)
+    at, every, age = table + row * FIELDS, tl.arange(0, BLOCKS), steps_since(clock, start)
     if tl.load(at + 12) != 0:
         n, owners = tl.load(at + 4), tl.load(at)
         owner = head * owners // h_kv
@@ -262,8 +266,8 @@ def evict_lowest(
         if left == tl.load(at + 13):
             tl.store(to + hole + one, newest + one * 0, hole + one < last)
         else:
-            for start in range(0, last, BLOCK):
-                slot = start + tl.arange(0, BLOCK)
+            for front in range(0, last, BLOCK):
+                slot = front + tl.arange(0, BLOCK)
                 those = positions_of(at, head, slot, slot < last, age)
                 tl.store(to + slot, tl.where(slot == hole, newest, those), slot < last)
         column = tl.arange(0, WIDTH)

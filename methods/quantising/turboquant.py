@@ -196,7 +196,7 @@ class TurboQuantCodec(Codec):
         for some in alike(mine):
             keys = [Ageing(k_new[i], codec.keys, codec.n) for i, codec in some]
             values = [Ageing(v_new[i], codec.values, codec.n) for i, codec in some]
-            UnitPacking(keys, values, some[0][1].book).pack(k_new[some[0][0]], v_new[some[0][0]], 0)
+            UnitPacking(keys, values, some[0][1].book).pack(k_new[some[0][0]], v_new[some[0][0]])
             for _, codec in some:
                 codec.n += 1
         return [[] for _ in codecs]

@@ -54,6 +54,7 @@ from kvbench.engine.search import KernelSearch, Units, products
 from kvbench.engine.selection import ALWAYS, Cost
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.choices import METRICS
+from kvbench.kernels.clock import Since
 from kvbench.kernels.clusters import cluster_keys_triton, cluster_order, cluster_tokens, cluster_tokens_triton
 from kvbench.kernels.kmeans import draw_points, kmeans
 from kvbench.kernels.scratch import Scratch, empty, finer, finest
@@ -319,7 +320,7 @@ class ClusterKV(Indexed):
         return cluster_tokens(order, *owned, self.plan.k) + self.plan.n_sink
 
     @classmethod
-    def told(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None) -> ClusterSearch:
+    def told(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None, ahead: int) -> ClusterSearch:
         return ClusterSearch(rows, layer, scratch)
 
     def kind(self, layer: int) -> Hashable:
@@ -397,6 +398,9 @@ class ClusterSearch(KernelSearch):
         self.keys = (empty if scratch is None else scratch.take)("keys", device, torch.int64, *size)
         self.tokens = torch.empty(*size[:2], max(row.plan.k for row in rows), dtype=torch.int64, device=device)
         self.idx = [self.tokens[i : i + 1, :, : row.plan.k] for i, row in enumerate(rows)]
+        self.is_replayable = not any(
+            layer in row.hits for row in rows
+        )  # each step's order is kept until hits are folded
         # At the step that fills a period its tokens become clusters.
         periods = [(row.params.decode_period, row.store[layer]) for row in rows if row.plan.n_decode_clusters]
         self.n_steps = max(0, min((period - at.n_window - 1 for period, at in periods), default=ALWAYS))
@@ -408,7 +412,7 @@ class ClusterSearch(KernelSearch):
     def holds(self) -> bool:
         return self.rows[0].index[self.layer] is self.clusters
 
-    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:
         clusters = self.clusters
         order = sort_keys(cluster_keys_triton(q, self.centroids, self.agg, self.keys))  # ids in the lower halves
         owned = clusters.sizes, clusters.ends, clusters.tokens

@@ -58,6 +58,7 @@ from kvbench.engine.placement import Offloaded
 from kvbench.engine.search import Launch, Units, best_tokens, products
 from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.clock import Since
 from kvbench.kernels.rows.logits import channel_keys
 from kvbench.methods.indexed import Indexed
 
@@ -259,16 +260,17 @@ class InfiniGen(Indexed):
         return super().has_kernel(layer) and self.repeats and not self.trace.softmax[layer].cap
 
     @classmethod
-    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor]) -> Launch:
+    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor], ahead: int) -> Launch:
         index, agg, found = rows[0].index[layer], rows[0].params.agg, keys()
         basis = index.basis * rows[0].trace.softmax[layer].scale
 
-        def launch(q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> Tensor:
-            for row in rows:
-                row.note(row.plan.k_most)
+        def launch(q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> Tensor:
             return channel_keys(cls.asked(rows, q), basis, index.keys, agg, found)
 
         return launch
+
+    def count_search(self, layer: int) -> None:
+        self.note(self.plan.k_most)
 
     @property
     def repeats(self) -> bool:

@@ -293,10 +293,10 @@ class InfLLM(Indexed):
         return self.trace.shape.h if self.params.per_head else 1
 
     @classmethod
-    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor]) -> Launch:
+    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor], ahead: int) -> Launch:
         told, found = blocks_of([row.index[layer] for row in rows]), keys()
         n_blocks, per_head = rows[0].n_blocks[layer], rows[0].params.per_head
-        return lambda q, k_new, v_new, age: block_keys(q, told, n_blocks, per_head, found)
+        return lambda q, k_new, v_new, since: block_keys(q, told, n_blocks, per_head, found)
 
     def has_kernel(self, layer: int) -> bool:
         return super().has_kernel(layer) and self.n_blocks[layer] > 0

@@ -20,6 +20,7 @@ from kvbench.engine.budget import Budget
 from kvbench.engine.placement import Offloaded
 from kvbench.engine.search import Launch, Units
 from kvbench.engine.selection import Cost, Found, Selection
+from kvbench.kernels.clock import Since
 from kvbench.kernels.labels import by_channel, label_scores, label_top
 from kvbench.kernels.rows.logits import channel_keys
 from kvbench.methods.base import Variant
@@ -138,11 +139,11 @@ class LabelSearch(Indexed):
         return self.index[layer].first(self.units(layer).stop) if self.competes else self.index[layer]
 
     @classmethod
-    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor]) -> Launch:
+    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor], ahead: int) -> Launch:
         first, found = rows[0], keys()
         index = first.seen(layer)
 
-        def launch(q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> Tensor:
+        def launch(q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> Tensor:
             return channel_keys(first.asked_of(layer, q).unsqueeze(2), index.turn, index.keys, "query_head", found)
 
         return launch

@@ -31,6 +31,7 @@ from kvbench.engine.search import Launch, Units, products
 from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
+from kvbench.kernels.clock import Since
 from kvbench.kernels.rows.logits import Searched, table_of, token_logits, weigh_logits
 from kvbench.methods.indexed import Indexed
 
@@ -131,18 +132,18 @@ class Oracle(Indexed):
         return super().choose(layer, ranking, scores)
 
     @classmethod
-    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor]) -> Launch:
+    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor], ahead: int) -> Launch:
         searched: list[Searched] = []
         for row in rows:
             at, units = row.store[layer], row.units(layer)
             late = at.host.late[0]
             searched.append(Searched(row.seen(layer), late, at.n_seen, units.start, units.stop, at.slides))
         soft, agg = rows[0].trace.softmax[layer], rows[0].params.agg
-        told = table_of(searched, searched[0].k.device)
+        told = table_of(searched, searched[0].k.device, ahead)
 
-        def launch(q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> Tensor:
-            logits, lses = token_logits(q, told, soft.scale, soft.cap, soft.sink, age)
-            return weigh_logits(logits, lses, told, agg, age)
+        def launch(q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> Tensor:
+            logits, lses = token_logits(q, told, soft.scale, soft.cap, soft.sink, since)
+            return weigh_logits(logits, lses, told, agg, since)
 
         return launch
 

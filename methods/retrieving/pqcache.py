@@ -66,6 +66,7 @@ from kvbench.engine.selection import Cost, FeedSelection, Found, Selection
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.turns.feed import Feed
 from kvbench.kernels.choices import EMPTY, MERGES
+from kvbench.kernels.clock import Since
 from kvbench.kernels.fast import takes
 from kvbench.kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, room_bytes
 from kvbench.kernels.pq_scores import Coded, KeySearch, pq_keys_triton, pq_tables_triton, pq_top, steps_left
@@ -341,13 +342,15 @@ class PQCache(SelectiveAttention):
         return chooses and (plan.b, self.with_codes(layer, n).resident.shape)
 
     @classmethod
-    def search_again(cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch) -> PQSearch | None:
+    def search_again(
+        cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch, ahead: int
+    ) -> PQSearch | None:  # fmt: skip
         """The same again, of rows that were scored at once and keep their quantisers."""
         together, n_seen, coded = rows[0].scored.get(layer, ([], 0, []))
         is_of_this_step = together == [*map(id, rows)] and n_seen == rows[0].store[layer].n_seen
         if not is_of_this_step or not all(row.repeats for row in rows):
             return None
-        return PQSearch(rows, layer, q, coded, scratch)
+        return PQSearch(rows, layer, q, coded, scratch, ahead)
 
     @property
     def repeats(self) -> bool:
@@ -613,15 +616,21 @@ def select_keys(rows: Sequence[PQCache], layer: int, q: Tensor) -> list[Found]:
 
 
 class PQSearch(Search):
-    """The search of `select_keys` at steps that are alike: its launches are told where codes lie, and a number."""
+    """The search of `select_keys` at steps that are alike: its launches are told where codes lie.
+
+    The host asks for the codes of the next layers at each, and hears where they came to lie: no graph could do that.
+    """
+
+    is_replayable = False
 
     def __init__(
-        self, rows: Sequence[PQCache], layer: int, q: Tensor, coded: Sequence[Coded], scratch: Scratch
-    ) -> None:
+        self, rows: Sequence[PQCache], layer: int, q: Tensor, coded: Sequence[Coded], scratch: Scratch, ahead: int
+    ) -> None:  # fmt: skip
         self.rows, self.layer, soft = rows, layer, rows[0].trace.softmax[layer]
+        self.age = 0  # steps since it was told, as the host counts them
         self.ns = [(each.n, each.grows) for each in coded]
         self.homes = [each.home for each in coded if each.home is not None]
-        self.n_steps = steps_left(coded)
+        self.n_steps = min(ahead, steps_left(coded))
         self.sources = [row.quantisers[layer].codes for row in rows]
         lane = rows[0].lane
         assert lane is not None, "codes are searched where they are copied to"
@@ -640,11 +649,12 @@ class PQSearch(Search):
             self.n_changes, self.ahead = self.lane.n_changes, None
         return True
 
-    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
-        search, table = self.keys, self.bring(age)
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:
+        self.age += 1
+        table = self.bring(self.age)
         for home in self.homes:
             home.n += 1
-        self.choice.take(search.find(q, k_new, age, table), search.s + age * search.grows)
+        self.choice.take(self.keys.find(q, k_new, since, table), self.keys.s, since)
 
     def candidates(self, age: int) -> list[int]:
         return [n + age * grows for n, grows in self.ns]

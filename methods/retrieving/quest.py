@@ -214,9 +214,9 @@ class Quest(Indexed):
         return self.index[layer].first(self.units(layer).behind)
 
     @classmethod
-    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor]) -> Launch:
+    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor], ahead: int) -> Launch:
         index, agg, found = rows[0].seen(layer), rows[0].params.agg, keys()
-        return lambda q, k_new, v_new, age: page_keys_triton(q, index.kmin, index.kmax, agg, found)
+        return lambda q, k_new, v_new, since: page_keys_triton(q, index.kmin, index.kmax, agg, found)
 
     @property
     def repeats(self) -> bool:

@@ -282,10 +282,11 @@ class RocketKV(Indexed):
         return None if self.has_kernel(layer) else id(self)
 
     @classmethod
-    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor]) -> Launch:
+    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor], ahead: int) -> Launch:
         counts = [row.counted(layer) for row in rows]
-        told, soft = table_of(chunked(rows, layer, counts), rows[0].index[layer].device), rows[0].trace.softmax[layer]
-        return lambda q, k_new, v_new, age: chunk_keys(q, k_new, told, soft.scale, soft.cap, soft.sink, age)
+        told = table_of(chunked(rows, layer, counts), rows[0].index[layer].device, ahead)
+        soft = rows[0].trace.softmax[layer]
+        return lambda q, k_new, v_new, since: chunk_keys(q, k_new, told, soft.scale, soft.cap, soft.sink, since)
 
     def cost(self, layer: int) -> Cost:
         return self.counted(layer).cost

@@ -48,6 +48,7 @@ from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.turns.feed import Feed
+from kvbench.kernels.clock import Since
 from kvbench.kernels.rows.columns import Columns, Table, blend, component_keys, cover, find_components, table_of
 from kvbench.kernels.scratch import Scratch
 from kvbench.methods.indexed import Indexed
@@ -258,7 +259,7 @@ class SparQ(Indexed):
         return self.plan.r, self.params.layout, self.params.reallocate, of_prompt
 
     @classmethod
-    def told(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None) -> ColumnSearch:
+    def told(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None, ahead: int) -> ColumnSearch:
         searched: list[Columns] = []
         for row in rows:
             at, units = row.store[layer], row.units(layer)
@@ -269,7 +270,7 @@ class SparQ(Indexed):
                     grows=at.slides,
                 )
             )  # fmt: skip
-        return ColumnSearch(rows, layer, table_of(searched, rows[0].store[layer].device), scratch)
+        return ColumnSearch(rows, layer, table_of(searched, rows[0].store[layer].device, ahead), scratch)
 
     @classmethod
     def searched(cls, rows: Sequence[Self], search: KernelSearch) -> None:
@@ -367,17 +368,17 @@ class ColumnSearch(KernelSearch):
         self.told, self.r, self.soft = told, rows[0].plan.r, rows[0].trace.softmax[layer]
         self.h_kv, self.corrects = rows[0].trace.shape.h_kv, rows[0].params.reallocate
 
-    def find_keys(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> Tensor:
+    def find_keys(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> Tensor:
         q, soft = q.contiguous(), self.soft
-        found = find_components(q, v_new.contiguous(), self.told, self.r, soft.scale, age)
-        keys, *self.sums = component_keys(q, *found, self.told, soft.cap, age)
+        found = find_components(q, v_new.contiguous(), self.told, self.r, soft.scale, since)
+        keys, *self.sums = component_keys(q, *found, self.told, soft.cap, since)
         return keys
 
-    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
-        super().find(q, k_new, v_new, age)
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:
+        super().find(q, k_new, v_new, since)
         if self.corrects:
             logits, lses = self.sums
-            self.covered = cover(self.tokens, logits, lses, self.told, self.soft.sink, age)
+            self.covered = cover(self.tokens, logits, lses, self.told, self.soft.sink, since)
 
     def correct(self, out: Tensor) -> None:
         blend(out, self.covered, self.told, self.h_kv)

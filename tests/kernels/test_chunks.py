@@ -6,6 +6,7 @@ from kvbench.kernels.jit import triton
 from kvbench.kernels.rows.chunks import Chunked, chunk_keys, table_of
 from kvbench.kernels.topk import best_keys
 from kvbench.methods.retrieving.rocketkv import chunk_bounds, chunk_scores, take_in, top_tokens
+from kvbench.tests.kernels.clocks import aged
 from kvbench.tests.kernels.test_capped import KINDS
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
@@ -37,8 +38,8 @@ def test_rows_with_chunks_of_their_own_are_searched_as_on_a_cpu(
         scores = chunk_scores(q[i : i + 1], mine, r, lengths, soft)
         expected.append(top_tokens(scores, chunk, n, k).sort(-1).values)
     newest = torch.cat([each[:, :, -1:] for each in keys])
-    told = table_of([row._replace(n=row.n - age) for row in rows], torch.device(GPU))
-    found = chunk_keys(q.to(GPU), newest.to(GPU), told, scale, cap, there, age)
+    told = table_of([row._replace(n=row.n - age) for row in rows], torch.device(GPU), age + 2)
+    found = chunk_keys(q.to(GPU), newest.to(GPU), told, scale, cap, there, aged(age, GPU))
     for i, (n, _, _, k) in enumerate(sizes):
         assert torch.equal(rows[i].bounds.cpu().float(), bounds[i])
         chosen = best_keys(found[i], k).int().long().cpu()

@@ -27,6 +27,7 @@ from kvbench.kernels.rows.logits import (
 from kvbench.kernels.topk import best_keys, pack_keys_ref, top_stable_ref
 from kvbench.methods.retrieving.oracle import token_scores
 from kvbench.methods.retrieving.sparq import covered_mass, query_weights, top_components
+from kvbench.tests.kernels.clocks import aged
 from kvbench.tests.kernels.test_capped import KINDS
 from kvbench.tests.kernels.test_topk import scores_of
 
@@ -119,18 +120,20 @@ def test_all_tokens(agg: str, dtype: torch.dtype, cap: float, about: float | Non
     rows = [Searched(prompt, late[i], 136, 4, 100 + 20 * i) for i in range(N)]
     soft = Softmax(0.3, cap, None if about is None else draw(H, seed=9) + about)
     earlier = [row._replace(n=row.n - age, stop=row.stop - age * i, grows=i > 0) for i, row in enumerate(rows)]
-    told = searches.table_of(earlier, q.device)
-    logits, lses = token_logits(q, told, 0.3, cap, soft.sink, age)
-    ours = weigh_logits(logits, lses, told, agg, age)
+    told = searches.table_of(earlier, q.device, age + 2)
+    since = aged(age, GPU)
+    logits, lses = token_logits(q, told, 0.3, cap, soft.sink, since)
+    ours = weigh_logits(logits, lses, told, agg, since)
     for i, row in enumerate(rows):
         keys = torch.cat([prompt, late[i][:, :, :6]], 2).float()
         right = soft.bent(q[i : i + 1].float().view(1, H_KV, -1, D) @ keys.mT)
-        torch.testing.assert_close(logits[i], right[0].flatten(0, 1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits[i, :, :136], right[0].flatten(0, 1), rtol=1e-5, atol=1e-5)
+        assert logits.shape[2] == 138 and (logits[i, :, 136:] == -torch.inf).all()  # tokens that are still to come
         torch.testing.assert_close(lses[i].logsumexp(-1), soft.lse(right[0].flatten(0, 1), (-1,)))
         scores = token_scores(right, agg, soft)[0, :, row.start : row.stop]
         mine = ours[i, :, row.start : row.stop]
         same_order(mine, pack_keys_ref(scores, torch.arange(row.start, row.stop, device=GPU)))
-        assert (best_keys(ours[i], 136).int() == -1).sum(-1).tolist() == [136 - (row.stop - row.start)] * len(mine)
+        assert (ours[i].int() == -1).sum(-1).tolist() == [138 - (row.stop - row.start)] * len(mine)
 
 
 @pytest.mark.parametrize("first", [0, 3])
@@ -191,11 +194,12 @@ def test_components(layout: str, cap: float, about: float | None, age: int) -> N
     columns = prompt[0].mT.contiguous() if layout == "columns" else prompt[0].mT
     rows = [Columns(columns, late[i], means[i], n, 5, 200 + 40 * i, 60 - 20 * i) for i in range(N)]
     earlier = [row._replace(n=n - age, stop=row.stop - age * i, grows=i > 0) for i, row in enumerate(rows)]
-    told = table_of(earlier, q.device)
-    components, weights = find_components(q, values, told, r, 0.3, age)
-    keys, logits, lses = component_keys(q, components, weights, told, cap, age)
+    told = table_of(earlier, q.device, age + 2)
+    since = aged(age, GPU)
+    components, weights = find_components(q, values, told, r, 0.3, since)
+    keys, logits, lses = component_keys(q, components, weights, told, cap, since)
     best = best_keys(keys, 60).contiguous()
-    covered, out = cover(best, logits, lses, told, soft.sink, age), draw(N, H, 1, D, seed=9)
+    covered, out = cover(best, logits, lses, told, soft.sink, since), draw(N, H, 1, D, seed=9)
     before = out.clone()
     blend(out, covered, told, H_KV)
     chosen = top_components(q, H_KV, r)
@@ -206,7 +210,8 @@ def test_components(layout: str, cap: float, about: float | None, age: int) -> N
         whole = torch.cat([prompt, late[i][:, :, : n - s]], 2)[0].mT  # (h_kv, d_h, n)
         read = whole.gather(1, chosen[i].unsqueeze(-1).expand(-1, -1, n))
         own = soft.capped(right[i] @ read)  # (h_kv, g, n)
-        torch.testing.assert_close(logits[i], own.flatten(0, 1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits[i, :, :n], own.flatten(0, 1), rtol=1e-4, atol=1e-5)
+        assert logits.shape[2] == n + 2 and (logits[i, :, n:] == -torch.inf).all()
         scores = own.sum(1)[:, row.start : row.stop]
         idx = top_stable_ref(scores, row.k) + row.start
         assert torch.equal(best[i, :, : row.k].int().long(), idx)

@@ -198,7 +198,7 @@ def test_keys_become_norms_and_codes_of_rotated_units(bits: int, d: int, dtype: 
 
     keys, values = ([room(1) for _ in range(n_rows)] for _ in range(2))
     to_pack = [[Ageing(x[i : i + 1], to[i], 3) for i in range(n_rows)] for x, to in ((k, keys), (v, values))]
-    UnitPacking(to_pack[0], to_pack[1], Book(rotation, midpoints(table), bits, bits, least)).pack(k, v, 0)
+    UnitPacking(to_pack[0], to_pack[1], Book(rotation, midpoints(table), bits, bits, least)).pack(k, v)
     for i in range(n_rows):
         x = k[i].float()
         norm = x.norm(dim=-1, keepdim=True)

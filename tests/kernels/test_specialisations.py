@@ -12,6 +12,7 @@ from kvbench.kernels.pq_codes import PackedCodes
 from kvbench.kernels.pq_scores import Coded, KeySearch
 from kvbench.kernels.rows import chunks, columns, logits
 from kvbench.kernels.rows.union import Ask, Bringing, Far
+from kvbench.tests.kernels.clocks import aged
 from kvbench.tests.specialisations import noting
 
 H, H_KV, D, S = 4, 2, 16, 800
@@ -30,14 +31,19 @@ def positions(*shape: int) -> Tensor:
 def search_chunks() -> Step:
     told = chunks.table_of([chunks.Chunked(torch.zeros(H_KV, 2 * D, S), S, 2, 3)], torch.device("cpu"))
     q, new = torch.zeros(1, H, 1, D), torch.zeros(1, H_KV, 1, D)
-    return lambda age: chunks.chunk_keys(q, new, told, 1.0, age=age)
+    return lambda age: chunks.chunk_keys(q, new, told, 1.0, since=aged(age, "cpu"))
 
 
 def search_tokens() -> Step:
     prompt, late = torch.zeros(1, H_KV, S, D), torch.zeros(1, H_KV, 64, D)
     told = logits.table_of([logits.Searched(prompt, late, S, 3, S)], torch.device("cpu"))
     q = torch.zeros(1, H, 1, D)
-    return lambda age: logits.weigh_logits(*logits.token_logits(q, told, 1.0, age=age), told, "group_mean", age)
+
+    def step(age: int) -> None:
+        found = logits.token_logits(q, told, 1.0, since=aged(age, "cpu"))
+        logits.weigh_logits(*found, told, "group_mean", aged(age, "cpu"))
+
+    return step
 
 
 def search_columns() -> Step:
@@ -46,9 +52,10 @@ def search_columns() -> Step:
     q, new = torch.zeros(1, H, 1, D), torch.zeros(1, H_KV, 1, D)
 
     def step(age: int) -> None:
-        found = columns.find_components(q, new, told, 3, 1.0, age)
-        keys, approximate, lses = columns.component_keys(q, *found, told, age=age)
-        columns.cover(keys[..., :20].contiguous(), approximate, lses, told, age=age)
+        since = aged(age, "cpu")
+        found = columns.find_components(q, new, told, 3, 1.0, since)
+        keys, approximate, lses = columns.component_keys(q, *found, told, since=since)
+        columns.cover(keys[..., :20].contiguous(), approximate, lses, told, since=since)
 
     return step
 
@@ -103,8 +110,8 @@ def bring() -> Step:
     stamps, slots, tokens, sources = torch.zeros(4, H_KV, S, dtype=torch.int32)
     ask = Ask(positions(1, H, 20), stamps, slots, tokens, sources, 1, 2)
     k = torch.zeros(1, H_KV, S, D)
-    bringing = Bringing([ask], [Far(k, k, (k, k), k, k)], 0)
-    return bringing.take
+    bringing = Bringing([ask], [Far(k, k, (k, k), k, k)], 0, 3, N_STEPS)
+    return lambda age: bringing.take(aged(age, "cpu"))
 
 
 SITES = {

@@ -15,6 +15,7 @@ from kvbench.kernels.rows.union import (
     union_rows_ref,
     union_rows_triton,
 )  # fmt: skip
+from kvbench.tests.kernels.clocks import aged
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 H, H_KV, S, N_LATE, D, ROOM = 4, 2, 60, 10, 16, 40
@@ -92,19 +93,19 @@ def test_rows_ask_later_from_where_they_asked(ages: int) -> None:
     draw = torch.Generator().manual_seed(1)
     k, v = (torch.randn(1, H_KV, S + N_LATE, D, generator=draw) for _ in range(2))
     ours, theirs = (Row(ages, device, D) for device in (GPU, "cpu"))
-    there, told, first = selections(0)[0].to(GPU), None, 0
-    for t in range(2 * ages + 4):
+    there, n_steps = selections(0)[0].to(GPU), 2 * ages + 4
+    epochs = 1 if ages else 3  # where copies last for a step, layers ask with epochs of their own
+    ours.epoch += 1
+    far = Far(k.to(GPU), v.to(GPU), None, ours.k, ours.v)
+    told = Bringing([ours.asked(there)], [far], ages, epochs, n_steps)
+    for t in range(n_steps):
         idx = selections(t)[0]
         asked = theirs.ask(idx)
         expected = union_rows_ref([asked], H_KV, ages)
         bring_rows_ref([asked], [Far(k, v, None, theirs.k, theirs.v)], expected)
         there.copy_(idx)
-        ours.epoch += 1
-        if told is None:
-            far = Far(k.to(GPU), v.to(GPU), None, ours.k, ours.v)
-            told, first = Bringing([ours.asked(there)], [far], ages), ours.epoch
-        counts = told.take(ours.epoch - first)
-        assert torch.equal(counts.cpu(), expected)
+        told.take(aged(t, GPU))
+        assert torch.equal(told.counts[t].cpu(), expected) and not told.counts[t + 1 :].any()
         for head, tokens in enumerate(idx[0].view(H_KV, -1)):
             slots = ours.slots[head].cpu()[tokens].long()
             assert torch.equal(ours.k[0, head].cpu()[slots], k[0, head, tokens])

@@ -16,6 +16,7 @@ from kvbench.kernels.rows.weights import (
     soften_rows,
 )
 from kvbench.methods.scorers import lowest_slot, reduce_group
+from kvbench.tests.kernels.clocks import aged
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 H, H_KV, D = 4, 2, 12
@@ -133,7 +134,7 @@ def test_rows_told_once_learn_what_rows_told_anew_learn(owners: int) -> None:
             ]
         )
         assert first.positions is not None and first.evicted is not None
-        found = told.take(age)
+        found = told.take(aged(age, GPU))
         assert found[0].evicted is not None and torch.equal(found[0].evicted, first.evicted)
         assert found[0].positions is kept and torch.equal(kept, first.positions)
         assert torch.equal(mine.k, at.k) and torch.equal(mine.v, at.v)
@@ -150,5 +151,5 @@ def test_logits_of_a_row_that_grows_become_weights() -> None:
     for age in range(n_steps + 1):
         x = draw(H, n + age, seed=age)
         room[:, : n + age] = x
-        told.take(torch.stack([torch.zeros(H, device=GPU), x.logsumexp(-1)]).unsqueeze(-1), age)
+        told.take(torch.stack([torch.zeros(H, device=GPU), x.logsumexp(-1)]).unsqueeze(-1), aged(age, GPU))
         torch.testing.assert_close(room[:, : n + age], x.softmax(-1), rtol=1e-5, atol=1e-7)

@@ -1,5 +1,6 @@
 """Steps on a pretended GPU that are like the ones before: nothing is sent, and nothing else is said."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from kvbench.engine.layouts.steady import Steady
 from kvbench.engine.row import Row
 from kvbench.engine.search import KernelSearch, Search
 from kvbench.kernels import select_attend
+from kvbench.kernels.clock import Since
 from kvbench.kernels.select_attend import Piece, Table, Work
 from kvbench.methods.retrieving.infllm import InfLLM
 from kvbench.methods.retrieving.pqcache import PQSearch
@@ -70,9 +72,9 @@ def ages_of(kind: type[Search], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many steps behind the one that was told each search of a kind is, from now on."""
     ages, find = list[int](), kind.find
 
-    def noting(search: Search, q: Tensor, k_new: Tensor, v_new: Tensor, age: int) -> None:
-        ages.append(age)
-        find(search, q, k_new, v_new, age)
+    def noting(search: Search, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:
+        ages.append(int(since.clock.cpu()) - since.start)
+        find(search, q, k_new, v_new, since)
 
     monkeypatch.setattr(kind, "find", noting)
     return ages
@@ -100,6 +102,72 @@ def test_a_step_like_the_one_before_sends_nothing_and_says_the_same(
     expected_ids, expected, told = steps(machine, *names)
     assert ids == expected_ids and books == expected
     assert min(told) > 0
+
+
+ALIKE = [
+    "full",
+    "snapkv",
+    "streamingllm method.generated=inside",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("duo_attention", "h2o method.generated=inside", "tova")),
+    *("oracle", "quest", "rocketkv method.tier=host"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("sparq", "loki", "infllm", "infinigen", "rocketkv")),
+    pytest.param("clusterkv method.cache_steps=0", marks=pytest.mark.slow),
+    pytest.param("double_sparsity", marks=pytest.mark.slow),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("oracle method.generated=inside", "rkv")),
+]
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_graph_of_a_step_would_do_the_next_ones(machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Every launch has the grid, the numbers and the sizes that it had at the step before."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launched, by_step, replayable = list[Any](), list[list[Any]](), set[bool]()
+    run, enter = InterpretedFunction.run, Steady.enter
+
+    def noting(kernel: Any, *args: Any, grid: Any, **kwargs: Any) -> Any:
+        names = inspect.signature(kernel.fn).parameters
+        given = {
+            each: (x.shape, x.dtype) if isinstance(x, Tensor) else x
+            for each, x in zip(names, args, strict=True) if each != "here"  # where a tensor of the step lies
+        }  # fmt: skip
+        launched.append((kernel.fn.__name__, grid, given))
+        return run(kernel, *args, grid=grid, **kwargs)
+
+    def entering(steady: Steady) -> None:
+        replayable.add(steady.is_replayable)
+        enter(steady)
+
+    def note(n_steps: int, _: Sequence[Row]) -> None:
+        by_step.append([*launched])
+        launched.clear()
+
+    monkeypatch.setattr(InterpretedFunction, "run", noting)
+    monkeypatch.setattr(Steady, "enter", entering)
+    steps(machine, name, asks=note)
+    assert replayable == {True}
+    *_, before, last, after = by_step
+    assert before and before == last == after
+
+
+@pytest.mark.parametrize(
+    "names", [("rkv method.interval=5 method.window=3", "full"), ("tova_decode method.interval=4",)], ids=["3", "1"]
+)
+def test_queries_that_are_asked_once_more_lie_in_their_ring(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
+) -> None:
+    """Between two cuts kernels write them, and at a cut they are those of the latest steps."""
+    entered, enter = list[bool](), Steady.enter
+
+    def entering(steady: Steady) -> None:
+        entered.append(steady.rings is not None)
+        enter(steady)
+
+    monkeypatch.setattr(Steady, "enter", entering)
+    ids, books, _ = steps(machine, *names, n_new=14)
+    assert len(entered) > 6 and all(entered)
+    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    assert (ids, books) == steps(machine, *names, n_new=14)[:2]
 
 
 @pytest.mark.slow
@@ -154,20 +222,20 @@ def test_who_asks_for_books_finds_all_of_them(machine: Machine, names: Sequence[
 
 
 @pytest.mark.parametrize("names", [("snapkv",), ("full", "snapkv")], ids=["one row", "two rows"])
-def test_a_part_that_needs_one_split_more_is_told_anew(
+def test_a_part_that_needs_one_split_more_has_its_item_from_the_outset(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
 ) -> None:
-    """A split ends amid the answer, not only after 256 tokens: items of the steps behind it are others."""
+    """A split ends amid the answer, not only after 256 tokens: rows are told once, and no launch has other sizes."""
     fit, ends = select_attend.table_of, list[int]()
 
-    def short(work: Work, rows: Sequence[Sequence[Piece]], q: Tensor, h_kv: int, d_v: int) -> Table:
+    def short(work: Work, rows: Sequence[Sequence[Piece]], q: Tensor, h_kv: int, d_v: int, ahead: int = 0) -> Table:
         growing = [n for own in rows for n, *_, more, _ in own if more]
         if growing and not ends:
             ends.append(max(growing) + 2)
             monkeypatch.setattr(select_attend, "SPLIT", ends[0])
-        return fit(work, rows, q, h_kv, d_v)
+        return fit(work, rows, q, h_kv, d_v, ahead)
 
-    told, n_items = list[tuple[int, int]](), list[int]()
+    told, n_items, lengths = list[tuple[int, int]](), list[int](), set[int]()
     tell, attend = Steady.tell, Steady.attend_told
 
     def telling(steady: Steady, *more: object) -> None:
@@ -176,6 +244,9 @@ def test_a_part_that_needs_one_split_more_is_told_anew(
 
     def attending(steady: Steady, *more: object) -> Tensor:
         n_items.append(steady.table.n_items[0])
+        pieces = zip(*(steady.table.numbers.tolist()[i * steady.table.n_pieces :] for i in (0, 7)), strict=False)
+        longest = max(n + steady.age for n, grows in [*pieces][: steady.table.n_pieces] if grows)
+        lengths.add(-(-longest // ends[0]))
         assert steady.age <= steady.n_steps
         return attend(steady, *more)  # type: ignore[arg-type]
 
@@ -184,8 +255,8 @@ def test_a_part_that_needs_one_split_more_is_told_anew(
     monkeypatch.setattr(Steady, "attend_told", attending)
     ids, books, _ = steps(machine, *names)
     first = [n_steps for index, n_steps in told if index == told[0][0]]
-    assert first[0] == 2 and len(first) > 1, first
-    assert min(n_items) + 1 == max(n_items), n_items
+    assert first == [N_NEW - 1], first
+    assert len(set(n_items)) == 1 and lengths == {1, 2}, (n_items, lengths)
     monkeypatch.setattr(Steady, "holds", lambda *_: False)
     assert (ids, books) == steps(machine, *names)[:2]
 
@@ -298,9 +369,9 @@ def test_rows_learn_and_evict_as_they_were_told(
     """Sums and positions are written over, and a search beside them goes on."""
     ages, take = list[int](), Learner.take
 
-    def noting(learner: Learner, age: int) -> None:
-        ages.append(age)
-        take(learner, age)
+    def noting(learner: Learner, since: Since) -> None:
+        ages.append(int(since.clock.cpu()) - since.start)
+        take(learner, since)
 
     held = dict[int, list[Tensor]]()
 
