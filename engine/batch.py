@@ -13,6 +13,7 @@ what text tokens are (`evals/answer.py`).
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from kvbench.engine.causal import Chunk
 from kvbench.engine.errors import ConfigError, LengthError
 from kvbench.engine.layouts.portions import Portion, may_be_steady, portions_of, runs
 from kvbench.engine.passes.chosen import Choices, HearsChoices
+from kvbench.engine.passes.replay import Replay
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.readers import Readers
 from kvbench.engine.row import Row, Variant
@@ -105,6 +107,8 @@ class Batch(HearsChoices):
         self.asked: dict[tuple[int, int], list[Tensor]] = {}  # by row and layer the feed's queries, of those rows
         self.which: list[int] = []  # rows of the pass
         self.portions: list[Portion] = []
+        self.replay: Replay | None = None  # of these rows' steps, where they may be alike
+        self.is_last = False  # while rows answer that nobody asks again
 
     def fork(self) -> "Batch":
         """The same rows a second time, to go on from here."""
@@ -173,15 +177,17 @@ class Batch(HearsChoices):
     def answer(
         self, logits: Tensor, max_new_tokens: Sequence[int], stop_ids: Iterable[int] = (), min_new_tokens: int = 0,
         draws: Draws | None = None, cues: Mapping[int, Cue] | None = None, on_step: OnStep | None = None,
+        is_last: bool = False,
     ) -> list[Answer]:  # fmt: skip
         """Every row answers, greedily or as `draws` say; `logits` (n, vocabulary) are those of its first token.
 
-        Its last token is not read: whoever goes on with this row has it read with the next feed.
+        Its last token is not read: whoever goes on with this row has it read with the next feed, but for the `is_last`
+        answer of all.
         """
         stop_ids = frozenset(stop_ids)
         stops = sorted(id for id in stop_ids if id < logits.shape[-1])
         never = torch.tensor(stops, dtype=torch.long, device=logits.device)
-        answers = [Answer() for _ in self.rows]
+        answers, self.is_last = [Answer() for _ in self.rows], is_last
         speaking, logits, doubt, t = self.order, logits[self.order], self.doubt[self.order], 0
         while True:
             if stop_ids and t < min_new_tokens:
@@ -228,27 +234,38 @@ class Batch(HearsChoices):
         assert not (self.has_own_layers and any(self.pads)), "layers of the model's own read feeds of one length"
         self.starts = [self.positions[i] - pad for i, pad in zip(which, self.pads, strict=True)]
         refuse_switch(self.model, self.trace.s_prompt, max(self.starts) + m)
-        self.choose(which)
-        self.clock.tick()
         with self.time.running(self.model.device), span("step"), torch.inference_mode():
-            if m == 1 and not self.looks_ahead and not self.hears:
-                logits = self.model.step(ids, self.places(ids), self.cache, self)
-            else:
-                with self.listening(m == 1 and takes(STEP, ids.device)):
-                    logits = self.model.forward(ids, self.places(ids), self.cache, self)
-            self.choices.enter(self.cache, self.active, self.starts, self.trace.s_prompt)
-            if self.cutting:
-                assert m == 1, "a row that compresses between steps reads step by step"
-                with span("compress"):
-                    for row in self.cutting:
-                        cut(row)
+            logits = None
+            if self.replay is not None and m == 1:
+                logits = self.replay.take(list(which), ids, self.cache, self.is_last)
+            if logits is None:
+                self.choose(which)
+                make = partial(self.make, ids)
+                logits = make() if self.replay is None or m > 1 else self.replay.make(ids, self.places(ids), make)
         for i, pad in zip(which, self.pads, strict=True):
             self.positions[i] += m - pad
         self.n_steps += 1
         if self.watch is not None:
-            self.watch.predicted(self.which, logits)
+            self.watch.predicted(which, logits)
         if on_step is not None:
             on_step(self.n_steps, len(which))
+        return logits
+
+    def make(self, ids: Tensor) -> Tensor:
+        """The pass itself."""
+        m = ids.shape[1]
+        self.clock.tick()
+        if m == 1 and not self.looks_ahead and not self.hears:
+            logits = self.model.step(ids, self.places(ids), self.cache, self)
+        else:
+            with self.listening(m == 1 and takes(STEP, ids.device)):
+                logits = self.model.forward(ids, self.places(ids), self.cache, self)
+        self.choices.enter(self.cache, self.active, self.starts, self.trace.s_prompt)
+        if self.cutting:
+            assert m == 1, "a row that compresses between steps reads step by step"
+            with span("compress"):
+                for row in self.cutting:
+                    cut(row)
         return logits
 
     def choose(self, which: Sequence[int]) -> None:
@@ -264,6 +281,16 @@ class Batch(HearsChoices):
         self.runs: dict[tuple[int, ...], list[tuple[type[Row], slice]]] = {}
         self.portions = portions_of(self.active, self.apart, [self.are_steady[i] for i in which], self.clock)
         self.whole = self.portions[0] if len(self.portions) == 1 else Portion(self.active, self.apart, self.clock)
+        self.replay = (
+            Replay(self.model, self.model.graphs, self.whole, which, self.clock) if self.may_be_replayed else None
+        )
+
+    @property
+    def may_be_replayed(self) -> bool:
+        """Whether steps of these rows may be alike for all that the batch knows."""
+        differs = self.looks_ahead or self.hears or self.cutting or self.readers.last or self.watch is not None
+        is_steady = len(self.portions) == 1 and self.are_steady[self.which[0]]
+        return is_steady and not differs and self.model.graphs.why_not is None
 
     def places(self, ids: Tensor) -> int | Tensor:
         """The positions of ids (n, m): that of the first one where all rows are at it."""

@@ -29,6 +29,8 @@ class Decoded:
     step_seconds: list[float]
     by_graphs: int | None = None  # steps of a GPU that replayed captured ones
     why_no_graphs: str | None = None  # of a GPU where they cannot be captured
+    by_whole_graphs: int | None = None  # of the replayed steps those that were one graph
+    why_in_parts: str | None = None  # of a GPU where whole steps cannot be captured
 
 
 def decode(
@@ -56,17 +58,19 @@ def decode(
     assert rows, "no rows to decode"
     assert trace.logits is not None, "the trace has no logits: it was not made by prefill()"
     refuse_switch(model, trace.s_prompt, trace.s_prompt + len(feed) + max(0, max_new_tokens - 1))
-    batch, n_replayed = Batch(model, trace, rows, watch=watch), model.graphs.n_replayed
+    batch, graphs = Batch(model, trace, rows, watch=watch), model.graphs
+    n_replayed, n_whole = graphs.n_replayed, graphs.n_whole
     logits = trace.logits.expand(len(rows), -1)
     if feed:
         logits = batch.read([feed] * len(rows), "tokenwise", on_step=on_step)
     if max_new_tokens:
         draws = None if sampling is None else Draws(sampling, seeds, max_new_tokens, logits.device)
         allowed = [max_new_tokens] * len(rows)
-        answers = batch.answer(logits, allowed, stop_ids, min_new_tokens, draws, cues, on_step)
+        answers = batch.answer(logits, allowed, stop_ids, min_new_tokens, draws, cues, on_step, is_last=True)
     else:
         answers = [Answer(is_finite=said(mark) is not None) for mark in batch.doubt.tolist()]
     batch.settle()
     if model.device.type != "cuda":
         return Decoded(answers, batch.seconds())
-    return Decoded(answers, batch.seconds(), model.graphs.n_replayed - n_replayed, model.graphs.why_not)
+    by_graphs, whole = graphs.n_replayed - n_replayed, graphs.n_whole - n_whole
+    return Decoded(answers, batch.seconds(), by_graphs, graphs.why_not, whole, graphs.why_in_parts)

@@ -82,6 +82,7 @@ class Search:
     more: Sequence[int] = ()  # so many more at each step, head by head behind those of `idx`; none: nowhere
     n_steps: int = ALWAYS  # for so many
     corrects: bool = False  # True: `correct` has something to do
+    is_repeatable: bool = False  # True: a step may be searched twice
     is_replayable: bool = True  # False: the host does something at each step that no captured graph could do
 
     def holds(self) -> bool:
@@ -116,6 +117,7 @@ class KernelSearch(Search):
     def __init__(
         self, rows: Sequence[Any], layer: int, launch: Launch, scratch: Scratch | None, n_steps: int = ALWAYS
     ) -> None:
+        self.is_repeatable = not rows[0].takes_newest  # nothing is added to the index
         self.rows, self.layer, self.launch, self.n_steps = rows, layer, launch, n_steps
         self.units = [row.units(layer) for row in rows]
         units, ks = self.units[0], [each.n_chosen for each in self.units]
@@ -154,7 +156,8 @@ class KernelSearch(Search):
 
     def write(self, age: int) -> None:
         for row in self.rows:
-            row.count_search(self.layer)
+            if not row.store.placed[self.layer].is_over:
+                row.count_search(self.layer)
 
 
 class Searches(Search):
@@ -169,6 +172,7 @@ class Searches(Search):
         self.n_steps = min(search.n_steps for search, *_ in each)
         self.corrects = any(search.corrects for search, *_ in each)
         self.is_replayable = all(search.is_replayable for search, *_ in each)
+        self.is_repeatable = all(search.is_repeatable for search, *_ in each)
 
     def holds(self) -> bool:
         return all(search.holds() for search, *_ in self.each)

@@ -61,10 +61,10 @@ class Clock:
         self.now += 1
 
     @torch.inference_mode()
-    def tick_devices(self) -> None:
+    def tick_devices(self, n: int = 1) -> None:
         """As `tick`, but for the host's own count: what a graph captures."""
         for count in self.counts.values():
-            count.add_(1)
+            count.add_(n)
 
 
 @cache

@@ -125,6 +125,10 @@ class Record:
 _record: contextvars.ContextVar[Record | None] = contextvars.ContextVar("record", default=None)
 
 
+def is_recording() -> bool:
+    return _record.get() is not None
+
+
 @contextmanager
 def recording(device: torch.device | None = None) -> Iterator[Record]:
     """Inside, spans are noted."""

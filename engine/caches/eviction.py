@@ -119,6 +119,8 @@ class Learner:
         """Bring the step so many behind it into the books of layers that have taken in its token."""
         outcomes = zip(self.rows, self.more, self.sums, self.told.outcomes, strict=True)
         for row, grows, sums, (_, positions, evicted) in outcomes:
+            if row.layer.is_over:
+                continue
             n = row.n + grows * (age - 1)
             note(row, n, positions, evicted)
             if row.keep is not None and grows:

@@ -37,6 +37,7 @@ class Layer(ABC):
     mask: Tensor | None = None  # (1, h, slots) bool, False on what a query head does not see
     n_hidden: int = 0  # pairs of query head and kept slot that a mask hides
     n_spare: int = 0  # pairs of KV head and kept slot that hold no token
+    is_over: bool = False  # True: its row has ended, and goes on in a graph alone
 
     def __init__(
         self, home: Home, n_kept: int, n_window: int = 0, capacity: int = 0, positions: Tensor | None = None

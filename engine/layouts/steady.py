@@ -266,6 +266,12 @@ class Steady:
         return self.is_still and self.n_steps > 0 and all(told.search.is_replayable for told in self.searches)
 
     @property
+    def is_repeatable(self) -> bool:
+        """Whether `launch` may be done twice for one step: nothing adds up."""
+        adds_up = self.learner is not None or any(told.bringers for told in self.searches)
+        return not adds_up and all(told.search.is_repeatable for told in self.searches)
+
+    @property
     def is_of_use(self) -> bool:
         """Whether it may hold at some step."""
         return self.n_misses < MOST_MISSES
@@ -362,6 +368,8 @@ class Steady:
         """Bring such a step into the books."""
         index, rows = self.index, self.rows
         for at in self.layers:
+            if at.is_over:
+                continue
             at.repeat(*self.newest)  # nobody asks for what is newest
             if at.queries is not None:
                 at.queries.take_in()
@@ -371,13 +379,15 @@ class Steady:
                 rows[at], self.layers[at], search.costs(age), search.chosen(age), told.counts(age), strict=True
             )  # fmt: skip
             for row, layer, cost, idx, count in each:
-                row.store.spend(index, cost)
-                layer.refetch(idx, count)
+                if not layer.is_over:
+                    row.store.spend(index, cost)
+                    layer.refetch(idx, count)
             search.write(age)
         if self.learner is not None:
             self.learner.write(age)
-        for row in rows:
-            row.store.close(index)
+        for row, at in zip(rows, self.layers, strict=True):
+            if not at.is_over:
+                row.store.close(index)
 
     def attend(self, q: Tensor, fetched: Sequence[Sequence[Part]], soft: Softmax) -> Tensor | None:
         """Attention of all rows; None where more is new than positions, and the step is one of its own kind."""

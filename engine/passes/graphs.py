@@ -117,22 +117,26 @@ class Parts:
 
     def check(self, seen: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], logits: Tensor) -> None:
         """Raise where the parts do not compute what the step did that was seen."""
-        apart: list[Tensor] = []
-
-        def compare(found: Tensor, right: Tensor) -> None:
-            far = (found.float() - right.float()).abs().max()
-            apart.append(far / right.float().abs().max().clamp(min=1e-6))
+        pairs: list[tuple[Tensor, Tensor]] = []
 
         def attend(i: int, call: Call) -> Tensor:
             *inputs, out = seen[i]
-            for found, right in zip(call.fresh(), inputs, strict=True):
-                compare(found, right)
+            pairs.extend(zip(call.fresh(), inputs, strict=True))
             return out
 
-        compare(self.replay(attend), logits)
-        most = torch.stack(apart).max().item()
-        if not most <= (APART if seen[0][0].dtype == torch.float32 else APART_HALF):
-            raise Different(f"they were {most:.2g} off the model's own numbers")
+        pairs.append((self.replay(attend), logits))
+        check_close(pairs, seen[0][0].dtype, "the model's own numbers")
+
+
+def check_close(pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, whose: str) -> None:
+    """Raise `Different` where what was found is not what is right, give or take how `dtype` rounds; this waits."""
+    apart = [
+        (found.float() - right.float()).abs().max() / right.float().abs().max().clamp(min=1e-6)
+        for found, right in pairs
+    ]
+    most = torch.stack(apart).max().item()
+    if not most <= (APART if dtype == torch.float32 else APART_HALF):
+        raise Different(f"they were {most:.2g} off {whose}")
 
 
 class StepGraphs:
@@ -144,8 +148,9 @@ class StepGraphs:
         self.parts: dict[int, Parts] = {}  # by number of rows, used last stands last
         self.n_rows = self.n_alike = 0  # of the last steps
         self.n_replayed = 0
+        self.n_whole = 0  # of them those of whole steps (engine/passes/replay.py)
+        self.why_in_parts: str | None = None  # what stands against whole steps
         self.pool: Any = None  # memory of all parts, which are never replayed at once
-        self.stream: Any = None  # that captures; libraries keep buffers for each
 
     @staticmethod
     def obstacle(model: Runner) -> str | None:
@@ -182,6 +187,12 @@ class StepGraphs:
             model.count_token(cache)
             return logits
 
+    def pool_of_all(self) -> Any:
+        """Memory that graphs are captured into."""
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        return self.pool
+
     def is_ready(self, n: int) -> bool:
         """Whether so many rows have parts, or came often enough to be captured."""
         self.n_alike = self.n_alike + 1 if n == self.n_rows else 1
@@ -199,9 +210,7 @@ class StepGraphs:
             with without_waiting():
                 model.forward(ids, positions, model.new_cache(), Repeated(seen.calls))
             torch.cuda.synchronize(model.device)
-            if self.pool is None:
-                self.pool, self.stream = torch.cuda.graph_pool_handle(), stream_for("capture", model.device)
-            parts = Parts(model, ids, positions, self.pool, self.stream)
+            parts = Parts(model, ids, positions, self.pool_of_all(), stream_for("capture", model.device))
             parts.check(seen.calls, logits)
         except (RuntimeError, NotImplementedError) as error:  # out of memory is one, too
             self.parts, self.pool = {}, None

@@ -56,6 +56,7 @@ class Runner(Protocol):
     hf: Any
     shape: ModelShape
     device: torch.device
+    dtype: torch.dtype
     allows_graphs: bool
 
     @property

@@ -1,0 +1,169 @@
+"""A whole decode step as one CUDA graph: the model, and of all its layers what is appended, searched and attended to.
+
+Kernels that were told of a step (`engine/layouts/steady.py`) read the step's number on the device, so that nothing of
+what the host hands them changes from step to step. Once all layers have made such a step it is captured, and those
+after it are replayed: one launch each. At an event, such as a block that is full, room that ends or rows that leave, a
+step is made without the graph and told anew, and the next one is captured.
+
+Rows that end before the others go on in the graph, unheard, until half of them have ended; who asks these rows again
+does without.
+
+What is captured is the step just made. Where it may be made twice, it is replayed once on the spot, and must end with
+the same logits. Where capturing fails steps are made by parts (`engine/passes/graphs.py`), and
+`StepGraphs.why_in_parts` says why.
+
+Not here: which steps are alike (`engine/layouts/steady.py`), the books of replayed ones (`engine/books/unwritten.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.engine.books.spans import is_recording
+from kvbench.engine.causal import Chunk
+from kvbench.engine.layouts.portions import Portion
+from kvbench.engine.layouts.steady import Steady
+from kvbench.engine.passes.capturing import Waits, begin, end, without_waiting
+from kvbench.engine.passes.graphs import StepGraphs, check_close, first_cause
+from kvbench.engine.passes.session import Runner
+from kvbench.engine.passes.streams import stream_for
+from kvbench.engine.softmax import Softmax
+from kvbench.kernels.clock import Clock
+from kvbench.kernels.jit import constants
+
+LEAST = 3  # replays that a captured step is worth
+
+
+class Launching:
+    """A session that makes the step of each layer as kernels were told, and writes nothing down."""
+
+    def __init__(self, layers: dict[int, Steady]) -> None:
+        self.layers = layers
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
+        return self.layers[layer].launch(q, k, v, soft)
+
+
+class Replay:
+    """Steps of one portion, which is all of its batch."""
+
+    def __init__(
+        self, model: Runner, graphs: StepGraphs, portion: Portion, which: Sequence[int], clock: Clock
+    ) -> None:  # fmt: skip
+        """`which` are the batch's numbers of the portion's rows."""
+        self.model, self.graphs, self.portion, self.clock = model, graphs, portion, clock
+        self.which, self.live = list(which), list(which)
+        self.graph: Any = None
+
+    def take(self, which: Sequence[int], ids: Tensor, cache: Any, are_last: bool) -> Tensor | None:
+        """The step of `which` rows, a token each (n, 1): logits (n, vocabulary), which hold until the next one.
+
+        None: there is no graph of it. Rows that leave are forgotten where `are_last`: nobody asks them again.
+        """
+        if self.graph is None or not self.holds() or not self.hears(which, are_last):
+            self.graph = None
+            return None
+        if self.at is None:
+            self.ids.copy_(ids)
+        else:
+            self.ids.index_copy_(0, self.at, ids)
+        self.graph.replay()
+        self.clock.tick_host()
+        for steady in self.told.values():
+            steady.enter()
+        self.n_settled = self.portion.unwritten.n_settled
+        self.graphs.n_replayed += 1
+        self.graphs.n_whole += 1
+        self.model.count_token(cache)
+        return self.logits if self.at is None else self.logits.index_select(0, self.at)
+
+    def holds(self) -> bool:
+        """Whether the next step is like the captured one."""
+        if self.clock.now >= self.until:
+            return False
+        if self.portion.unwritten.n_settled != self.n_settled:
+            self.n_settled = self.portion.unwritten.n_settled
+            return all(steady.is_as_it_was() for steady in self.told.values())
+        return True
+
+    def hears(self, which: Sequence[int], are_last: bool) -> bool:
+        """Whether the graph goes on for these rows: all, or what is left of them."""
+        if self.live == which:
+            return True
+        if not are_last or 2 * len(which) < len(self.which) or not {*which} <= {*self.live}:
+            return False
+        self.portion.unwritten.settle()
+        self.n_settled = self.portion.unwritten.n_settled
+        left = [i for i, one in enumerate(self.which) if one in which]
+        if [self.which[i] for i in left] != which:
+            return False
+        self.live, self.at = list(which), constants(tuple(left), self.model.device)
+        self.portion.unwritten.stores = [self.portion.rows[i].store for i in left]
+        for steady in self.told.values():
+            for i, at in enumerate(steady.layers):
+                at.is_over = i not in left
+        return True
+
+    def make(self, ids: Tensor, position: int | Tensor, make: Callable[[], Tensor]) -> Tensor:
+        """A step that `make` makes, which is captured if the next ones are like it."""
+        if not self.is_due():
+            return make()
+        logits = torch.empty(0)
+        try:
+            with without_waiting():
+                logits = make()
+        except Waits as error:
+            self.graphs.why_in_parts = str(error)
+            return logits
+        if self.is_due() and all(steady.age for steady in self.told.values()):
+            self.prepare(ids, position, logits)
+        return logits
+
+    def is_due(self) -> bool:
+        """Whether all layers were told of a step that goes on for some more."""
+        if self.graphs.why_in_parts is not None or is_recording():
+            return False
+        self.told = dict(self.portion.steady)
+        if {*self.told} != {*self.model.shape.attention_layers}:
+            return False
+        if not all(steady.is_replayable for steady in self.told.values()):
+            return False
+        self.until = min(steady.start + steady.n_steps for steady in self.told.values())
+        return self.until - self.clock.now >= LEAST
+
+    def prepare(self, ids: Tensor, position: int | Tensor, logits: Tensor) -> None:
+        """Capture the step that was just made of `ids` and gave these logits."""
+        try:
+            self.capture(ids, position)
+            if all(steady.is_repeatable for steady in self.told.values()):
+                self.check(logits)
+        except (RuntimeError, NotImplementedError) as error:  # out of memory is one, too
+            self.graph = None
+            self.graphs.why_in_parts = f"capturing a whole step failed: {first_cause(error)}"
+
+    def capture(self, ids: Tensor, position: int | Tensor) -> None:
+        """The graph of the step after the one at `position`."""
+        model, device = self.model, self.model.device
+        self.ids, self.at, self.n_settled = ids.clone(), None, self.portion.unwritten.n_settled
+        self.positions = torch.full_like(ids, position) if isinstance(position, int) else position.clone()
+        pool, stream, graph = self.graphs.pool_of_all(), stream_for("capture", device), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            begin(graph, pool)
+            try:
+                self.clock.tick_devices()
+                self.positions.add_(1)
+                self.logits = model.forward(self.ids, self.positions, model.new_cache(), Launching(self.told))
+            finally:
+                end(graph, pool, device)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self.graph = graph
+
+    def check(self, logits: Tensor) -> None:
+        """Make the captured step once more, and raise where it ends otherwise."""
+        self.clock.tick_devices(-1)
+        self.positions.sub_(1)
+        self.graph.replay()
+        check_close([(self.logits, logits)], self.model.dtype, "the step's own")
