@@ -111,7 +111,7 @@ ALIKE = [
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("duo_attention", "h2o method.generated=inside", "tova")),
     *("oracle", "quest", "rocketkv method.tier=host"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("sparq", "loki", "infllm", "infinigen", "rocketkv")),
-    pytest.param("clusterkv method.cache_steps=0", marks=pytest.mark.slow),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("clusterkv", "clusterkv method.cache_steps=0")),
     pytest.param("double_sparsity", marks=pytest.mark.slow),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("oracle method.generated=inside", "rkv")),
 ]
