@@ -77,6 +77,8 @@ ABOVE = {
     "tova": Cost(43, 0, 1),  # it learns by its usual setting
     "dms": Cost(44, 3, 1),  # it scores the current token, and notes which heads drop it
     "think": Cost(43, 2, 1),  # each row asks thin keys by a query of its own
+    # Their latest queries are written to where they stay.
+    **dict.fromkeys(("rkv", "snapkv_decode", "tova_decode"), Cost(41, 0, 1)),
 }
 
 

@@ -97,8 +97,8 @@ class Search:
         """What each row's search took so many steps behind the one it was told, whose tokens its layer has taken in."""
         raise NotImplementedError
 
-    def write(self, age: int) -> None:
-        """Bring that step into what rows count for themselves."""
+    def enter(self, age: int) -> None:
+        """What the host does behind the launches of that step, for what rows count for themselves."""
 
     def chosen(self, age: int) -> Sequence[Tensor]:
         """`idx` of that step."""
@@ -145,7 +145,7 @@ class KernelSearch(Search):
     def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:
         keys, units = self.launch(q, k_new, v_new, since), self.units[0]
         if self.choice is not None:
-            keys = self.choice.take(keys, keys.shape[-1], since)
+            keys = self.choice.take(keys, since)
         if units.length > 1:
             expand_keys_triton(keys, units.origin, units.length, units.stop, self.tokens)
         elif self.choice is None and self.tokens.shape[2]:
@@ -154,7 +154,7 @@ class KernelSearch(Search):
     def costs(self, age: int) -> Sequence[Cost]:
         return [row.cost(self.layer) for row in self.rows]
 
-    def write(self, age: int) -> None:
+    def enter(self, age: int) -> None:
         for row in self.rows:
             if not row.store.placed[self.layer].is_over:
                 row.count_search(self.layer)
@@ -188,9 +188,9 @@ class Searches(Search):
                 costs[i] = cost
         return costs
 
-    def write(self, age: int) -> None:
+    def enter(self, age: int) -> None:
         for search, *_ in self.each:
-            search.write(age)
+            search.enter(age)
 
     def correct(self, out: Tensor) -> None:
         for search, _, rows in self.each:

@@ -60,11 +60,11 @@ class Clock:
         """As `tick`, where a captured graph has advanced the devices' counts."""
         self.now += 1
 
-    @torch.inference_mode()
     def tick_devices(self, n: int = 1) -> None:
         """As `tick`, but for the host's own count: what a graph captures."""
-        for count in self.counts.values():
-            count.add_(n)
+        with torch.inference_mode():  # in which counts may have been made
+            for count in self.counts.values():
+                count.add_(n)
 
 
 @cache

@@ -152,8 +152,8 @@ def stream_of(device: torch.device) -> int:
 def top_keys_triton(keys: Tensor, ks: Sequence[int]) -> Tensor:
     """`top_keys` in one launch."""
     assert keys.is_contiguous(), keys.stride()
-    n_rows, heads, n = keys.shape
-    return KeyChoice(n_rows, heads, ks, keys.device).take(keys, n)
+    n_rows, heads, _ = keys.shape
+    return KeyChoice(n_rows, heads, ks, keys.device).take(keys)
 
 
 class KeyChoice:
@@ -179,12 +179,9 @@ class KeyChoice:
         self.counters = None if scratch is None else torch.zeros(self.n_counters, dtype=torch.int32, device=device)
         self.sizes = (self.width, heads, self.rows), is_same
 
-    def take(self, keys: Tensor, n: int, since: Since | None = None) -> Tensor:
-        """Of the first n of each head, which lie behind each other; where the result lies is always the same.
-
-        `since` rows chose `ks` they may choose more.
-        """
-        since = now(self.device) if since is None else since
+    def take(self, keys: Tensor, since: Since | None = None) -> Tensor:
+        """Of keys (n_rows, heads, n); where the result lies is always the same."""
+        n, since = keys.shape[-1], now(self.device) if since is None else since
         n_chunks, (sizes, is_same) = 1 if n <= ALONE else CHUNKS, self.sizes
         counted = self.counters
         if counted is None:
@@ -196,12 +193,19 @@ class KeyChoice:
         return self.out
 
 
-def sort_keys_triton(keys: Tensor) -> Tensor:
-    """A key's place is the number of smaller ones: one launch, where a sort takes four."""
+def sort_keys_triton(keys: Tensor, kept: Tensor | None = None, since: Since | None = None) -> Tensor:
+    """A key's place is the number of smaller ones: one launch, where a sort takes four.
+
+    `kept` (steps, ...) gets them too: its steps take turns.
+    """
     out, n = torch.empty_like(keys), keys.shape[-1]
-    assert keys.is_contiguous(), keys.stride()
+    since = now(keys.device) if since is None else since
+    assert keys.is_contiguous() and (kept is None or kept.is_contiguous()), keys.stride()
     if keys.numel():
-        rank_keys[(cdiv(n, RANKED), keys.numel() // n)](keys, out, n, RANKED, 4 * RANKED)
+        turns = 0 if kept is None else len(kept)
+        rank_keys[(cdiv(n, RANKED), keys.numel() // n)](
+            keys, out, out if kept is None else kept, *since, n, turns, turns > 0, RANKED, 4 * RANKED
+        )  # fmt: skip
     return out
 
 
@@ -301,14 +305,19 @@ def select_keys(
             tl.store(counters + front + bin, tl.zeros((BINS,), tl.int32), front + bin < n_rows + 2)
 
 
-@jit(unspecialized=("n",))
-def rank_keys(keys, out, n, RANKED: tl.constexpr, KEYS: tl.constexpr):
+@jit(unspecialized=("start", "n", "turns"))
+def rank_keys(
+    keys, out, kept, clock, start, n, turns, KEEPS: tl.constexpr, RANKED: tl.constexpr, KEYS: tl.constexpr
+):  # fmt: skip
     block, row = tl.program_id(0), tl.program_id(1)
     mine, place = keys + row.to(tl.int64) * n, block * RANKED + tl.arange(0, RANKED)
     key = tl.load(mine + place, place < n, other=0)
     rank = tl.zeros((RANKED,), tl.int32)
-    for start in range(0, n, KEYS):
-        other = start + tl.arange(0, KEYS)
+    for front in range(0, n, KEYS):
+        other = front + tl.arange(0, KEYS)
         each = tl.load(mine + other, other < n, other=0x7FFFFFFFFFFFFFFF)
         rank += tl.sum((each[None] < key[:, None]).to(tl.int32), 1)
     tl.store(out + row.to(tl.int64) * n + rank, key, place < n)
+    if KEEPS:
+        turn = (steps_since(clock, start) % turns).to(tl.int64)
+        tl.store(kept + (turn * tl.num_programs(1) + row) * n + rank, key, place < n)

@@ -200,9 +200,8 @@ class Indexed(SelectiveAttention):
             k, v = (torch.cat([row.store[layer].newest[i] for row in rows]) for i in (0, 1))
         search = cls.told(rows, layer, None, 0)
         search.find(q, k, v, now(q.device))
+        search.enter(0)
         cls.searched(rows, search)
-        for row in rows:
-            row.count_search(layer)
         return [row.found(layer, idx if idx.shape[2] else None) for row, idx in zip(rows, search.idx, strict=True)]
 
     @classmethod

@@ -1,9 +1,9 @@
 """A layer's step on an accelerator that is like the one before it: what kernels were told there holds but for lengths.
 
 While rows only take in tokens, each goes to the next slot, some parts have one token more, and everything else that
-kernels read stays as it is. So they are told once, and at the steps to come they are given a step's number alone: no
-parts are made and nothing is sent. What a row fetches has to lie where it lay before; positions may be others, and
-more of them at every step.
+kernels read stays as it is. So they are told once, for some steps to come, and read from a clock (`kernels/clock.py`)
+which of these it is: no parts are made, nothing is sent, and every launch is the same as at the step before. What a row
+fetches has to lie where it lay before; positions may be others, and more of them at every step.
 
 Not here: which parts grow (`Layer.growing`), a step of any kind (`engine/step.py`).
 """
@@ -359,6 +359,7 @@ class Steady:
     def enter(self) -> None:
         """What the host does at such a step, which the clock shows: it is to be in the books."""
         for told in self.searches:
+            told.search.enter(self.age)
             for bringer, _ in told.bringers:
                 bringer.enter(self.age)
         self.unwritten.add(self.write, self.age)
@@ -382,7 +383,6 @@ class Steady:
                 if not layer.is_over:
                     row.store.spend(index, cost)
                     layer.refetch(idx, count)
-            search.write(age)
         if self.learner is not None:
             self.learner.write(age)
         for row, at in zip(rows, self.layers, strict=True):

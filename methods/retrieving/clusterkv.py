@@ -58,7 +58,7 @@ from kvbench.kernels.clock import Since
 from kvbench.kernels.clusters import cluster_keys_triton, cluster_order, cluster_tokens, cluster_tokens_triton
 from kvbench.kernels.kmeans import draw_points, kmeans
 from kvbench.kernels.scratch import Scratch, empty, finer, finest
-from kvbench.kernels.topk import sort_keys
+from kvbench.kernels.topk import sort_keys_triton
 from kvbench.methods.indexed import Indexed
 
 TOKENS_PER_CLUSTER = 80  # paper: 400 clusters of 32,000 tokens, 4 of 320
@@ -321,7 +321,7 @@ class ClusterKV(Indexed):
 
     @classmethod
     def told(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None, ahead: int) -> ClusterSearch:
-        return ClusterSearch(rows, layer, scratch)
+        return ClusterSearch(rows, layer, scratch, ahead)
 
     def kind(self, layer: int) -> Hashable:
         return id(self.ready(layer)), self.agg
@@ -384,7 +384,7 @@ class ClusterKV(Indexed):
 class ClusterSearch(KernelSearch):
     """Rows with the same clusters: small budgets get the first tokens of larger ones."""
 
-    def __init__(self, rows: Sequence[ClusterKV], layer: int, scratch: Scratch | None) -> None:
+    def __init__(self, rows: Sequence[ClusterKV], layer: int, scratch: Scratch | None, ahead: int) -> None:
         first, clusters = rows[0], rows[0].index[layer]
         self.rows, self.layer, self.agg, self.n_sink, self.clusters = (
             rows,
@@ -398,12 +398,12 @@ class ClusterSearch(KernelSearch):
         self.keys = (empty if scratch is None else scratch.take)("keys", device, torch.int64, *size)
         self.tokens = torch.empty(*size[:2], max(row.plan.k for row in rows), dtype=torch.int64, device=device)
         self.idx = [self.tokens[i : i + 1, :, : row.plan.k] for i, row in enumerate(rows)]
-        self.is_replayable = not any(
-            layer in row.hits for row in rows
-        )  # each step's order is kept until hits are folded
         # At the step that fills a period its tokens become clusters.
         periods = [(row.params.decode_period, row.store[layer]) for row in rows if row.plan.n_decode_clusters]
-        self.n_steps = max(0, min((period - at.n_window - 1 for period, at in periods), default=ALWAYS))
+        self.n_steps = min(ahead, max(0, min((period - at.n_window - 1 for period, at in periods), default=ALWAYS)))
+        self.orders: Tensor | None = None  # of the latest steps, which hits are counted by
+        if any(layer in row.hits for row in rows):
+            self.orders = self.keys.new_empty(FOLD_STEPS if ahead else 1, *size)
 
     @property
     def is_settled(self) -> bool:
@@ -414,10 +414,14 @@ class ClusterSearch(KernelSearch):
 
     def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:
         clusters = self.clusters
-        order = sort_keys(cluster_keys_triton(q, self.centroids, self.agg, self.keys))  # ids in the lower halves
+        keys = cluster_keys_triton(q, self.centroids, self.agg, self.keys)
+        order = sort_keys_triton(keys, self.orders, since)  # ids in the lower halves
         owned = clusters.sizes, clusters.ends, clusters.tokens
         cluster_tokens_triton(order, *owned, self.tokens.shape[2], self.n_sink, self.tokens)
-        note(self.rows, self.layer, order)
+
+    def enter(self, age: int) -> None:
+        if self.orders is not None:
+            note(self.rows, self.layer, self.orders[age % len(self.orders)])
 
 
 def note(rows: Sequence[ClusterKV], layer: int, order: Tensor) -> None:

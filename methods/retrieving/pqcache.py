@@ -651,10 +651,11 @@ class PQSearch(Search):
 
     def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:
         self.age += 1
-        table = self.bring(self.age)
+        self.choice.take(self.keys.find(q, k_new, since, self.bring(self.age)), since)
+
+    def enter(self, age: int) -> None:
         for home in self.homes:
             home.n += 1
-        self.choice.take(self.keys.find(q, k_new, since, table), self.keys.s, since)
 
     def candidates(self, age: int) -> list[int]:
         return [n + age * grows for n, grows in self.ns]

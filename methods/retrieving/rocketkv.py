@@ -57,7 +57,6 @@ from kvbench.methods.retrieving.sparq import query_weights, top_components
 from kvbench.methods.scorers import keep_top, pool_scores, reduce_group, window_votes
 
 TIERS = ("device", "host")
-MOST_STEPS = 256  # for which selections that grow have room
 USUAL_ANSWER = 256  # tokens whose chunks a byte budget pays for, where no length of answers is given
 
 
@@ -273,7 +272,7 @@ class RocketKV(Indexed):
         return self.trace.shape.h_kv
 
     def n_static(self, layer: int) -> int:
-        return min(MOST_STEPS, self.plan.n_alike(self.counted(layer).n))
+        return self.plan.n_alike(self.counted(layer).n)
 
     def selects_feeds(self, layer: int) -> bool:
         return False

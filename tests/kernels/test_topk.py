@@ -112,7 +112,7 @@ def test_rows_choose_more_keys_at_every_step(ks: tuple[int, ...]) -> None:
     for age in (0, 1, 4):
         keys = keys_of(torch.randn(len(ks), 2, 30 + age, generator=torch.Generator().manual_seed(age)))
         wanted = [k + age * grows for k, grows in zip(ks, more, strict=True)]
-        found, expected = choice.take(keys.to(GPU), 30 + age, aged(age, GPU)).cpu(), top_keys_ref(keys, wanted)
+        found, expected = choice.take(keys.to(GPU), aged(age, GPU)).cpu(), top_keys_ref(keys, wanted)
         assert torch.equal(found[..., : max(wanted)], expected)
         assert (found[..., max(wanted) :] == NO_KEY).all()
 
@@ -121,6 +121,9 @@ def test_rows_choose_more_keys_at_every_step(ks: tuple[int, ...]) -> None:
 def test_keys_are_ranked_as_by_a_sort() -> None:
     keys = keys_of(torch.randn(2, 3, 333, generator=torch.Generator().manual_seed(0)).round())
     assert torch.equal(sort_keys_triton(keys.to(GPU)).cpu(), keys.sort(-1).values)
+    kept = torch.zeros(3, *keys.shape, dtype=torch.int64, device=GPU)
+    assert torch.equal(sort_keys_triton(keys.to(GPU), kept, aged(5, GPU)), kept[2]) and not kept[:2].any()
+    assert torch.equal(kept[2].cpu(), keys.sort(-1).values)
 
 
 def test_all_or_no_keys_need_no_choice() -> None:

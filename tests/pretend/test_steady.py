@@ -42,10 +42,11 @@ def steps(
     asks: Callable[[int, Sequence[Row]], object] | None = None,
     n_new: int = N_NEW,
     device: str = "cuda:0",
+    ratio: str = "0.3",
 ) -> tuple[list[list[int]], list[list[Entry]], list[int]]:
     """Tokens and ledgers of rows in one batch, and how much each step sends; `asks` is called behind each step."""
     model, kinds = replace(moved(conformance.model(), device), allows_graphs=False), [name.split() for name in names]
-    variants = [conformance.variant(conformance.ours(name, *settings), "0.3") for name, *settings in kinds]
+    variants = [conformance.variant(conformance.ours(name, *settings), ratio) for name, *settings in kinds]
     sent = list[int]()
     with model.hooked():
         trace = conformance.read(variants, by=model)
@@ -111,9 +112,10 @@ ALIKE = [
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("duo_attention", "h2o method.generated=inside", "tova")),
     *("oracle", "quest", "rocketkv method.tier=host"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("sparq", "loki", "infllm", "infinigen", "rocketkv")),
-    pytest.param("clusterkv method.cache_steps=0", marks=pytest.mark.slow),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("clusterkv", "clusterkv method.cache_steps=0")),
     pytest.param("double_sparsity", marks=pytest.mark.slow),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("oracle method.generated=inside", "rkv")),
+    "turboquant",
 ]
 
 
@@ -144,7 +146,7 @@ def test_a_graph_of_a_step_would_do_the_next_ones(machine: Machine, monkeypatch:
 
     monkeypatch.setattr(InterpretedFunction, "run", noting)
     monkeypatch.setattr(Steady, "enter", entering)
-    steps(machine, name, asks=note)
+    steps(machine, name, asks=note, ratio="1" if name == "turboquant" else "0.3")
     assert replayable == {True}
     *_, before, last, after = by_step
     assert before and before == last == after
