@@ -241,7 +241,7 @@ class Batch(HearsChoices):
             if logits is None:
                 self.choose(which)
                 make = partial(self.make, ids)
-                logits = make() if self.replay is None or m > 1 else self.replay.make(ids, self.places(ids), make)
+                logits = make(True) if self.replay is None or m > 1 else self.replay.make(ids, self.places(ids), make)
         for i, pad in zip(which, self.pads, strict=True):
             self.positions[i] += m - pad
         self.n_steps += 1
@@ -251,12 +251,13 @@ class Batch(HearsChoices):
             on_step(self.n_steps, len(which))
         return logits
 
-    def make(self, ids: Tensor) -> Tensor:
-        """The pass itself."""
+    def make(self, ids: Tensor, by_parts: bool) -> Tensor:
+        """The pass itself, where it may be by captured parts."""
         m = ids.shape[1]
         self.clock.tick()
         if m == 1 and not self.looks_ahead and not self.hears:
-            logits = self.model.step(ids, self.places(ids), self.cache, self)
+            read = self.model.step if by_parts else self.model.forward
+            logits = read(ids, self.places(ids), self.cache, self)
         else:
             with self.listening(m == 1 and takes(STEP, ids.device)):
                 logits = self.model.forward(ids, self.places(ids), self.cache, self)

@@ -290,16 +290,16 @@ class Steady:
         """Whether the step at hand may be like the one that was told."""
         if self.age > self.n_steps or not q.is_contiguous() or (self.table.is_even and q.data_ptr() % 16):
             return False
-        if self.unwritten.n_settled != self.n_settled and not self.is_as_it_was():
+        if self.unwritten.n_settled != self.n_settled and not self.is_as_it_was(self.age - 1):
             return False
         for told in self.searches:
             if not told.holds(self.age):
                 return False
         return True
 
-    def is_as_it_was(self) -> bool:
-        """Whether layers have done nothing else since; the books have all of their steps."""
-        index, age = self.index, self.age - 1
+    def is_as_it_was(self, age: int) -> bool:
+        """Whether layers have made so many steps since and done nothing else; the books have all of these."""
+        index = self.index
         for row, at, (start, n_seen, moves) in zip(self.rows, self.layers, self.marks, strict=True):
             if row.store.placed[index] is not at or at.start != start + moves * age or at.n_seen != n_seen + age:
                 return False

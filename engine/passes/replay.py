@@ -56,6 +56,7 @@ class Replay:
         self.model, self.graphs, self.portion, self.clock = model, graphs, portion, clock
         self.which, self.live = list(which), list(which)
         self.graph: Any = None
+        self.has_captured = False
 
     def take(self, which: Sequence[int], ids: Tensor, cache: Any, are_last: bool) -> Tensor | None:
         """The step of `which` rows, a token each (n, 1): logits (n, vocabulary), which hold until the next one.
@@ -85,7 +86,7 @@ class Replay:
             return False
         if self.portion.unwritten.n_settled != self.n_settled:
             self.n_settled = self.portion.unwritten.n_settled
-            return all(steady.is_as_it_was() for steady in self.told.values())
+            return all(steady.is_as_it_was(steady.age) for steady in self.told.values())
         return True
 
     def hears(self, which: Sequence[int], are_last: bool) -> bool:
@@ -106,19 +107,25 @@ class Replay:
                 at.is_over = i not in left
         return True
 
-    def make(self, ids: Tensor, position: int | Tensor, make: Callable[[], Tensor]) -> Tensor:
-        """A step that `make` makes, which is captured if the next ones are like it."""
+    def make(self, ids: Tensor, position: int | Tensor, make: Callable[[bool], Tensor]) -> Tensor:
+        """A step that `make` makes, which is captured if the next ones are like it.
+
+        It is told whether it may go by parts: not where a whole step is to be captured, or was.
+        """
         if not self.is_due():
-            return make()
+            return make(not self.has_captured or self.graphs.why_in_parts is not None)
         logits = torch.empty(0)
         try:
             with without_waiting():
-                logits = make()
+                logits = make(False)
+            waits = ""
         except Waits as error:
-            self.graphs.why_in_parts = str(error)
-            return logits
+            waits = str(error)
         if self.is_due() and all(steady.age for steady in self.told.values()):
-            self.prepare(ids, position, logits)
+            if waits:
+                self.graphs.why_in_parts = waits
+            else:
+                self.prepare(ids, position, logits)
         return logits
 
     def is_due(self) -> bool:
@@ -159,7 +166,7 @@ class Replay:
             finally:
                 end(graph, pool, device)
         torch.cuda.current_stream(device).wait_stream(stream)
-        self.graph = graph
+        self.graph, self.has_captured = graph, True
 
     def check(self, logits: Tensor) -> None:
         """Make the captured step once more, and raise where it ends otherwise."""
