@@ -142,13 +142,19 @@ def attend_rows_cpu(
     """One call of C++ for all rows of plain parts that join nothing else; the others take turns, on any device."""
     shared, left = attend_shared(q, rows, soft, wants_weights)
     plain: list[list[Tokens]] = []
+    weights: list[Tensor | None] = [None] * len(rows)
     for i, (parts, wants) in enumerate(zip(left, wants_weights, strict=True)):
-        found = [] if wants or i in shared else [part.tokens() for part in parts if is_plain(part)]
+        found = [] if i in shared else [part.tokens() for part in parts if is_plain(part)]
         is_whole = len(found) == len(parts) and native_takes(q, found)
         plain.append(found if is_whole else [])
-    weights: list[Tensor | None] = [None] * len(rows)
+        if wants and plain[-1]:
+            weights[i] = q.new_empty(1, q.shape[1], sum(part.n_tokens() for part in found), dtype=torch.float32)
     if any(plain):
-        out, _ = soft.finish(*attend_rows_native(q, plain, soft.scale, soft.cap))
+        out, lse = attend_rows_native(q, plain, soft.scale, soft.cap, weights)
+        for own, x in zip(lse, weights, strict=True):
+            if x is not None and soft.sink is not None:
+                x *= (own - soft.sink.view(-1, 1)).sigmoid()
+        out, _ = soft.finish(out, lse)
     else:
         out = q.new_empty(*q.shape[:3], value_width(rows))
     for i, found in enumerate(plain):

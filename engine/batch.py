@@ -242,6 +242,7 @@ class Batch(HearsChoices):
                 self.choose(which)
                 make = partial(self.make, ids)
                 logits = make(True) if self.replay is None or m > 1 else self.replay.make(ids, self.places(ids), make)
+            self.cut(which, m)
         for i, pad in zip(which, self.pads, strict=True):
             self.positions[i] += m - pad
         self.n_steps += 1
@@ -262,12 +263,16 @@ class Batch(HearsChoices):
             with self.listening(m == 1 and takes(STEP, ids.device)):
                 logits = self.model.forward(ids, self.places(ids), self.cache, self)
         self.choices.enter(self.cache, self.active, self.starts, self.trace.s_prompt)
-        if self.cutting:
+        return logits
+
+    def cut(self, which: Sequence[int], m: int) -> None:
+        """Let rows that compress between steps do so."""
+        cutting = [self.rows[i] for i in which if self.rows[i].of_answers]
+        if cutting:
             assert m == 1, "a row that compresses between steps reads step by step"
             with span("compress"):
-                for row in self.cutting:
+                for row in cutting:
                     cut(row)
-        return logits
 
     def choose(self, which: Sequence[int]) -> None:
         """Let these rows make the pass: how they stand to each other, and what they want."""
@@ -278,7 +283,6 @@ class Batch(HearsChoices):
         self.apart = [start - self.starts[0] for start in self.starts]
         self.looks_ahead = any(row.wants_lookahead for row in self.active)
         self.hears = any(row.wants_input for row in self.active)
-        self.cutting = [row for row in self.active if row.of_answers]
         self.runs: dict[tuple[int, ...], list[tuple[type[Row], slice]]] = {}
         self.portions = portions_of(self.active, self.apart, [self.are_steady[i] for i in which], self.clock)
         self.whole = self.portions[0] if len(self.portions) == 1 else Portion(self.active, self.apart, self.clock)
@@ -289,7 +293,7 @@ class Batch(HearsChoices):
     @property
     def may_be_replayed(self) -> bool:
         """Whether steps of these rows may be alike for all that the batch knows."""
-        differs = self.looks_ahead or self.hears or self.cutting or self.readers.last or self.watch is not None
+        differs = self.looks_ahead or self.hears or self.readers.last or self.watch is not None
         is_steady = len(self.portions) == 1 and self.are_steady[self.which[0]]
         return is_steady and not differs and self.model.graphs.why_not is None
 

@@ -3,8 +3,8 @@
 Shapes    q (1, h, r, d_h), the last r of s tokens; k (1, h_kv, s, d_h); lse (1, h, r), of logits bent towards `cap`
           where it is not 0 -> sums (h_kv, g, s) float64, maxima (h_kv, s) float32.
 Paths     Torch in blocks of rows. Where the pass left its log-sum-exps, C++ on a CPU and Triton on a GPU, which store
-          no logit; a cap is left to torch on a CPU. Products are float32
-          whatever the dtype, and float64 where blocks of queries are added up.
+          no logit; a cap is left to torch on a CPU. Products are float32 whatever the dtype, and float64 where blocks
+          of queries are added up: in bfloat16 by a CPU's matrix unit, or two numbers at a time where it can.
 Checks    tests/kernels/test_column_sums.py, tests/engine/test_observe.py, benchmarks/bench_observe.py.
 
 Not here: which tokens that keeps.
@@ -140,13 +140,13 @@ def column_maxima_torch(q: Tensor, k: Tensor, scale: float, lse: Tensor, cap: fl
 
 
 def column_maxima_native(q: Tensor, k: Tensor, scale: float, lse: Tensor) -> Tensor:
-    """As the sums: a tile's products stay in registers. In bfloat16 a matrix unit makes them, where there is one."""
+    """As the sums: a tile's products stay in registers."""
     (_, h, r, d_h), (_, h_kv, n, _) = q.shape, k.shape
     q, k, lse = (x.contiguous() for x in (q, k, lse.float()))
     largest = torch.empty(h_kv, h // h_kv, n, dtype=torch.float64)
     native().column_sums(
         dtypes()[q.dtype], h, h_kv, n, r, d_h, q.data_ptr(), r * d_h, k.data_ptr(), n * d_h,
-        lse.data_ptr(), None, scale, largest.data_ptr(), torch.get_num_threads(),
+        lse.data_ptr(), None, scale, n + r, largest.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return largest.amax(1).float()
 
@@ -167,21 +167,27 @@ def native() -> Any:
     if lib is not None:
         size, pointer = ctypes.c_int64, ctypes.c_void_p
         lib.column_sums.argtypes = [
-            size, size, size, size, size, size, pointer, size, pointer, size, pointer, pointer, ctypes.c_float,
+            size, size, size, size, size, size, pointer, size, pointer, size, pointer, pointer, ctypes.c_float, size,
             pointer, size,
         ]  # fmt: skip
         lib.column_sums.restype = None
     return lib
 
 
-def column_sums_native(q: Tensor, k: Tensor, scale: float, row_weights: Tensor, lse: Tensor) -> Tensor:
-    """Products, exponentials and sums of a tile of keys stay in registers."""
+def column_sums_native(
+    q: Tensor, k: Tensor, scale: float, row_weights: Tensor, lse: Tensor, window: int | None = None
+) -> Tensor:
+    """Products, exponentials and sums of a tile of keys stay in registers.
+
+    `window` counts the queries that a key meets, its own included.
+    """
     (_, h, r, d_h), (_, h_kv, s, _) = q.shape, k.shape
     q, k, lse, row_weights = (x.contiguous() for x in (q, k, lse.float(), row_weights.float()))
     sums = torch.empty(h_kv, h // h_kv, s, dtype=torch.float64)
     native().column_sums(
         dtypes()[q.dtype], h, h_kv, s, r, d_h, q.data_ptr(), r * d_h, k.data_ptr(), s * d_h,
-        lse.data_ptr(), row_weights.data_ptr(), scale, sums.data_ptr(), torch.get_num_threads(),
+        lse.data_ptr(), row_weights.data_ptr(), scale, s if window is None else min(window, s), sums.data_ptr(),
+        torch.get_num_threads(),
     )  # fmt: skip
     return sums
 

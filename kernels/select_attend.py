@@ -183,7 +183,7 @@ def native() -> Any:
         return None
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     lib.attend_rows.argtypes = [
-        size, size, size, size, size, pointer, *[ctypes.c_float] * 2, pointer, pointer, pointer, pointer, size
+        size, size, size, size, size, pointer, *[ctypes.c_float] * 2, pointer, pointer, pointer, pointer, pointer, size
     ]  # fmt: skip
     lib.attend_each.argtypes = [
         size, size, size, size, size, pointer, *[ctypes.c_float] * 2, pointer, pointer, pointer, size
@@ -199,9 +199,12 @@ def attend_parts_native(q: Tensor, parts: Sequence[Tokens], scale: float, cap: f
 
 
 def attend_rows_native(
-    q: Tensor, rows: Sequence[Sequence[Tokens]], scale: float, cap: float = 0.0
+    q: Tensor, rows: Sequence[Sequence[Tokens]], scale: float, cap: float = 0.0, weights: Sequence[Tensor | None] = ()
 ) -> tuple[Tensor, Tensor]:
-    """All rows of q (n, h, 1, d_h), each over its own parts: out, lse (n, h, 1), undefined for one without any."""
+    """All rows of q (n, h, 1, d_h), each over its own parts: out, lse (n, h, 1), undefined for one without any.
+
+    Where a row has `weights`, (h, tokens of all its parts) float32, its tokens' weights are stored there.
+    """
     n, h, s_q, d_h = q.shape
     assert n == len(rows) and s_q == 1, (q.shape, len(rows))
     d_v = value_width(rows)
@@ -209,11 +212,12 @@ def attend_rows_native(
     for part in chain.from_iterable(rows):
         packed.extend(part.packed())
     ends = array("q", accumulate(map(len, rows)))
+    weighed = array("q", [0 if x is None else x.data_ptr() for x in weights] or [0] * n)
     out = torch.empty_like(q) if d_v == d_h else q.new_empty(n, h, 1, d_v)  # which takes longer
     lse = torch.empty(n, h, 1)
     native().attend_rows(
         dtypes()[q.dtype], n, h, d_h, d_v, q.data_ptr(), scale, cap, ends.buffer_info()[0],
-        packed.buffer_info()[0], out.data_ptr(), lse.data_ptr(), torch.get_num_threads(),
+        packed.buffer_info()[0], out.data_ptr(), lse.data_ptr(), weighed.buffer_info()[0], torch.get_num_threads(),
     )  # fmt: skip
     return out, lse
 

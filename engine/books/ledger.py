@@ -60,6 +60,7 @@ class Ledger:
         self.read: dict[int, tuple[int, int]] = {}  # by layer, in this step, of rows that are checked
         self.corrections: list[tuple[int, Callable[[Entry], Entry]]] = []  # of entries, by what the engine counted
         self.rebuilt_bytes = 0  # read and written between steps, to choose or to index tokens anew
+        self.summed: tuple[int, list[tuple[int, ...]]] = 0, []  # of so many entries what `sums` says
 
     @property
     def entries(self) -> list[Entry]:
@@ -67,9 +68,11 @@ class Ledger:
         if self.debt is not None:
             self.debt, debt = None, self.debt
             debt.settle(self.written)
+            self.summed = 0, []
         while self.corrections:
             at, correct = self.corrections.pop()
             self.written[at] = correct(self.written[at])
+            self.summed = 0, []
         return self.written
 
     def append(self, entry: Entry) -> None:
@@ -92,14 +95,23 @@ class Ledger:
 
     def columns(self) -> dict[str, list[int]]:
         """The entries as columns, ready for a table."""
-        return {name: [entry[i] for entry in self.entries] for i, name in enumerate(Entry._fields)}
+        columns = [*map(list, zip(*self.entries, strict=True))] or [[] for _ in Entry._fields]
+        return dict(zip(Entry._fields, columns, strict=True))
 
     def totals(self, field: str) -> list[int]:
         """`field` summed over layers, per step."""
-        sums: dict[int, int] = {}
-        for entry in self.entries:
-            sums[entry.step] = sums.get(entry.step, 0) + getattr(entry, field)
-        return [sums[step] for step in sorted(sums)]
+        i = Entry._fields.index(field)
+        return [sums[i] for sums in self.sums()]
+
+    def sums(self) -> list[tuple[int, ...]]:
+        """Entries summed over layers, per step; all numbers at once, since who asks for one asks for most of them."""
+        entries = self.entries
+        if self.summed[0] != len(entries):
+            steps: dict[int, list[Entry]] = {}
+            for entry in entries:
+                steps.setdefault(entry.step, []).append(entry)
+            self.summed = len(entries), [tuple(map(sum, zip(*steps[step], strict=True))) for step in sorted(steps)]
+        return self.summed[1]
 
     def priced(self, exempt: Iterable[int]) -> frozenset[int]:
         """The layers that a budget is checked on: those that are not exempt, and all where that leaves none."""
@@ -114,9 +126,7 @@ class Ledger:
         """
         layers, priced = self.priced(exempt), Ledger()
         n_layers = len(layers)
-        for entry in self.entries:
-            if entry.layer in layers:
-                priced.append(entry)
+        priced.written = [entry for entry in self.entries if entry.layer in layers]
         steps = sorted({entry.step for entry in priced.entries})
         tokens = priced.totals("attended"), [budget.allowance(step) * shape.h * n_layers for step in steps]
         moved = priced.totals("moved_meta_bytes"), [find_bytes(shape, budget) * n_layers] * len(steps)

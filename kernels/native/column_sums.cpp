@@ -1,5 +1,7 @@
 // Attention that keys get from queries, given the queries' log-sum-exps: products, exponentials and sums of a tile stay
-// in registers, so that no logit is ever stored. Two forms: sums over the queries behind a key, and the largest over all.
+// in registers, so that no logit is ever stored. Two forms: sums over the queries behind a key, or the nearest of them,
+// and the largest over all.
+#include "pairs.h"
 #include "tiles.h"
 
 #include <algorithm>
@@ -15,12 +17,8 @@ constexpr int TILE = VECTORS * WIDTH;
 constexpr int64_t KEYS = 8 * TILE;   // of one task, packed so that a channel of a tile is contiguous
 constexpr int64_t CHUNK = 8 * ROWS;  // queries that are converted at a time, and added up in float32
 
-// Adds what ROWS queries, the first of them at position `at`, give to the keys `first`, `first` + 1, … of a tile; with
-// LARGEST, `totals` keep the largest logarithm instead.
-template <bool MASKED, bool LARGEST>
-INLINE void add_block(const float *queries, const float *minus_lse, const float *weights, const float *tile, int64_t d,
-                      float scale, int64_t at, int64_t first, vf *totals) {
-    vf products[ROWS][VECTORS] = {};
+// Products of ROWS queries with the keys of a tile.
+INLINE void multiply(const float *queries, const float *tile, int64_t d, vf products[ROWS][VECTORS]) {
     for (int64_t c = 0; c < d; c++) {
         vf keys[VECTORS];
         for (int v = 0; v < VECTORS; v++) keys[v] = load(tile + c * TILE + v * WIDTH);
@@ -29,6 +27,14 @@ INLINE void add_block(const float *queries, const float *minus_lse, const float 
             for (int v = 0; v < VECTORS; v++) products[row][v] += x * keys[v];
         }
     }
+}
+
+// What products of ROWS queries, the first of them at position `at`, give to the keys `first`, `first` + 1, … of a tile:
+// with MASKED to those alone that are less than `window` before a query, or itself. With LARGEST, `totals` keep the
+// largest logarithm instead.
+template <bool MASKED, bool LARGEST>
+INLINE void weigh(const vf products[ROWS][VECTORS], const float *minus_lse, const float *weights, float scale,
+                  int64_t at, int64_t first, int64_t window, vf *totals) {
     vi lane;
     for (int i = 0; i < WIDTH; i++) lane[i] = i;
     for (int row = 0; row < ROWS; row++)
@@ -41,39 +47,71 @@ INLINE void add_block(const float *queries, const float *minus_lse, const float 
             vf weight = exponential(logarithm);
             if (MASKED) {
                 const int32_t last = (int32_t)(at + row - first - v * WIDTH);  // lane of the query itself
-                weight = choose(lane <= last, weight, vf{});
+                weight = choose((lane <= last) & (lane > last - (int32_t)window), weight, vf{});
             }
             totals[v] += weight * splat(weights[row]);
         }
 }
 
-// Keys [first, first + KEYS) of one head; the r queries are the last of s tokens, or stand behind all s.
-template <bool LARGEST, class T>
+template <bool MASKED, bool LARGEST>
+void add_block(const float *queries, const float *minus_lse, const float *weights, const float *tile, int64_t d,
+               float scale, int64_t at, int64_t first, int64_t window, vf *totals) {
+    vf products[ROWS][VECTORS] = {};
+    multiply(queries, tile, d, products);
+    weigh<MASKED, LARGEST>(products, minus_lse, weights, scale, at, first, window, totals);
+}
+
+#ifdef HAS_PAIRS
+// The same; d is the number of pairs.
+template <bool MASKED, bool LARGEST>
+PAIRED void add_block(const pair *queries, const float *minus_lse, const float *weights, const pair *tile, int64_t d,
+                      float scale, int64_t at, int64_t first, int64_t window, vf *totals) {
+    vf products[ROWS][VECTORS] = {};
+    for (int64_t c = 0; c < d; c++) {
+        vi keys[VECTORS];
+        for (int v = 0; v < VECTORS; v++) memcpy(&keys[v], tile + c * TILE + v * WIDTH, sizeof keys[v]);
+        for (int row = 0; row < ROWS; row++) {
+            const vi x = vi{} + (int32_t)queries[row * d + c];
+            for (int v = 0; v < VECTORS; v++) products[row][v] = add_products(products[row][v], x, keys[v]);
+        }
+    }
+    weigh<MASKED, LARGEST>(products, minus_lse, weights, scale, at, first, window, totals);
+}
+#endif
+
+// So many numbers of memory as products want them.
+template <class T>
+INLINE void bring(const T *from, int64_t n, float *to) {
+    const int64_t whole = n / WIDTH * WIDTH;
+    for (int64_t i = 0; i < whole; i += WIDTH) store(to + i, load(from + i));
+    if (whole == n) return;
+    const vf rest = load_some(from + whole, (int)(n - whole));
+    for (int64_t i = whole; i < n; i++) to[i] = rest[i - whole];
+}
+
+#ifdef HAS_PAIRS
+INLINE void bring(const pair *from, int64_t n, pair *to) { memcpy(to, from, n * sizeof *to); }
+#endif
+
+// Keys [first, first + KEYS) of one head; the r queries are the last of s tokens, or stand behind all s. T is what memory
+// holds, N what products are of.
+template <bool LARGEST, class N, class T>
 void sums_of(int64_t s, int64_t r, int64_t d, const T *q, const T *k, const float *lse, const float *row_weights,
-             float scale, int64_t first, double *out) {
+             float scale, int64_t window, int64_t first, double *out) {
     const int64_t n = s - first < KEYS ? s - first : KEYS, start = LARGEST ? s : s - r;
     const float none = LARGEST ? -INFINITY : 0.0f;
-    std::vector<float> packed(KEYS * d), queries(CHUNK * d);
+    std::vector<N> packed(KEYS * d), queries(CHUNK * d), one(d);
     std::vector<double> sums(KEYS, none);
     float minus_lse[CHUNK], weights[CHUNK];
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t c = 0; c < d; c++) {
-            float x;
-            if constexpr (sizeof(T) == 4)
-                x = k[(first + i) * d + c];
-            else
-                x = load_one(k + (first + i) * d + c);
-            packed[(i / TILE * d + c) * TILE + i % TILE] = x;
-        }
+    for (int64_t i = 0; i < n; i++) {
+        bring(k + (first + i) * d, d, one.data());
+        for (int64_t c = 0; c < d; c++) packed[(i / TILE * d + c) * TILE + i % TILE] = one[c];
+    }
     const int64_t seen = first > start ? (first - start) / ROWS * ROWS : 0;  // rows before it see none of these keys
-    for (int64_t row = seen; row < r; row += CHUNK) {
+    const int64_t stop = std::min(r, first + n - 1 + window - start);        // nor do those from here on
+    for (int64_t row = seen; row < stop; row += CHUNK) {
         const int64_t rows = r - row < CHUNK ? r - row : CHUNK;
-        const int64_t values = rows * d, whole = values / WIDTH * WIDTH;
-        for (int64_t i = 0; i < whole; i += WIDTH) store(queries.data() + i, load(q + row * d + i));
-        if (whole < values) {
-            const vf rest = load_some(q + row * d + whole, (int)(values - whole));
-            for (int64_t i = whole; i < values; i++) queries[i] = rest[i - whole];
-        }
+        bring(q + row * d, rows * d, queries.data());
         // Rows behind the last weigh nothing: what is left in their place would have weights beyond all numbers.
         for (int64_t i = 0; i < CHUNK; i++) {
             minus_lse[i] = i < rows ? -lse[row + i] : -INFINITY;
@@ -82,13 +120,16 @@ void sums_of(int64_t s, int64_t r, int64_t d, const T *q, const T *k, const floa
         for (int64_t key = 0; key < n; key += TILE) {
             vf totals[VECTORS];
             for (int v = 0; v < VECTORS; v++) totals[v] = splat(none);
-            const float *tile = packed.data() + key * d;
+            const N *tile = packed.data() + key * d;
             for (int64_t i = 0; i < rows; i += ROWS) {
                 const int64_t at = start + row + i, low = first + key;
-                if (at + ROWS <= low) continue;
-                const bool is_behind = LARGEST || at >= low + TILE - 1;
-                const auto add = is_behind ? add_block<false, LARGEST> : add_block<true, LARGEST>;
-                add(queries.data() + i * d, minus_lse + i, weights + i, tile, d, scale, at, low, totals);
+                if (at + ROWS <= low || at >= low + TILE - 1 + window) continue;
+                const bool is_whole = LARGEST || (at >= low + TILE - 1 && at + ROWS <= low + window);
+                const N *own = queries.data() + i * d;
+                if (is_whole)
+                    add_block<false, LARGEST>(own, minus_lse + i, weights + i, tile, d, scale, at, low, window, totals);
+                else
+                    add_block<true, LARGEST>(own, minus_lse + i, weights + i, tile, d, scale, at, low, window, totals);
             }
             for (int v = 0; v < VECTORS; v++)
                 for (int i = 0; i < WIDTH; i++) {
@@ -104,7 +145,7 @@ void sums_of(int64_t s, int64_t r, int64_t d, const T *q, const T *k, const floa
 // As `sums_of`, by the matrix unit; d is a multiple of 32.
 template <bool LARGEST>
 TILED void sums_by_tiles(int64_t s, int64_t r, int64_t d, const uint16_t *q, const uint16_t *k, const float *lse,
-                         const float *row_weights, float scale, int64_t first, double *out) {
+                         const float *row_weights, float scale, int64_t window, int64_t first, double *out) {
     constexpr int64_t SOME = 2 * SIDE;
     const int64_t n = s - first < KEYS ? s - first : KEYS, n_some = (n + SOME - 1) / SOME, start = LARGEST ? s : s - r;
     const float none = LARGEST ? -INFINITY : 0.0f;
@@ -118,7 +159,8 @@ TILED void sums_by_tiles(int64_t s, int64_t r, int64_t d, const uint16_t *q, con
     const TileShapes shapes;
     _tile_loadconfig(&shapes);
     const int64_t seen = first > start ? (first - start) / SOME * SOME : 0;  // rows before it see none of these keys
-    for (int64_t row = seen; row < r; row += SOME) {
+    const int64_t stop = std::min(r, first + n - 1 + window - start);        // nor do those from here on
+    for (int64_t row = seen; row < stop; row += SOME) {
         const int64_t rows = r - row < SOME ? r - row : SOME, at = start + row;
         const uint16_t *queries = q + row * d;
         if (rows < SOME) {  // what stands behind the last may not be ours to read
@@ -128,7 +170,8 @@ TILED void sums_by_tiles(int64_t s, int64_t r, int64_t d, const uint16_t *q, con
         for (int64_t i = 0; i < n_some; i++) {
             const int64_t low = first + i * SOME;
             if (at + rows <= low) break;
-            const bool is_behind = at >= low + SOME - 1;
+            if (at >= low + SOME - 1 + window) continue;
+            const bool is_whole = at >= low + SOME - 1 && at + rows <= low + window;
             multiply_32(queries, keys.data() + i * SOME * d, d, &products[0][0][0][0]);
             for (int side = 0; side < 2; side++) {
                 vf total = splat(none);
@@ -140,7 +183,8 @@ TILED void sums_by_tiles(int64_t s, int64_t r, int64_t d, const uint16_t *q, con
                         continue;
                     }
                     vf weight = exponential(logarithm);
-                    if (!is_behind) weight = choose(lane <= (int32_t)(at + j - low - side * SIDE), weight, vf{});
+                    const int32_t own = (int32_t)(at + j - low - side * SIDE);  // lane of the query itself
+                    if (!is_whole) weight = choose((lane <= own) & (lane > own - (int32_t)window), weight, vf{});
                     total += weight * splat(row_weights[row + j]);
                 }
                 double *sum = sums.data() + i * SOME + side * SIDE;
@@ -155,32 +199,41 @@ TILED void sums_by_tiles(int64_t s, int64_t r, int64_t d, const uint16_t *q, con
 
 template <bool LARGEST, class T>
 void sums(int64_t h, int64_t h_kv, int64_t s, int64_t r, int64_t d, const T *q, int64_t q_stride, const T *k,
-          int64_t k_stride, const float *lse, const float *row_weights, float scale, double *out, int n_threads) {
+          int64_t k_stride, const float *lse, const float *row_weights, float scale, int64_t window, double *out,
+          int n_threads) {
     // The first keys, which most queries see, come first: threads end together.
     parallel_for(h * ((s + KEYS - 1) / KEYS), n_threads, [&](int64_t item) {
         const int64_t head = item % h, first = item / h * KEYS;
+        const T *queries = q + head * q_stride, *keys = k + head * h_kv / h * k_stride;
+        const auto go = [&](auto of, int64_t d, auto *queries, auto *keys) {
+            of(s, r, d, queries, keys, lse + head * r, row_weights, scale, window, first, out + head * s);
+        };
 #ifdef HAS_TILES
         if constexpr (std::is_same_v<T, bf16>)
             if (d % DEPTH == 0 && may_tile())
-                return sums_by_tiles<LARGEST>(s, r, d, (const uint16_t *)(q + head * q_stride),
-                                              (const uint16_t *)(k + head * h_kv / h * k_stride), lse + head * r,
-                                              row_weights, scale, first, out + head * s);
+                return go(sums_by_tiles<LARGEST>, d, (const uint16_t *)queries, (const uint16_t *)keys);
 #endif
-        sums_of<LARGEST>(s, r, d, q + head * q_stride, k + head * h_kv / h * k_stride, lse + head * r, row_weights, scale, first,
-                out + head * s);
+#ifdef HAS_PAIRS
+        if constexpr (std::is_same_v<T, bf16>)
+            if (d % 2 == 0 && may_pair())
+                return go(sums_of<LARGEST, pair, pair>, d / 2, (const pair *)queries, (const pair *)keys);
+#endif
+        go(sums_of<LARGEST, float, T>, d, queries, keys);
     });
 }
 
 }  // namespace
 
-// row_weights: null for the logarithm of the largest weight that a key gets from any query, all of which see it.
+// row_weights: null for the logarithm of the largest weight that a key gets from any query, all of which see it. A key
+// gets nothing from queries that are `window` or more behind it; s and r together are more than any is.
 extern "C" void column_sums(int64_t dtype, int64_t h, int64_t h_kv, int64_t s, int64_t r, int64_t d, const void *q,
                             int64_t q_stride, const void *k, int64_t k_stride, const float *lse,
-                            const float *row_weights, float scale, double *out, int64_t n_threads) {
+                            const float *row_weights, float scale, int64_t window, double *out,
+                            int64_t n_threads) {
     const auto go = [&](auto *queries, auto *keys) {
         const auto f = row_weights ? sums<false, std::remove_cv_t<std::remove_pointer_t<decltype(keys)>>>
                                    : sums<true, std::remove_cv_t<std::remove_pointer_t<decltype(keys)>>>;
-        f(h, h_kv, s, r, d, queries, q_stride, keys, k_stride, lse, row_weights, scale, out, n_threads);
+        f(h, h_kv, s, r, d, queries, q_stride, keys, k_stride, lse, row_weights, scale, window, out, n_threads);
     };
     if (dtype == FLOAT32)
         go((const float *)q, (const float *)k);

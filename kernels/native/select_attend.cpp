@@ -2,7 +2,9 @@
 //
 // The tokens of a part's head are cut into chunks of nearly equal length, whatever the number of threads. A chunk takes
 // its logits, their softmax and the weighted sum of values for all query heads that share its tokens; chunks are joined
-// by their largest logits and sums, always in the same order.
+// by their largest logits and sums, always in the same order. Who wants the weights of all tokens gets the logits, and
+// from them and what they sum up to the weights.
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -37,18 +39,21 @@ INLINE int64_t chunks_of(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
 struct Chunk {
     const Part *part;
     int64_t head, place, start, stop;  // place among all chunks of a head; one with fewer rows leaves some empty
+    int64_t before;                    // tokens of a head in the parts in front of it
 };
 
 // All chunks, head by head: a thread that takes neighbours finds their queries and sums in its cache.
 std::vector<Chunk> chunks_in(int64_t n_parts, const Part *parts) {
     std::vector<Chunk> found;
-    int64_t place = 0;
+    int64_t place = 0, before = 0;
     for (const Part *part = parts; part < parts + n_parts; part++) {
         for (int64_t head = 0; head < part->heads; head++) {
             const int64_t length = part->counts ? part->counts[head] : part->n, n = chunks_of(length);
-            for (int64_t i = 0; i < n; i++) found.push_back({part, head, place + i, length * i / n, length * (i + 1) / n});
+            for (int64_t i = 0; i < n; i++)
+                found.push_back({part, head, place + i, length * i / n, length * (i + 1) / n, before});
         }
         place += chunks_of(part->n);
+        before += part->n;
     }
     return found;
 }
@@ -116,10 +121,18 @@ INLINE void sums_of(const float (*weights)[CHUNK], const T *const *rows, int n, 
     for (; at < padded; at += WIDTH) columns_of<T, G, 1>(weights, rows, n, at, d, out, stride);
 }
 
+// Where weights go: query heads' rows, and the places of a chunk's tokens in them.
+struct Weighing {
+    float *rows;  // null: nobody wants them
+    int64_t stride;
+    const int32_t *places;
+};
+
 // G of the query heads that share a chunk's rows.
 template <class T, int G>
 void heads_over(const float *q, int64_t d, const T *const *k, const T *const *v, int64_t d_v, const float *bias, int n,
-                float scale, float cap, float *out, int64_t stride, Partial *partials, int64_t partial_stride, bool first) {
+                float scale, float cap, float *out, int64_t stride, Partial *partials, int64_t partial_stride, bool first,
+                Weighing weighing) {
     alignas(64) float weights[G][CHUNK];
     logits_of<T, G>(q, d, k, v, d_v, n, scale, weights, first);
     if (cap > 0)
@@ -127,20 +140,25 @@ void heads_over(const float *q, int64_t d, const T *const *k, const T *const *v,
     if (bias)
         for (int g = 0; g < G; g++)
             for (int t = 0; t < n; t++) weights[g][t] += bias[t];
+    if (weighing.rows)
+        for (int g = 0; g < G; g++)
+            for (int t = 0; t < n; t++) weighing.rows[g * weighing.stride + weighing.places[t]] = weights[g][t];
     for (int g = 0; g < G; g++) partials[g * partial_stride] = soften(weights[g], n);
     sums_of<T, G>(weights, v, n, d_v, out, stride);
 }
 
+// `weighed`: null, or (h, tokens of all parts) for the weights.
 template <class T>
 void attend(int64_t h, int64_t d, int64_t d_v, const T *q, float scale, float cap, int64_t n_parts, const Part *parts, T *out,
-            float *lse, int n_threads) {
+            float *lse, float *weighed, int n_threads) {
     const int64_t padded = padded_to(d), wide = padded_to(d_v);  // of queries, of sums
     const std::vector<Chunk> items = chunks_in(n_parts, parts);
     std::vector<int64_t> work(1);  // of the items so far
     for (const Chunk &item : items) work.push_back(work.back() + (item.stop - item.start) * (h / item.part->heads) * d);
     if (work.back() < LITTLE) n_threads = 1;
-    int64_t chunks = 0;
-    for (int64_t p = 0; p < n_parts; p++) chunks += chunks_of(parts[p].n);
+    int64_t chunks = 0, tokens = 0;
+    for (int64_t p = 0; p < n_parts; p++) chunks += chunks_of(parts[p].n), tokens += parts[p].n;
+    if (weighed) std::fill(weighed, weighed + h * tokens, -INFINITY);  // there may be places without a token
 
     // Queries, then sums of every query head's chunks, then what joins them.
     const std::unique_ptr<float[]> room(new float[h * (padded + wide * (1 + chunks)) + 16]);
@@ -160,11 +178,13 @@ void attend(int64_t h, int64_t d, int64_t d_v, const T *q, float scale, float ca
 
         const T *k_rows[CHUNK + 4], *v_rows[CHUNK + 4];
         float biases[CHUNK];
+        int32_t places[CHUNK];
         int n = 0;
         for (int64_t t = items[number].start; t < items[number].stop; t++) {
             const int64_t row = part->idx ? part->idx[head * part->n + t] : first + t;
             if (row < 0) continue;
             if (part->bias) biases[n] = part->bias[head * part->bias_stride + t];
+            places[n] = (int32_t)(items[number].before + t);
             const bool is_late = row >= part->n_rows;
             k_rows[n] = is_late ? k_late + (row - part->n_rows) * d : k + row * d;
             v_rows[n++] = is_late ? v_late + (row - part->n_rows) * v_row : v + row * v_row;
@@ -180,7 +200,8 @@ void attend(int64_t h, int64_t d, int64_t d_v, const T *q, float scale, float ca
             const int64_t left = g - i;
             const auto over = [&](auto run, int64_t step) {
                 run(asking + i * padded, d, k_rows, v_rows, d_v, part->bias ? biases : nullptr, n, scale, cap,
-                    mine + i * chunks * wide, chunks * wide, joins + i * chunks, chunks, i == 0 && part->idx);
+                    mine + i * chunks * wide, chunks * wide, joins + i * chunks, chunks, i == 0 && part->idx,
+                    Weighing{weighed ? weighed + (head * g + i) * tokens : nullptr, tokens, places});
                 i += step;
             };
 #if defined(__AVX512F__)
@@ -215,15 +236,24 @@ void attend(int64_t h, int64_t d, int64_t d_v, const T *q, float scale, float ca
         }
         lse[head] = total > 0 ? highest + std::log(total) : -INFINITY;
         for (int64_t i = 0; i < d_v; i++) store_one(out + head * d_v + i, total > 0 ? row[i] / total : 0.0f);
+        for (int64_t t = 0; weighed && t < tokens; t += WIDTH) {
+            float *some = weighed + head * tokens + t;
+            const int64_t n = std::min<int64_t>(WIDTH, tokens - t);
+            const vf logits = load_some(some, (int)n), weights = exponential(logits - splat(lse[head]));
+            const vf found = choose(logits > splat(-INFINITY), weights, vf{});
+            memcpy(some, &found, n * sizeof(float));
+        }
     }
 }
 
 }  // namespace
 
 // Queries of n rows (n, h, d), each over parts of its own: those of row i end at ends[i]; out (n, h, d_v). A row without
-// parts is left as it is. Each row's numbers are those that it has alone, whatever the number of threads.
+// parts is left as it is. Each row's numbers are those that it has alone, whatever the number of threads. weighed[i] is
+// null, or where row i's weights go, (h, tokens of its parts).
 extern "C" void attend_rows(int64_t dtype, int64_t n, int64_t h, int64_t d, int64_t d_v, const void *q, float scale, float cap,
-                            const int64_t *ends, const void *parts, void *out, float *lse, int64_t n_threads) {
+                            const int64_t *ends, const void *parts, void *out, float *lse, float *const *weighed,
+                            int64_t n_threads) {
     const Part *all = (const Part *)parts;
     const auto first_of = [&](int64_t i) { return i ? ends[i - 1] : 0; };
     std::vector<int64_t> own(n);
@@ -247,7 +277,7 @@ extern "C" void attend_rows(int64_t dtype, int64_t n, int64_t h, int64_t d, int6
     const auto run = [&](const auto *queries, auto *outs) {
         const auto row = [&](int64_t i, int threads) {
             attend(h, d, d_v, queries + i * h * d, scale, cap, ends[i] - first_of(i), all + first_of(i), outs + i * h * d_v,
-                   lse + i * h, threads);
+                   lse + i * h, weighed[i], threads);
         };
         for (const int64_t i : large) row(i, (int)n_threads);
         parallel_near(work, (int)n_threads, [&](int64_t at) { row(small[at], 1); });
@@ -269,7 +299,7 @@ extern "C" void attend_each(int64_t dtype, int64_t n, int64_t h, int64_t d, int6
             Part own = all;
             own.idx += i * all.heads * all.n;
             if (own.bias) own.bias += i * all.heads * all.bias_stride;
-            attend(h, d, d_v, queries + i * h * d, scale, cap, 1, &own, outs + i * h * d_v, lse + i * h, 1);
+            attend(h, d, d_v, queries + i * h * d, scale, cap, 1, &own, outs + i * h * d_v, lse + i * h, (float *)nullptr, 1);
         });
     };
     if (dtype == FLOAT32)

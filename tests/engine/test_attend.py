@@ -77,6 +77,29 @@ def test_chosen_rows_are_attended_to_as_if_they_were_copied(dtype: torch.dtype, 
         assert weights.shape[-1] == sum(part.n_tokens() for part in parts)
 
 
+@pytest.mark.parametrize("has_sink", [False, True])
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_want_weights_get_them_beside_others(dtype: torch.dtype, cap: float, has_sink: bool) -> None:
+    """Of parts that one call of C++ takes, and of those that torch has to."""
+    others, k, v = some_parts(dtype), draw(1, 2, 600, 16, seed=6, dtype=dtype), draw(1, 2, 600, 16, seed=7, dtype=dtype)
+    idx = torch.stack([torch.randperm(600, generator=torch.Generator().manual_seed(i))[:300] for i in range(2)])
+    idx[1, 4:9] = -1
+    chosen = Part(k, v, (idx >= 0)[None], idx=idx[None])
+    weighty = Part(k, v, bias=draw(1, 2, 600, seed=8))
+    rows = [others[:1], [others[0], chosen], [weighty, others[2]], others[:3], others]
+    wants, q = [False, True, True, True, True], draw(5, 6, 1, 16, dtype=dtype)
+    soft = Softmax(0.25, cap, draw(6, seed=9) if has_sink else None)
+    out, weights = attend_rows(q, rows, soft, wants)
+    assert weights[0] is None
+    for i, parts in enumerate(rows[1:], 1):
+        expected, of_each = attend_weights(q[i : i + 1], parts, soft)
+        found = weights[i]
+        assert found is not None and found.dtype == torch.float32
+        torch.testing.assert_close(found, of_each, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(out[i : i + 1], expected)
+
+
 def test_a_part_that_is_all_padding_changes_nothing() -> None:
     q, parts = draw(1, 6, 1, 16), some_parts(torch.float32)[:1]
     nothing = Part(draw(1, 2, 3, 16), draw(1, 2, 3, 16), mask=torch.zeros(1, 2, 3, dtype=torch.bool))

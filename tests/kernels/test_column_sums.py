@@ -16,8 +16,9 @@ from kvbench.kernels.jit import triton
 needs_triton = pytest.mark.skipif(triton is None, reason="no triton")
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 needs_native = pytest.mark.skipif(native() is None, reason="no C++ compiler")
-# h, h_kv, s, r, d_h: more than a task's keys, fewer queries than keys, an odd width, hardly any token.
-CASES = [(9, 3, 700, 700, 64), (4, 2, 333, 45, 36), (8, 2, 130, 130, 128), (2, 1, 5, 5, 64)]
+# h, h_kv, s, r, d_h: more than a task's keys, fewer queries than keys, widths of no whole vector or pair, hardly any
+# token.
+CASES = [(9, 3, 700, 700, 64), (4, 2, 333, 45, 36), (8, 2, 130, 130, 128), (2, 1, 5, 5, 64), (2, 1, 60, 60, 35)]
 
 
 def make(case: tuple[int, ...], dtype: torch.dtype):
@@ -108,13 +109,29 @@ def test_triton_sums_equal_those_of_the_whole_matrix(case, dtype) -> None:
     torch.testing.assert_close(found, column_sums_ref(q, k, 0.125, row_weights), rtol=1e-5, atol=1e-7)
 
 
+def band(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, window: int) -> torch.Tensor:
+    """The plain sums (h, s) of weights of the queries less than `window` behind a key, itself included."""
+    s = k.shape[2]
+    logits = q[0].double() @ k[0].double().repeat_interleave(q.shape[1] // k.shape[1], 0).mT * 0.125
+    behind = torch.arange(s).unsqueeze(1) - torch.arange(s)
+    weights = (logits - lse[0].double().unsqueeze(-1)).exp().masked_fill((behind < 0) | (behind >= window), 0)
+    return weights.sum(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [1, 12, 31, 32, 100, 129, 699, 700, 1000])
+@needs_native
+def test_native_sums_of_a_band_leave_out_queries_behind_it(window: int, dtype: torch.dtype) -> None:
+    q, k, _ = make((4, 2, 700, 700, 64), dtype)
+    lse = row_lse(q, k, 0.125)
+    found = column_sums_native(q, k, 0.125, torch.ones(700), lse, window)
+    torch.testing.assert_close(found.flatten(0, 1), band(q, k, lse, window), rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("window", [1, 64, 100, 129, 1000])
 @needs_triton
 def test_triton_sums_of_a_band_leave_out_queries_behind_it(window: int) -> None:
     q, k, _ = make((4, 2, 333, 333, 36), torch.float32)
     lse = row_lse(q, k, 0.125)
     found = column_sums_triton(q.to(GPU), k.to(GPU), 0.125, None, lse.to(GPU), window).cpu()
-    logits = q[0].double() @ k[0].double().repeat_interleave(2, 0).mT * 0.125
-    behind = torch.arange(333).unsqueeze(1) - torch.arange(333)
-    weights = (logits - lse[0].double().unsqueeze(-1)).exp().masked_fill((behind < 0) | (behind >= window), 0)
-    torch.testing.assert_close(found.flatten(0, 1), weights.sum(1), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(found.flatten(0, 1), band(q, k, lse, window), rtol=1e-5, atol=1e-7)

@@ -20,6 +20,7 @@ from kvbench.kernels.topk import (
     top_keys,
     top_keys_ref,
     top_keys_triton,
+    top_native,
     top_packed,
     top_stable,
     top_stable_ref,
@@ -29,7 +30,16 @@ from kvbench.tests.kernels.clocks import aged
 Path = Callable[[torch.Tensor, int], torch.Tensor]
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 with_triton = pytest.mark.skipif(triton is None, reason="Triton is not installed")
-PATHS: tuple[Path, ...] = (top_border, top_packed)
+
+
+def top_by_cpp(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """By C++, where it is asked: for some scores, but not all."""
+    if module.native() is None or not 0 < k < scores.shape[-1]:
+        return top_border(scores, k)
+    return top_native(scores, k)
+
+
+PATHS: tuple[Path, ...] = (top_border, top_packed, top_by_cpp)
 
 
 @pytest.mark.parametrize("path", [*PATHS, top_stable])
