@@ -88,7 +88,7 @@ class BudgetRequest:
     tokens: int | None  # the same as an absolute number; exactly one of the two is given
     comm: Fraction | None  # bytes moved per step to find tokens, relative to those of the prompt's keys; None: no limit
     compensate: bool = True  # dropping methods get what `comm` would have moved, as tokens
-    # Share of the full cache's bytes that may lie on the device behind the prompt, or the bytes, of which each prompt
+    # Share of the full cache's bytes that may lie on the device after the prompt, or the bytes, of which each prompt
     # makes a share.
     memory: Fraction | Bytes | None = None
     memory_alone: bool = field(init=False, default=False)  # `ratio` was not given, and is that of `memory`
@@ -182,7 +182,7 @@ class Budget:
     most: int | None = None  # with `counts`: tokens that a step may attend to, or with "mean" that steps do on average
 
     def device_bytes(self, shape: ModelShape, t: int = 0) -> int:
-        """Bytes per layer, in the mean, that may lie on the device behind the prompt and `t` generated tokens."""
+        """Bytes per layer, in the mean, that may lie on the device after the prompt and `t` generated tokens."""
         assert self.memory is not None, "the budget has no bytes"
         return floor(self.memory * self.s_prompt * token_bytes(shape)) + t * token_bytes(shape)
 
@@ -251,7 +251,7 @@ def key_bytes(shape: ModelShape, s: int) -> int:
 
 
 def value_bytes(shape: ModelShape, s: int) -> int:
-    """Bytes that `s` tokens have beside their keys in one layer: of their values, none where these lie in the keys."""
+    """Bytes that `s` tokens have in one layer besides their keys: of values, none where these lie in the keys."""
     return shape.h_kv * s * (shape.width - shape.d_h) * ELEMENT_BYTES
 
 

@@ -67,7 +67,7 @@ def leave_busy_cores() -> str:
 
 
 def arithmetic(dtype: str, device: str) -> dict[str, Any]:
-    """What the order of sums depends on beside the prompt and the rows of a batch, for env.json."""
+    """What the order of sums depends on besides the prompt and the rows of a batch, for env.json."""
     import torch
 
     from kvbench.kernels import fast

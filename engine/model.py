@@ -234,7 +234,7 @@ class Model:
 
     @contextmanager
     def foreseen(self, wants: Callable[[int], bool]) -> Iterator[None]:
-        """Inside, layers that `wants` names get the input of the layer below too, as rows behind their own.
+        """Inside, layers that `wants` names get the input of the layer below too, as rows after their own.
 
         Their sessions see the queries of both, and answer with as many rows, of which the first ones go on: what
         `speculate` finds, with no call of its own.
@@ -282,7 +282,7 @@ class Model:
         """The attention module of every layer, softmax or not."""
         parts = [*with_number(self.decoder_layers)]
         modules = [[part for part in parts if part.layer_idx == i] for i in range(self.shape.n_layers)]
-        # Where a layer has a state beside attention, both have its number, and one of them a scale of logits.
+        # Where a layer has a state in addition to attention, both have its number, and one of them a scale of logits.
         modules = [[part for part in some if hasattr(part, "scaling")] if len(some) > 1 else some for some in modules]
         if any(len(some) != 1 for some in modules):
             raise self._unforeseeable("has layers without one module of the layer's number")
@@ -299,7 +299,7 @@ class Model:
         return self.asking(layer, x, beside)[0]
 
     def asking(self, layer: int, x: Tensor, beside: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """As `speculate`, query and key."""
+        """Query and key that a layer computes from such an input (`speculate`)."""
         ids = beside.get("position_ids")
         arguments = dict(beside) if isinstance(ids, Tensor) and len(ids) == len(x) else _of_one_row(beside)
         enters = self.shape.is_latent or layer in self.repeated
@@ -336,7 +336,7 @@ class Model:
 
     @cached_property
     def switching_length(self) -> int:
-        """Tokens behind which the model would read its whole text again, turned in another way; 0: it never does."""
+        """Tokens after which the model would read its whole text again, turned in another way; 0: it never does."""
         return switching_length(self.hf)
 
     @cached_property
@@ -464,7 +464,7 @@ def _attend_repeated(
 ) -> Tensor:
     """Attention of a layer that repeats the KV heads of its cache, all of them one time after the other.
 
-    Its session sees them as they are cached, and the query heads of each beside each other.
+    Its session sees them as they are cached, and the query heads of each next to each other.
     """
     assert running.cached is not None
     (keys, values), h = running.cached, q.shape[1]

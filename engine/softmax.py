@@ -21,7 +21,7 @@ from kvbench.kernels.capped import capped
 
 @dataclass(slots=True, eq=False)
 class Softmax:
-    """Of one layer. Nothing of it is changed once made."""
+    """Scale, cap and sinks of one layer. Nothing of it is changed once made."""
 
     scale: float
     cap: float = 0.0  # 0: none

@@ -24,7 +24,7 @@ def capped(x: Tensor, cap: float) -> Tensor:
 
 
 def with_sink(lses: Tensor, sink: Tensor | None) -> Tensor:
-    """Log-sum-exps (n, h, blocks) of blocks of tokens, and behind them each head's sink (h,) as one block more."""
+    """Log-sum-exps (n, h, blocks) of blocks of tokens, and after them each head's sink (h,) as one block more."""
     return lses if sink is None else torch.cat([lses, sink.view(1, -1, 1).expand(len(lses), -1, -1)], -1)
 
 

@@ -80,7 +80,7 @@ def column_sums_torch(
     n_rows = min(r, rows_per_block(g, s, q.device))
     hidden = torch.ones(n_rows, n_rows, dtype=torch.bool, device=q.device).triu(1)
     sums = torch.zeros(h_kv, g, s, dtype=finest(q.device), device=q.device)
-    # A column beside the queries and ones beside the keys take the log-sum-exp off within the product.
+    # A further column of the queries and ones as that of the keys take the log-sum-exp off within the product.
     columns = d_h if lse is None or cap else d_h + 1
     keys, block = (
         q.new_ones(s, columns, dtype=torch.float32),
@@ -140,7 +140,7 @@ def column_maxima_torch(q: Tensor, k: Tensor, scale: float, lse: Tensor, cap: fl
 
 
 def column_maxima_native(q: Tensor, k: Tensor, scale: float, lse: Tensor) -> Tensor:
-    """As the sums: a tile's products stay in registers. In bfloat16 a matrix unit makes them, where there is one."""
+    """Largest weights with a tile's products in registers. In bfloat16 a matrix unit makes them, where there is one."""
     (_, h, r, d_h), (_, h_kv, n, _) = q.shape, k.shape
     q, k, lse = (x.contiguous() for x in (q, k, lse.float()))
     largest = torch.empty(h_kv, h // h_kv, n, dtype=torch.float64)
@@ -236,7 +236,7 @@ def sum_columns(
         keys = tl.load(of_key, (key < s)[:, None] & (column < d_h)[None], other=0.0)
         if WIDE:
             keys = keys.to(tl.float32)
-    # Query i of q is token s - r + i; the first that meets a key is the key's own, the last is a window behind it.
+    # Query i of q is token s - r + i; the first that meets a key is the key's own, the last is a window after it.
     first = tl.maximum(block * KEYS - (s - r), 0) // QUERIES * QUERIES
     stop = tl.minimum(r, block * KEYS + KEYS - 1 + window - (s - r))
     total = tl.zeros((KEYS,), tl.float64)

@@ -115,7 +115,7 @@ def power_of_2(n: int, least: int = 1) -> int:
 def fit_rows(width: int, most: int, held: int = 16384) -> tuple[int, int]:
     """How many rows of so many numbers registers have room for at once, at most so many, and the warps they take.
 
-    `held` are the numbers that four warps hold, beside what the kernel wants otherwise.
+    `held` are the numbers that four warps hold, besides what the kernel wants otherwise.
     """
     n_warps = 8 if width > 256 else 4
     return max(1, min(most, held * n_warps // 4 // width)), n_warps
@@ -178,6 +178,6 @@ def constants(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def send(numbers: Sequence[int], target: Tensor) -> None:
-    """Write integers over the first of those that `upload` made, behind whatever still reads these."""
+    """Write integers over the first of those that `upload` made, after whatever still reads these."""
     there = integers(numbers)
     target[: len(numbers)].copy_(there.pin_memory() if target.is_cuda else there, non_blocking=True)

@@ -74,7 +74,7 @@ def top_packed(scores: Tensor, k: int) -> Tensor:
 
 
 def top_stable_ref(scores: Tensor, k: int) -> Tensor:
-    """The same by a stable sort, best first."""
+    """The `k` largest scores by a stable sort, best first."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
@@ -82,7 +82,7 @@ def top_stable_ref(scores: Tensor, k: int) -> Tensor:
 
 
 def top_keys(keys: Tensor, ks: Sequence[int]) -> Tensor:
-    """The smallest of keys (n, heads, s), `ks[i]` of row i, in the order of positions; behind them `NO_KEY`.
+    """The smallest of keys (n, heads, s), `ks[i]` of row i, in the order of positions; after them `NO_KEY`.
 
     Their lower halves are the positions, (n, heads, max(ks)). Along a head keys of tokens rise with their positions
     where scores are equal; no two are the same.
@@ -180,7 +180,7 @@ class KeyChoice:
         self.sizes = (self.width, heads, self.rows), is_same
 
     def take(self, keys: Tensor, since: Since | None = None) -> Tensor:
-        """Of keys (n_rows, heads, n); where the result lies is always the same."""
+        """Choose among keys (n_rows, heads, n); where the result lies is always the same."""
         n, since = keys.shape[-1], now(self.device) if since is None else since
         n_chunks, (sizes, is_same) = 1 if n <= ALONE else CHUNKS, self.sizes
         counted = self.counters
@@ -221,7 +221,7 @@ def select_keys(
     SAME: tl.constexpr, CHUNKS: tl.constexpr, KEYS: tl.constexpr, DIGITS: tl.constexpr, BINS: tl.constexpr,
     LOOKS: tl.constexpr,
 ):  # fmt: skip
-    """One digit of one chunk of a head, or, behind the last digit, what the chunk has of the chosen keys.
+    """One digit of one chunk of a head, or, after the last digit, what the chunk has of the chosen keys.
 
     Programs take their work in the order in which they start, digit by digit, and wait for work that was taken before:
     whoever is waited for runs already.

@@ -1,7 +1,7 @@
-"""What a request really occupies, beside what the ledger counts: on the device, and on the host.
+"""What a request really occupies, besides what the ledger counts: on the device, and on the host.
 
-Of a request that let go of what it does not read (`Trace.release`). Without a GPU device and host are one memory, and
-an index on one is not told from an index on the other: there the ledger stands for it.
+What counts is a request that let go of what it does not read (`Trace.release`). Without a GPU device and host are one
+memory, and an index on one is not told from an index on the other: there the ledger stands for it.
 
 Not here: how many requests fit (`tasks/memory.py`).
 """

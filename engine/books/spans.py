@@ -97,7 +97,7 @@ class Record:
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def write_chrome_trace(self, path: Path) -> None:
-        """As Chrome's and Perfetto's viewers read it: microseconds, a lane per thread."""
+        """Write the spans as Chrome's and Perfetto's viewers read them: microseconds, a lane per thread."""
         threads = {get_ident(): 0}
         events: list[dict[str, Any]] = []
         for span in self.stretches():

@@ -1,4 +1,4 @@
-"""Which files a checkpoint is: those beside its config.json, and the weights that it names wherever they lie in it.
+"""Which files a checkpoint is: those next to its config.json, and the weights that it names wherever they lie in it.
 
 Not here: what they hold (`digests.py`), whether a config.json is one (`header.py`).
 """

@@ -146,7 +146,7 @@ def read_checkpoint(name: str, id: str, *, revision: str | None = None, trust_re
 
 
 def drawn_checkpoint(name: str, config: Any) -> Checkpoint:
-    """The same of a model whose weights are drawn."""
+    """The checkpoint of a model whose weights are drawn."""
     return Checkpoint(shape_of(config, name), (drawn_digest(config),), rotary_dims(empty_model(config)))
 
 
@@ -320,7 +320,7 @@ def is_there(kind: str) -> bool:
 
 
 def torch_device(device: str) -> torch.device:
-    """The device with its number: that of a tensor there, and of what is made beside it."""
+    """The device with its number, as tensors there have it."""
     found = torch.device(resolve_device(device))
     if found.type == "cpu":
         return found

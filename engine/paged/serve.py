@@ -22,7 +22,7 @@ MakeRow = Callable[..., Any]  # a variant's row on a trace, for so many new toke
 
 @dataclass
 class Request:
-    """A prompt that was read, and the row that answers behind it."""
+    """A prompt that was read, and the row that answers after it."""
 
     row: Any
     trace: PagedTrace

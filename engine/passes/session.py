@@ -46,7 +46,7 @@ class ThinnedSession(Protocol):
 class Call:
     """What a layer's attention was called with."""
 
-    x: Tensor  # (n, s_q, D), behind the layer's input norm
+    x: Tensor  # (n, s_q, D), after the layer's input norm
     beside: dict[str, Any]  # positions, rotary embedding and whatever else this architecture passes
 
 

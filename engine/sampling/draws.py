@@ -66,7 +66,7 @@ def drawn(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
 
 
 def drawn_from_few(scaled: Tensor, numbers: Tensor, top_p: float) -> Tensor:
-    """As `drawn`, with as few tokens sorted as the nucleus of each row allows."""
+    """Tokens drawn (`drawn`) with as few of them sorted as the nucleus of each row allows."""
     every = scaled.softmax(-1)
     tokens = torch.empty(len(every), dtype=torch.long)
     left = [*range(len(every))]

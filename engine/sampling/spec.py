@@ -1,7 +1,7 @@
 """What a user may say of sampling, and the seed of each draw: arithmetic, without torch.
 
 Draw j of a prompt has a seed that follows from the run's seed, the prompt's id and j, and from nothing else: every
-method draws with the same numbers, whoever answers beside it and whatever was answered before.
+method draws with the same numbers, whoever else answers and whatever was answered before.
 
 Not here: drawing (`engine/sampling/draws.py`).
 """

@@ -1,5 +1,5 @@
 // Attention that keys get from queries, given the queries' log-sum-exps: products, exponentials and sums of a tile stay
-// in registers, so that no logit is ever stored. Two forms: sums over the queries behind a key, and the largest over all.
+// in registers, so that no logit is ever stored. Two forms: sums over the queries after a key, and the largest of all.
 #include "tiles.h"
 
 #include <algorithm>
@@ -47,7 +47,7 @@ INLINE void add_block(const float *queries, const float *minus_lse, const float 
         }
 }
 
-// Keys [first, first + KEYS) of one head; the r queries are the last of s tokens, or stand behind all s.
+// Keys [first, first + KEYS) of one head; the r queries are the last of s tokens, or stand after all s.
 template <bool LARGEST, class T>
 void sums_of(int64_t s, int64_t r, int64_t d, const T *q, const T *k, const float *lse, const float *row_weights,
              float scale, int64_t first, double *out) {
@@ -74,7 +74,7 @@ void sums_of(int64_t s, int64_t r, int64_t d, const T *q, const T *k, const floa
             const vf rest = load_some(q + row * d + whole, (int)(values - whole));
             for (int64_t i = whole; i < values; i++) queries[i] = rest[i - whole];
         }
-        // Rows behind the last weigh nothing: what is left in their place would have weights beyond all numbers.
+        // Rows after the last weigh nothing: what is left in their place would have weights beyond all numbers.
         for (int64_t i = 0; i < CHUNK; i++) {
             minus_lse[i] = i < rows ? -lse[row + i] : -INFINITY;
             weights[i] = LARGEST || i >= rows ? 0.0f : row_weights[row + i];
@@ -121,7 +121,7 @@ TILED void sums_by_tiles(int64_t s, int64_t r, int64_t d, const uint16_t *q, con
     for (int64_t row = seen; row < r; row += SOME) {
         const int64_t rows = r - row < SOME ? r - row : SOME, at = start + row;
         const uint16_t *queries = q + row * d;
-        if (rows < SOME) {  // what stands behind the last may not be ours to read
+        if (rows < SOME) {  // what stands after the last may not be ours to read
             std::copy(queries, queries + rows * d, last.begin());
             queries = last.data();
         }

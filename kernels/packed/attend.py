@@ -1,4 +1,4 @@
-"""Attention of one query per head over packed K and V, and the exact tokens behind them.
+"""Attention of one query per head over packed K and V, and the exact tokens after them.
 
 Shapes    q (1, h, 1, d_h); codes, scales and zeros as in `kernels/packed/codes.py`; exact (1, h_kv, rows, d_h), whose
           first row is the first token that is not packed. K and V may be packed to different lengths.
@@ -29,7 +29,7 @@ FEWEST_BYTES = 4  # of a group, so that a load holds codes of one group alone
 
 
 class Side(NamedTuple):
-    """K or V of a layer: packed tokens, and exact ones behind them."""
+    """K or V of a layer: packed tokens, and exact ones after them."""
 
     kind: int
     bits: int

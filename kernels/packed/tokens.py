@@ -61,7 +61,7 @@ def packs(d_h: int, group: int) -> bool:
 
 
 class RangePacking:
-    """As `quantise_tokens`, in the tokens' own arithmetic; at later steps the tokens behind them, and places."""
+    """Packing like `quantise_tokens`, in the tokens' own arithmetic, of later tokens to later places at later steps."""
 
     def __init__(self, tokens: Sequence[Ageing], bits: int, group: int) -> None:
         self.x, self.to, _ = tokens[0]
@@ -72,7 +72,7 @@ class RangePacking:
         self.form = group, FIELDS, bits, power_of_2(group, 8), power_of_2(self.d_h // group)
 
     def take(self, k_new: Tensor, v_new: Tensor, since: Since) -> None:
-        """As the tokens to pack stand for the step behind the one that was told."""
+        """Pack what the tokens to pack are at the step after the one that was told."""
         self.pack(since.later(1))
 
     def pack(self, since: Since | None = None) -> None:

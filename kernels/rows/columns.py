@@ -42,7 +42,7 @@ class Columns(NamedTuple):
     mean: Tensor | None  # (1, h_kv, 1, d_h) float32 of V, which takes in the current token
     n: int  # tokens, the current one included
     start: int  # the first candidate
-    stop: int  # behind the last one
+    stop: int  # after the last one
     k: int  # candidates to choose
     grows: bool = False  # with every token there is a candidate more
 
