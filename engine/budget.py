@@ -1,4 +1,4 @@
-"""From (`ratio` or `budget`, `comm`) and a prompt's length to tokens and bytes, the same way for every method.
+"""Tokens and bytes from (`ratio` or `budget`, `comm`) and a prompt's length, the same way for every method.
 
 The rules are in docs/fair-budgets.md, and in docs/byte-budget.md where `memory` is given. Ratios are rationals, because
 floor(0.29 * 100) is 28 in floating point. Bytes are always counted at 16 bits an element, whatever dtype a run computes
@@ -49,7 +49,7 @@ class Bytes:
 
     @property
     def words(self) -> str:
-        """In a sentence."""
+        """The request in words for a sentence."""
         return " ".join(self.pieces())
 
 
@@ -133,7 +133,7 @@ class BudgetRequest:
         return " ".join(words)
 
     def on(self, shape: ModelShape, s_prompt: int) -> "BudgetRequest":
-        """This request of prompts of one length: bytes are the share of their full cache that they are there."""
+        """The request for prompts of one length: bytes are the share of their full cache that they are there."""
         if not isinstance(self.memory, Bytes):
             return self
         whole = cache_bytes(shape, s_prompt)
@@ -266,7 +266,7 @@ def cache_bytes(shape: ModelShape, s: int) -> int:
 
 
 def at_least(given: Bytes, share: Fraction, smallest: Fraction) -> Bytes:
-    """So much of a prompt's cache as `smallest` of it is, where `given` is `share` of it; in few digits, rounded up."""
+    """A budget that is `smallest` of a prompt's cache, where `given` is `share` of it; in few digits, rounded up."""
     n = given.n * smallest / share
     digit = 10 ** max(0, len(str(floor(n))) - 4)
     return Bytes(ceil(n / digit) * digit)

@@ -93,7 +93,7 @@ class Model:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What was known of it before it was loaded, and whether its layers do turn as its modules let expect."""
+        """What is known of the model before it is loaded, and whether its layers do turn as its modules let expect."""
         n_rotary = 0 if self.turn is None else rotary_dims(self.hf)
         unturned = tuple(layer for layer, turn in (self.turn or {}).items() if turn is unmoved)
         return Checkpoint(self.shape, (self.digest, *self.other_digests), n_rotary, unturned)
@@ -109,7 +109,7 @@ class Model:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """All that hold a part of the model, each once."""
+        """All devices that hold a part of the model, each once."""
         return tuple(dict.fromkeys((self.device, *self.layer_devices)))
 
     @cached_property
@@ -160,7 +160,7 @@ class Model:
 
     @cached_property
     def last_logits(self) -> dict[str, int]:
-        """What asks for the last token's logits alone, of a model that can be asked."""
+        """Arguments by which a model gives the last token's logits alone; none where it knows no such."""
         return {"logits_to_keep": 1} if "logits_to_keep" in signature(self.hf.forward).parameters else {}
 
     def step(self, ids: Tensor, position: int | Tensor, cache: Any, session: Session) -> Tensor:
@@ -299,7 +299,7 @@ class Model:
         return self.asking(layer, x, beside)[0]
 
     def asking(self, layer: int, x: Tensor, beside: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Query and key that a layer computes from such an input (`speculate`)."""
+        """Query and key that a layer computes from an attention input (`speculate`)."""
         ids = beside.get("position_ids")
         arguments = dict(beside) if isinstance(ids, Tensor) and len(ids) == len(x) else _of_one_row(beside)
         enters = self.shape.is_latent or layer in self.repeated
@@ -341,7 +341,7 @@ class Model:
 
     @cached_property
     def remembering(self) -> list[Any]:
-        """What would turn the tokens of a text as the one before has left it."""
+        """Modules whose tables stay as the text before has made them, and would turn the next one's tokens by these."""
         return remembering(self.hf)
 
     @cached_property

@@ -44,7 +44,7 @@ class Observation(ABC):
 
     @abstractmethod
     def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
-        """From the layer's q (1, h, s, d_h) and k (1, h_kv, s, d_h), both after rotary embedding."""
+        """Observe the layer's q (1, h, s, d_h) and k (1, h_kv, s, d_h), both after rotary embedding."""
 
     def observe_pass(self, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None) -> Tensor:
         """Observe one pass; `lse` has the log-sum-exp of each query's logits, (1, h, s), where the pass was exact."""
@@ -69,7 +69,7 @@ class ModelFact(Observation):
 
     @abstractmethod
     def look_up(self, model: "Model") -> Known:
-        """From wherever it is kept, or made now; asked once per model, outside of any pass."""
+        """Get it from wherever it is kept, or make it now; asked once per model, outside of any pass."""
 
     def of(self, model: "Model") -> Known:
         """What is known of this model, looked up once."""

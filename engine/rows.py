@@ -138,10 +138,10 @@ class Bringer:
         self.told.take(since)
 
     def enter(self, age: int) -> None:
-        """They have asked at that step."""
+        """Note that the rows have asked at that step."""
         for copies, start in zip(self.copies, self.starts, strict=True):
             copies.epoch = start + self.epochs * age
 
     def counts(self, age: int) -> Tensor:
-        """What was counted of each row then, on the device."""
+        """Counts of each row at that step, on the device."""
         return self.told.counts[age]

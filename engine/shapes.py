@@ -62,7 +62,7 @@ class ModelShape:
         return kept / (kept + self.left_bytes(s)) if kept else 0.0
 
     def left_bytes(self, s: int) -> int:
-        """What no method changes: K and V within windows and chunks, and states, for `s` tokens in 16 bits."""
+        """Bytes that no method changes: K and V within windows and chunks, and states, for `s` tokens in 16 bits."""
         return self.state_bytes + sum(2 * numbers * min(s, most) for numbers, most in self.left)
 
     @property

@@ -72,7 +72,7 @@ class Shape:
 
     @property
     def weighing(self) -> dict[str, Any]:
-        """How kernels that weigh tokens by themselves are told of both."""
+        """How kernels that weigh tokens by themselves are told of cap and sinks."""
         return {"cap": self.cap, "sink": empty(self.h, dtype=torch.float32) if self.has_sinks else None}
 
     def pair(self, s: int) -> tuple[Tensor, Tensor]:
@@ -468,7 +468,7 @@ def loads_of(cubin: bytes) -> dict[str, int]:
 
 
 def lengths_of(name: str, dtype: str) -> Sequence[int]:
-    """All of them for models in bfloat16; what a length changes is the same in another type, and of other shapes."""
+    """All lengths for models in bfloat16; what a length changes is the same in another type, and of other shapes."""
     is_model = name in MODELS
     return LENGTHS if is_model and dtype == "bfloat16" else [ONE_LENGTH[is_model]]
 

@@ -19,7 +19,7 @@ from kvbench.kernels.jit import jit, tl
 
 
 def capped(x: Tensor, cap: float) -> Tensor:
-    """In place where x may be written; 0 for no cap."""
+    """Logits x with a cap, in place where x may be written; 0 for no cap."""
     return x.div_(cap).tanh_().mul_(cap) if cap else x
 
 

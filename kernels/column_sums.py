@@ -45,7 +45,7 @@ def column_sums(
 def column_sums_ref(
     q: Tensor, k: Tensor, scale: float, row_weights: Tensor | None = None, cap: float = 0.0, sink: Tensor | None = None
 ) -> Tensor:
-    """From the whole matrix, float64; `sink` (h,) competes with the tokens."""
+    """Column sums from the whole matrix, float64; `sink` (h,) competes with the tokens."""
     (_, h, r, _), (_, h_kv, s, _) = q.shape, k.shape
     logits = q[0].double() @ k[0].double().repeat_interleave(h // h_kv, 0).mT * scale
     future = torch.ones(r, s, dtype=torch.bool, device=q.device).triu(s - r + 1)
@@ -74,7 +74,7 @@ def rows_per_block(g: int, s: int, device: torch.device) -> int:
 def column_sums_torch(
     q: Tensor, k: Tensor, scale: float, row_weights: Tensor, lse: Tensor | None = None, cap: float = 0.0
 ) -> Tensor:
-    """In blocks of rows. With `lse` the weights are one exponential: seven tenths of the time of a softmax."""
+    """Column sums in blocks of rows. With `lse` the weights are one exponential: seven tenths of a softmax's time."""
     (_, h, r, d_h), (_, h_kv, s, _) = q.shape, k.shape
     g = h // h_kv
     n_rows = min(r, rows_per_block(g, s, q.device))

@@ -161,7 +161,7 @@ def facts(device: torch.device) -> tuple[object, ...]:
 
 
 def driver() -> str:
-    """What the kernel's module says of itself; "" where there is none."""
+    """The version text of the kernel's driver module; "" where there is none."""
     for file in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
         with suppress(OSError):
             return Path(file).read_text()
@@ -173,7 +173,7 @@ def folder() -> Path:
 
 
 def remembered_verdicts(name: str) -> dict[str, str]:
-    """What an earlier process wrote, if nobody else could have."""
+    """Verdicts that an earlier process wrote, if nobody else could have."""
     with suppress(OSError, ValueError):
         there = own_folder(folder())
         try:
@@ -188,7 +188,7 @@ def remembered_verdicts(name: str) -> dict[str, str]:
 
 
 def remember(name: str, said: Mapping[str, str]) -> None:
-    """For processes to come; a folder that cannot be written to costs the trials once more."""
+    """Write verdicts for processes to come; a folder that cannot be written to costs the trials once more."""
     with suppress(OSError):
         there, new = own_folder(folder()), f"{name}.{os.getpid()}"
         try:

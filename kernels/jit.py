@@ -135,14 +135,14 @@ def architecture(device: torch.device) -> int:
 
 
 def shared_memory(device: torch.device) -> int:
-    """What a program of this device can have, as the device itself says."""
+    """Bytes of shared memory that a program of this device can have, as the device itself says."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     return SHARED.get(architecture(device), min(SHARED.values()))
 
 
 def distance(x: Tensor, start: Tensor) -> int:
-    """From the first element of `start` to that of x, in elements of both."""
+    """Distance from the first element of `start` to that of x, in elements of both."""
     elements, rest = divmod(x.data_ptr() - start.data_ptr(), start.element_size())
     assert x.dtype == start.dtype and not rest, (x.dtype, start.dtype, rest)
     return elements

@@ -167,7 +167,7 @@ def as_product(centroids: Tensor, metric: str) -> tuple[Tensor, Tensor | None]:
 
 
 def nearest_ref(points: Tensor, centroids: Tensor, metric: str) -> Tensor:
-    """By the definition of each metric, all at once."""
+    """Nearest centroids by the definition of each metric, all at once."""
     points, centroids = points.float(), centroids.float()
     if metric == "l2":
         return torch.cdist(points, centroids, compute_mode="donot_use_mm_for_euclid_dist").argmin(-1)

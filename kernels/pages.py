@@ -75,7 +75,7 @@ def page_bounds_ref(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
 
 
 def page_scores_ref(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
-    """By its definition: channel by channel the larger of the two products, summed up."""
+    """Scores by their definition: channel by channel the larger of the two products, summed up."""
     group = q.shape[1] // kmin.shape[1]
     low, high = (x.float().repeat_interleave(group, 1) for x in (kmin, kmax))
     q = q.float()

@@ -33,7 +33,7 @@ def pq_codes(keys: Tensor, centroids: Tensor) -> Tensor:
 
 
 def pq_codes_ref(keys: Tensor, centroids: Tensor) -> Tensor:
-    """From all distances, in float64, some tokens at a time: those of 32,768 would be 17 GB of differences."""
+    """Codes from all distances, in float64, some tokens at a time: those of 32,768 would be 17 GB of differences."""
     h_kv, m, c, d_m = centroids.shape
     wide, found = centroids.double().unsqueeze(2), []
     for some in keys.split(max(1, REF_VALUES // (h_kv * m * c * d_m)), 1):
@@ -43,7 +43,7 @@ def pq_codes_ref(keys: Tensor, centroids: Tensor) -> Tensor:
 
 
 def pq_codes_torch(keys: Tensor, centroids: Tensor, assign: Assign = assign_torch) -> Tensor:
-    """By products around the mean of the centroids."""
+    """Codes by products around the mean of the centroids."""
     h_kv, m, c, d_m = centroids.shape
     flat = centroids.float().flatten(0, 1)  # (h_kv * m, c, d_m)
     mean = flat.mean(1, keepdim=True)

@@ -418,7 +418,7 @@ def growing_table(
 
 
 def point_to(table: Table, places: Sequence[int]) -> None:
-    """From now on each piece's chosen tokens are said there."""
+    """Let each piece's chosen tokens be read from these addresses from now on."""
     send(places, table.numbers[table.n_pieces :])
 
 
@@ -459,7 +459,7 @@ class LaunchForm(NamedTuple):
 
 @cache
 def form_of(g: int, d_h: int, d_v: int, size: int, is_even: bool, n_pieces: int, shared: int) -> LaunchForm:
-    """For elements of so many bytes, on a GPU whose programs can have so much shared memory."""
+    """The launch for elements of so many bytes, on a GPU whose programs can have so much shared memory."""
     lanes = 16 // size if is_even and d_v * size % 16 == 0 else 1
     width, values, most = power_of_2(d_h, 16), power_of_2(d_v, 16), power_of_2(n_pieces)
     is_odd = d_h % 16 > 0 or d_v % 16 > 0  # whose masks take registers
@@ -500,7 +500,7 @@ def table_of(
 
 
 def elements(x: Tensor) -> int:
-    """Its address, in its elements."""
+    """The address of a tensor, in its elements."""
     return x.data_ptr() // x.element_size()
 
 

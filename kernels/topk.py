@@ -49,7 +49,7 @@ def top_stable(scores: Tensor, k: int) -> Tensor:
 
 
 def top_border(scores: Tensor, k: int) -> Tensor:
-    """By topk; where more scores equal the lowest chosen one than are chosen, the first of them are taken instead."""
+    """Indices by topk; where more scores equal the lowest chosen one than are chosen, the first of them are taken."""
     chosen = scores.topk(k, sorted=False)
     if k == 0:
         return chosen.indices
@@ -62,7 +62,7 @@ def top_border(scores: Tensor, k: int) -> Tensor:
 
 
 def top_packed(scores: Tensor, k: int) -> Tensor:
-    """By topk of float64, whose spare bits hold the index, so that no two scores are equal. Infinity is `LARGEST`."""
+    """Indices by topk of float64, whose spare bits hold the index: no two scores are equal. Infinity is `LARGEST`."""
     s = scores.shape[-1]
     assert scores.dtype == torch.float32 and s < 1 << SPARE_BITS, (scores.dtype, s)
     index = torch.arange(s, device=scores.device)
@@ -100,7 +100,7 @@ def best_keys(keys: Tensor, k: int) -> Tensor:
 
 
 def top_keys_ref(keys: Tensor, ks: Sequence[int]) -> Tensor:
-    """By a sort of keys, and one of positions."""
+    """Chosen keys by a sort of keys, and one of positions."""
     best = best_keys(keys, max(ks))
     behind = torch.arange(max(ks), device=keys.device) >= torch.tensor(ks, device=keys.device).view(-1, 1, 1)
     best = best.masked_fill(behind, NO_KEY)

@@ -63,7 +63,7 @@ class Ledger:
 
     @property
     def entries(self) -> list[Entry]:
-        """All of them, complete."""
+        """All entries, complete."""
         if self.debt is not None:
             self.debt, debt = None, self.debt
             debt.settle(self.written)

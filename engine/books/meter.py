@@ -64,7 +64,7 @@ class Owed:
     is_passed_by: bool = False  # True: what moved and was attended to is counted already
 
     def tensors(self) -> list[Tensor]:
-        """All that is still on the accelerator."""
+        """All tensors that are still on the accelerator."""
         return [x for x in (self.counts, self.read and self.read.n, self.blocks) if x is not None]
 
 
@@ -118,7 +118,7 @@ class Meter:
         self.counts["pseudo_tokens"] += n
 
     def owe_fetch(self, counts: Tensor, heads: int, blocks: Tensor | None = None) -> None:
-        """What `heads` of a selection fetched stays on the accelerator until the ledger is read."""
+        """Leave on the accelerator what `heads` of a selection fetched, until the ledger is read."""
         self.owed, self.read = Owed(counts, heads, self.read, blocks), None
 
     def lie_far(self, of_token: int, moves: bool = True, rebuilds: bool = False) -> None:

@@ -53,7 +53,7 @@ class Codec(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """After attention: pack what is to be packed now."""
+        """Pack after attention what is to be packed now."""
 
     # Steps that are alike, on an accelerator.
 

@@ -89,7 +89,7 @@ def explained(where: str) -> Iterator[None]:
 
 
 def name_in(where: str, file: Path) -> str:
-    """What the checkpoint calls its file: the path below its folder."""
+    """Name of a file in its checkpoint: the path below the folder."""
     return file.name if file == Path(where) else str(file.relative_to(where))
 
 

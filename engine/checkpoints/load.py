@@ -181,7 +181,7 @@ def load_random(
 
 
 def drawn_digest(config: Any) -> str:
-    """In place of the digest of files, where weights are drawn."""
+    """The digest of drawn weights, in place of that of files."""
     return f"{DRAWN}{hashlib.sha256(config.to_json_string().encode()).hexdigest()[:12]}"
 
 
@@ -226,7 +226,7 @@ def refuse_no_tokenizer(folder: Path, names: Collection[str], id: str) -> None:
 
 
 class Letters:
-    """In place of a tokenizer where weights are drawn: a token is a byte, and none ends an answer."""
+    """A tokenizer's stand-in where weights are drawn: a token is a byte, and none ends an answer."""
 
     chat_template = eos_token_id = None
 

@@ -19,7 +19,7 @@ class Memory(Protocol):
 
     @property
     def n_slots(self) -> int:
-        """How many there are."""
+        """How many slots there are."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class Buffers:
 
     @property
     def own(self) -> list[Tensor]:
-        """What is written to."""
+        """The tensors that are written to."""
         return [self.k] if self.joint else [self.k, self.v]
 
     def write(self, at: int, k: Tensor, v: Tensor) -> None:

@@ -199,7 +199,7 @@ class Marked(Slots):
         return grown if grown is None or self.bias is None else grown._replace(more=(0, *grown.more))
 
     def hide(self, mask: Tensor) -> None:
-        """Where this is False (1, h, n_kept), a query head does not see a kept token."""
+        """Hide kept tokens from a query head where `mask` (1, h, n_kept) is False."""
         hidden = ~mask
         self.mask = torch.nn.functional.pad(mask, (0, self.capacity), value=True)
         self.n_hidden = int(hidden.sum())

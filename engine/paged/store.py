@@ -63,7 +63,7 @@ class PagedTrace(Trace):
         """A host is made where a layer asks for one."""
 
     def hold(self, layer: int) -> None:
-        """What stays is what the method's placement says."""
+        """Do nothing: what stays is what the method's placement says."""
 
 
 class PagedHost(Host):

@@ -18,7 +18,7 @@ WAIT = "called a synchronizing CUDA operation"  # as torch warns
 
 
 class Waits(RuntimeError):
-    """What was run waited for the GPU."""
+    """Raised where what was run waited for the GPU."""
 
 
 @contextmanager

@@ -25,7 +25,7 @@ N_FEW, N_SORTED = 64, 1024  # likeliest tokens that a CPU sorts first, and then:
 
 
 def seeded(*numbers: int) -> torch.Generator:
-    """What draws for this seed and whatever else tells one draw from another."""
+    """The generator for this seed and whatever else tells one draw from another."""
     import numpy as np  # slow to import, and a refused command draws nothing
 
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))

@@ -49,7 +49,7 @@ class Sampling:
         return self.temperature == 0
 
     def identity(self) -> dict[str, Any]:
-        """What of it identifies a run: what is not as it always was."""
+        """The settings that identify a run: those that differ from the defaults."""
         usual = Sampling()
         return {key: value for key, value in vars(self).items() if value != getattr(usual, key)}
 
@@ -65,5 +65,5 @@ def draw_seed(run_seed: int, prompt_id: str, draw: int) -> int:
 
 
 def draw_id(prompt_id: str, draw: int | None) -> str:
-    """What the line of a draw is called."""
+    """Id of a draw's line."""
     return prompt_id if draw is None else f"{prompt_id}#{draw}"

@@ -107,7 +107,7 @@ def attend_packed(q: Tensor, packed: Packed, scale: float, cap: float = 0.0) -> 
 
 
 def attend_packed_ref(q: Tensor, packed: Packed, scale: float, cap: float = 0.0) -> tuple[Tensor, Tensor]:
-    """From rebuilt numbers, in float32."""
+    """Attention from rebuilt numbers, in float32."""
     h = q.shape[1]
     k, v = (x.repeat_interleave(h // x.shape[1], 1).float() for x in packed.rebuilt(packed.v.exact.shape[3]))
     logits = capped((q.float() @ k.mT) * scale, cap)
@@ -138,7 +138,7 @@ def native() -> Any:
 
 
 def attend_packed_native(q: Tensor, packed: Packed, scale: float, cap: float = 0.0) -> tuple[Tensor, Tensor]:
-    """In C++."""
+    """Attention in C++ (`native/packed.cpp`)."""
     _, h, _, d_h = q.shape
     q = q.contiguous()
     numbers = [*packed.k.numbers(), *packed.v.numbers()]

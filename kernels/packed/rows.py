@@ -149,7 +149,7 @@ class LaunchForm(NamedTuple):
 
 @cache
 def launch_form(k: Form, v: Form, g: int, d_h: int, size: int) -> LaunchForm:
-    """For exact numbers of so many bytes."""
+    """The launch for exact numbers of so many bytes."""
     whole, tile, looks_up = power_of_2(d_h, 16), tile_of(k, v), k.kind == BY_UNIT_TABLE
     if size == 4:
         width, most = min(EXACT_PART, whole), EXACT_LOOKED_UP_TILE if looks_up else EXACT_TILE

@@ -94,11 +94,11 @@ class UnitPacking:
         self.table = upload(numbers, x[0].device)
 
     def take(self, k_new: Tensor, v_new: Tensor, since: Since) -> None:
-        """With the current tokens of all rows."""
+        """Pack with the current tokens of all rows."""
         self.pack(k_new[self.row :], v_new[self.row :], since)
 
     def pack(self, k: Tensor, v: Tensor, since: Since | None = None) -> None:
-        """With tensors that begin at the first token, to places that are as many further on as steps have passed."""
+        """Pack tensors that begin at the first token, to places that are as many further on as steps have passed."""
         book, since = self.book, now(k.device) if since is None else since
         code_units[self.grid](
             k, v, self.k.codes, self.v.codes, self.k.scales, self.v.scales, book.rotation, book.midpoints, self.table,

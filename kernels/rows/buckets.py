@@ -133,7 +133,7 @@ def weigh(
 
 @jit
 def chance(cosine, bits, n_tables):
-    """That a key at this cosine shares a bucket in at least two tables, in float64: it may be far below 1."""
+    """Chance that a key at this cosine shares a bucket in at least two tables, in float64: it may be far below 1."""
     x = tl.minimum(tl.maximum(cosine.to(tl.float64), -1.0), 1.0)
     size = tl.abs(x)
     # The arc cosine by formula 4.4.46 of Abramowitz and Stegun, to 2e-8.

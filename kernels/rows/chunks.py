@@ -48,7 +48,7 @@ class Table(NamedTuple):
 
 
 def table_of(rows: Sequence[Chunked], device: torch.device, ahead: int = 0) -> Table:
-    """With room for so many steps to come."""
+    """The table of rows, with room for so many steps to come."""
     start, numbers = rows[0].bounds, list[int]()
     for bounds, n, chunk, r in rows:
         both, room = bounds.shape[1:]

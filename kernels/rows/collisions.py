@@ -42,17 +42,17 @@ class Hashed(NamedTuple):
 
 
 def chance(cosine: Tensor, bits: int, tables: int) -> Tensor:
-    """That a key at this cosine to the query shares a bucket with it in at least two tables."""
+    """Chance that a key at this cosine to the query shares a bucket with it in at least two tables."""
     return chance_of_two(one_table(cosine, bits), tables)
 
 
 def one_table(cosine: Tensor, bits: int) -> Tensor:
-    """That it does in one table."""
+    """Chance that a key at this cosine shares a bucket with the query in one table."""
     return (1 - cosine.clamp(-1, 1).arccos() / pi) ** bits
 
 
 def chance_of_two(one: Tensor, tables: int) -> Tensor:
-    """That an event of chance `one` happens at least twice in so many tables."""
+    """Chance that an event of chance `one` happens at least twice in so many tables."""
     return 1 - (1 - one) ** (tables - 1) * (1 + (tables - 1) * one)
 
 
@@ -93,7 +93,7 @@ def build_tables(codes: Tensor, bits: int) -> Tables:
 
 
 def build_tables_ref(codes: Tensor, bits: int) -> Tables:
-    """By a stable sort, and bisection for where buckets begin."""
+    """Build tables by a stable sort, and bisection for where buckets begin."""
     by_table = codes.contiguous().int()
     found = by_table.sort(dim=-1, stable=True)
     borders = torch.arange((1 << bits) + 1, dtype=torch.int32).expand(*by_table.shape[:2], -1).contiguous()

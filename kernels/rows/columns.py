@@ -48,7 +48,7 @@ class Columns(NamedTuple):
 
 
 def table_of(rows: Sequence[Columns], device: torch.device, ahead: int = 0) -> Table:
-    """With room for so many steps to come."""
+    """The table of rows, with room for so many steps to come."""
     start = rows[0].late
     numbers = [
         number

@@ -54,7 +54,7 @@ class Table(NamedTuple):
 
 
 def table_of(rows: Sequence[Searched], device: torch.device, ahead: int = 0) -> Table:
-    """With room for so many steps to come."""
+    """The table of rows, with room for so many steps to come."""
     start = rows[0].k
     numbers = [
         number
