@@ -410,7 +410,7 @@ def _attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """What transformers calls instead of its own attention."""
+    """The attention function that transformers calls instead of its own."""
     running = _RUNNING.get(None)
     assert running is not None, "our attention was called without a session: use Model.forward"
     others = [name for name, value in kwargs.items() if changes(name, value)]

@@ -43,7 +43,7 @@ WIDTH = 8
 
 
 class Clustering(NamedTuple):
-    """What k-means ends with; labels and sizes are of the final centroids."""
+    """Result of k-means; labels and sizes are of the final centroids."""
 
     centroids: Tensor  # (p, c, d) float32
     labels: Tensor  # (p, n) int64

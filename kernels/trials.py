@@ -95,7 +95,7 @@ def far(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scores(keys: Tensor) -> Tensor:
-    """What keys were made of; 0 in place of none."""
+    """Scores that keys were made of; 0 in place of none."""
     rising = (~(keys >> 32)).int()
     found = (rising ^ ((rising >> 31) & 0x7FFFFFFF)).view(torch.float32)
     return found.masked_fill(keys == topk.NO_KEY, 0)

@@ -55,7 +55,7 @@ class Access:
 
 @dataclass(slots=True)
 class Owed:
-    """What one fetch counted on an accelerator, as `kernels/rows/union.py` does."""
+    """Counts of one fetch that are still on an accelerator (`kernels/rows/union.py`)."""
 
     counts: Tensor  # (h_kv, 3 + ages) int32
     heads: int  # that asked
@@ -288,7 +288,7 @@ class Meter:
 
 @dataclass
 class Debt:
-    """What an accelerator owes to a ledger."""
+    """Counts that an accelerator owes to a ledger."""
 
     owed: list[tuple[int, Meter, Owed]] = field(default_factory=list)  # by entry
 

@@ -38,6 +38,6 @@ def viewed_bytes(trace: Trace, row: Row) -> int:
 
 
 def host_bytes(row: Row) -> int:
-    """What another request like this one takes of the host's memory; without a GPU all that it holds is there."""
+    """Bytes of the host's memory that another request like this one takes; without a GPU all that it holds is there."""
     sizes = [(x.untyped_storage().nbytes(), x.is_pinned()) for x in request_tensors(row) if not x.is_cuda]
     return sum(power_of_2(n) if is_pinned else n for n, is_pinned in sizes)  # torch pins the next power of two

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def parts_of(thing: Any) -> list[Any]:
-    """What an object or a container holds."""
+    """The parts of an object or a container."""
     if isinstance(thing, Mapping):
         return [*thing.keys(), *thing.values()]
     if isinstance(thing, list | tuple | deque | Set):

@@ -45,7 +45,7 @@ class Stretch:
 
 
 class Record:
-    """What was noted, in the order in which spans ended."""
+    """Spans that were noted, in the order in which they ended."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = torch.device("cpu") if device is None else device

@@ -34,7 +34,7 @@ def between(start: Any, stop: Any) -> float:
 
 
 def asked_so_far(device: torch.device) -> "torch.cuda.Event | None":
-    """What another thread or stream can wait for until a GPU has done what this thread asked of it; None: a CPU has."""
+    """Event after which a GPU has done what this thread asked of it so far; None: a CPU, which has."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()

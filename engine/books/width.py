@@ -36,7 +36,7 @@ def waves(n_bytes: Sequence[int], room_bytes: int, limit: int | None) -> list[sl
 
 
 def answers_bytes(variants: Sequence[Variant], shape: ModelShape, n_new: int, element_bytes: int) -> list[int]:
-    """What each variant needs at least: K and V of all that it generates, where nothing of that is dropped."""
+    """Bytes that each variant needs at least: K and V of all that it generates, where nothing of that is dropped."""
     token = len(shape.kept_layers) * shape.h_kv * shape.width * element_bytes
     return [0 if variant.budget.counts is not None else token * n_new for variant in variants]
 

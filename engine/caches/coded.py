@@ -69,7 +69,7 @@ class Codec(ABC):
     def packing(
         cls, codecs: Sequence["Codec"], newest: Sequence[tuple[Tensor, Tensor]], rows: Sequence[int]
     ) -> "Packing | None":
-        """What is packed at steps to come, before attention; None: nothing.
+        """Packing of tokens before attention at steps to come; None: nothing is packed.
 
         `newest` are current tokens (1, h_kv, 1, d_h), which come from these rows of all.
         """

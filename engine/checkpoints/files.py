@@ -53,7 +53,7 @@ def inside(folder: Path, where: str, name: str) -> str:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """What a JSON file holds; {} where that is nothing that could name a file."""
+    """The object that a JSON file holds; {} where that is nothing that could name a file."""
     try:
         found = json.loads(file.read_bytes()) if file.stat().st_size <= LONGEST_JSON else None
     except (OSError, ValueError, RecursionError):

@@ -58,7 +58,7 @@ AGAIN = "copy or download its config.json again"
 
 @dataclass(frozen=True)
 class Asked:
-    """What one attention call was called with."""
+    """Sizes and arguments of one attention call."""
 
     layer: int
     h: int
@@ -165,7 +165,7 @@ def readers_of(text: Any, compressed: Iterable[int], name: str) -> tuple[tuple[i
 
 
 class Cached(NamedTuple):
-    """What a layer gives its cache of a token: so many heads, with numbers as keys and as values."""
+    """Heads and numbers, as keys and as values, that a layer gives its cache of a token."""
 
     heads: int
     d_k: int
@@ -176,7 +176,7 @@ class Cached(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """What the attention calls of one pass were called with; `why_not` where the pass did not come to its end."""
+    """Arguments of the attention calls of one pass; `why_not` where the pass did not come to its end."""
 
     calls: tuple[Asked, ...]
     why_not: str | None = None

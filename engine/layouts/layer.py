@@ -91,7 +91,7 @@ class Layer(ABC):
         return self.meter.close(step, self.index, self.n_seen, n_resident, 0, self.n_hidden, self.n_spare)
 
     def correction(self) -> Callable[[Entry], Entry] | None:
-        """What the step's entry is to become once it is read, for counts that would have to be waited for; None: it."""
+        """Correction of the step's entry once it is read, for counts that would need a wait; None: it stays."""
         return None
 
     # What methods read.

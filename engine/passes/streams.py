@@ -28,7 +28,7 @@ def made(kind: Any, work: str, device: torch.device) -> Any:
 
 
 def sent_so_far(device: torch.device) -> "torch.cuda.Event | None":
-    """What another thread can wait for before it reads what a GPU was asked to send home; None: nothing is sent."""
+    """Event to wait for before another thread reads what a GPU was asked to send home; None: nothing is sent."""
     if device.type != "cuda":
         return None
     event, stream = torch.cuda.Event(), stream_for("copies", device)

@@ -40,7 +40,7 @@ class Observer(Hashable, Protocol):
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a model."""
+    """Facts of a model by layer, and where they come from."""
 
     layers: Mapping[int, Tensor]  # of each compressed layer, on any device
     origin: Mapping[str, Any] = field(default_factory=dict)  # where it comes from, as JSON, for results
@@ -127,7 +127,7 @@ class Trace:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """What is made once inside is not there any more afterwards."""
+        """Forget afterwards what `once` has made inside."""
         before = dict(self._shared)
         try:
             yield

@@ -33,7 +33,7 @@ class Ageing(NamedTuple):
 
 
 class Book(NamedTuple):
-    """What keys are made codes with; values by their range."""
+    """Rotation and midpoints by which keys become codes; values become codes by their range."""
 
     rotation: Tensor  # (d_h, d_h) float32
     midpoints: Tensor  # float32, ascending
