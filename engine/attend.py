@@ -41,7 +41,7 @@ class Part:
     """Keys and values of some tokens; `heads` is h_kv, or h where each query head has tokens of its own.
 
     With `idx`, k and v are a cache (1, h_kv, places, d_h); with `spans`, every KV head has rows of its own, as many as
-    it has. Who needs a part's tokens beside each other calls `gathered()`.
+    it has. Who needs a part's tokens next to each other calls `gathered()`.
     """
 
     k: Tensor  # (n, heads, s, d_h)
@@ -49,7 +49,7 @@ class Part:
     mask: Tensor | None = None  # (n, heads or h, s) bool, False on what is hidden
     q: Tensor | None = None  # (n, h, 1, d_h), a query turned to other positions for this part alone
     idx: Tensor | None = None  # (1, heads, s) places in k and v, -1 where the mask is False
-    late: tuple[Tensor, Tensor] | None = None  # the places behind those of k and v
+    late: tuple[Tensor, Tensor] | None = None  # the places after those of k and v
     near: Near | None = None  # copies of its tokens, where k and v are another memory
     spans: Spans | None = None  # where KV heads have different counts; k and v (1, h_kv or 1, rows, d_h)
     bias: Tensor | None = None  # (n, heads, s) float32 added to scaled logits, the logarithms of tokens' weights
@@ -68,7 +68,7 @@ class Part:
         return self.k.shape[2] if self.idx is None else self.idx.shape[2]
 
     def gathered(self) -> "Part":
-        """The same tokens without `idx`, `spans` and `packed`, copied if need be."""
+        """This part without `idx`, `spans` and `packed`; its tokens are copied if need be."""
         if self.packed is not None:
             k, v = self.packed.rebuilt(self.v.shape[3])
             return replace(self, k=k, v=v, packed=None)
@@ -80,7 +80,7 @@ class Part:
         return replace(self, k=k, v=v, mask=mask, idx=None, late=None, spans=None)
 
     def sent_to(self, device: torch.device) -> "Part":
-        """The same tokens, gathered where they lie and copied to another memory, where mask and bias are."""
+        """This part with its tokens gathered where they lie and copied to another memory, where mask and bias are."""
         if self.idx is None:
             return self
         there = replace(self, idx=self.idx.to(self.k.device)).gathered()
@@ -88,7 +88,7 @@ class Part:
         return there
 
     def tokens(self) -> Tokens:
-        """As kernels take it; codes are rebuilt for the length of a call."""
+        """The part in the form that kernels take; codes are rebuilt for the length of a call."""
         if self.packed is not None:
             return self.gathered().tokens()
         if self.made is None:
@@ -101,7 +101,7 @@ def attend_rows(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """One query per head of every row (n, h, 1, d_h) over the row's own parts, and the weights of rows that want them.
 
-    On a GPU one launch for all rows, and `work` is what it was told at the last step. What q has behind the rows is
+    On a GPU one launch for all rows, and `work` is what it was told at the last step. What q has after the rows is
     nobody's.
     """
     ask_parts(q, rows)
@@ -206,7 +206,7 @@ def attend_shared(
 
 
 def is_stretch(part: Part) -> bool:
-    """Whether a part is tokens beside each other and nothing else."""
+    """Whether a part is tokens next to each other and nothing else."""
     others = part.mask, part.q, part.idx, part.spans, part.bias, part.packed
     return all(x is None for x in others)
 
@@ -244,7 +244,7 @@ def is_plain(part: Part) -> bool:
 
 
 def attend_weights(q: Tensor, parts: list[Part], soft: Softmax) -> tuple[Tensor, Tensor]:
-    """As `attend`, and the weights over the concatenated parts, (n, h, s) float32, for methods that watch them."""
+    """Attention and the weights over the concatenated parts, (n, h, s) float32, for methods that watch them."""
     n, h, _, _ = q.shape
     parts = [part.gathered() for part in parts]
     logits = torch.cat([part_logits(q, part, soft).reshape(n, h, -1) for part in parts], -1)  # (n, h, s)

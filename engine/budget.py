@@ -1,4 +1,4 @@
-"""From (`ratio` or `budget`, `comm`) and a prompt's length to tokens and bytes, the same way for every method.
+"""Tokens and bytes from (`ratio` or `budget`, `comm`) and a prompt's length, the same way for every method.
 
 The rules are in docs/fair-budgets.md, and in docs/byte-budget.md where `memory` is given. Ratios are rationals, because
 floor(0.29 * 100) is 28 in floating point. Bytes are always counted at 16 bits an element, whatever dtype a run computes
@@ -49,7 +49,7 @@ class Bytes:
 
     @property
     def words(self) -> str:
-        """In a sentence."""
+        """The request in words for a sentence."""
         return " ".join(self.pieces())
 
 
@@ -88,7 +88,7 @@ class BudgetRequest:
     tokens: int | None  # the same as an absolute number; exactly one of the two is given
     comm: Fraction | None  # bytes moved per step to find tokens, relative to those of the prompt's keys; None: no limit
     compensate: bool = True  # dropping methods get what `comm` would have moved, as tokens
-    # Share of the full cache's bytes that may lie on the device behind the prompt, or the bytes, of which each prompt
+    # Share of the full cache's bytes that may lie on the device after the prompt, or the bytes, of which each prompt
     # makes a share.
     memory: Fraction | Bytes | None = None
     memory_alone: bool = field(init=False, default=False)  # `ratio` was not given, and is that of `memory`
@@ -133,7 +133,7 @@ class BudgetRequest:
         return " ".join(words)
 
     def on(self, shape: ModelShape, s_prompt: int) -> "BudgetRequest":
-        """This request of prompts of one length: bytes are the share of their full cache that they are there."""
+        """The request for prompts of one length: bytes are the share of their full cache that they are there."""
         if not isinstance(self.memory, Bytes):
             return self
         whole = cache_bytes(shape, s_prompt)
@@ -182,7 +182,7 @@ class Budget:
     most: int | None = None  # with `counts`: tokens that a step may attend to, or with "mean" that steps do on average
 
     def device_bytes(self, shape: ModelShape, t: int = 0) -> int:
-        """Bytes per layer, in the mean, that may lie on the device behind the prompt and `t` generated tokens."""
+        """Bytes per layer, in the mean, that may lie on the device after the prompt and `t` generated tokens."""
         assert self.memory is not None, "the budget has no bytes"
         return floor(self.memory * self.s_prompt * token_bytes(shape)) + t * token_bytes(shape)
 
@@ -251,7 +251,7 @@ def key_bytes(shape: ModelShape, s: int) -> int:
 
 
 def value_bytes(shape: ModelShape, s: int) -> int:
-    """Bytes that `s` tokens have beside their keys in one layer: of their values, none where these lie in the keys."""
+    """Bytes that `s` tokens have in one layer besides their keys: of values, none where these lie in the keys."""
     return shape.h_kv * s * (shape.width - shape.d_h) * ELEMENT_BYTES
 
 
@@ -266,7 +266,7 @@ def cache_bytes(shape: ModelShape, s: int) -> int:
 
 
 def at_least(given: Bytes, share: Fraction, smallest: Fraction) -> Bytes:
-    """So much of a prompt's cache as `smallest` of it is, where `given` is `share` of it; in few digits, rounded up."""
+    """A budget that is `smallest` of a prompt's cache, where `given` is `share` of it; in few digits, rounded up."""
     n = given.n * smallest / share
     digit = 10 ** max(0, len(str(floor(n))) - 4)
     return Bytes(ceil(n / digit) * digit)

@@ -24,9 +24,9 @@ from kvbench.kernels.gather import is_within
 
 logger = logging.getLogger(__name__)
 
-# Queries of a block behind a window. A block meets window + BLOCK - 1 keys: larger ones compute more that is hidden,
-# smaller ones read keys more often. 6,000 tokens, a window of 512, d_h 256, CPU seconds at 64, 128, 256 and 512: 0.25,
-# 0.25, 0.26 and 0.33 (a mask of 6,000 x 6,000: 2.3).
+# Queries of a block of sliding-window attention. A block meets window + BLOCK - 1 keys: larger ones compute more that
+# is hidden, smaller ones read keys more often. 6,000 tokens, a window of 512, d_h 256, CPU seconds at 64, 128, 256 and
+# 512: 0.25, 0.25, 0.26 and 0.33 (a mask of 6,000 x 6,000: 2.3).
 BLOCK = 128
 FUSED = ("cpu", "cuda")  # devices whose fused kernels give log-sum-exps
 
@@ -53,7 +53,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk |
 def over_past(
     q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `causal`, without sinks, for who joins this with other tokens. q may have the last tokens alone."""
+    """Attention (`causal`) without sinks, to be joined with other tokens. q may have the last tokens alone."""
     s = q.shape[2]
     if isinstance(window, Chunk):
         chunks = zip(q.split(window.n, 2), k.split(window.n, 2), v.split(window.n, 2), strict=True)
@@ -76,7 +76,7 @@ def over_past(
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> tuple[Tensor, Tensor]:
-    """As `over_past`, where every query (1, h, s_q, d_h) sees all keys (1, h_kv, s, d_h): they stand before it."""
+    """Attention where every query (1, h, s_q, d_h) sees all keys (1, h_kv, s, d_h): all stand before it. No sinks."""
     if takes_flash(q, v, soft):
         return flash(q, k, v, soft, None, is_causal=False)
     if soft.cap or q.device.type not in FUSED:
@@ -103,7 +103,7 @@ def weighed(logits: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor,
 def blocks(
     q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | None, is_causal: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """As `over_past` or `whole`, from logits of some queries at a time: no fused kernel of torch knows caps.
+    """Attention without sinks, from logits of some queries at a time: no fused kernel of torch knows caps.
 
     Where it is causal, the queries are the last of the tokens.
     """
@@ -129,7 +129,7 @@ def blocks(
 
 
 def banded(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
-    """As `causal`, for more tokens than the window has."""
+    """Causal attention within a window, for more tokens than the window has."""
     s = q.shape[2]
     assert q.shape[0] == 1 and window < s, (q.shape, window)
     parts = [fused(q[:, :, :window], k[:, :, :window], v[:, :, :window], scale)]
@@ -178,7 +178,7 @@ def fused(
 
 
 def of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same attention for kernels that know one width: zeros behind what is narrower, or keys that values lie in."""
+    """q, k and v for kernels that know one width: zeros after what is narrower, or keys that values lie in."""
     more = q.shape[3] - v.shape[3]
     if not more:
         return q, k, v

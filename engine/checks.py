@@ -32,7 +32,7 @@ def word(value: Any) -> str:
 
 
 def gigabytes(n_bytes: float) -> str:
-    """As a sentence says it."""
+    """Bytes in GB, rounded for a sentence."""
     return f"{n_bytes / 1e9:,.0f} GB" if n_bytes >= 1e10 else f"{n_bytes / 1e9:.3g} GB"
 
 

@@ -41,7 +41,7 @@ def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> ConfigError:
 
 
 def is_preset(name: str, names: Iterable[str]) -> bool:
-    """Whether the name is that of another one with something behind it, as `h2o_paper` is."""
+    """Whether the name is that of another one with something after it, as `h2o_paper` is."""
     return any(name.startswith(f"{other}_") for other in names)
 
 

@@ -1,6 +1,6 @@
 """Files and texts from elsewhere: read without trusting them, and written so that they do no harm.
 
-Only regular files are read (a pipe would wait for ever), up to the sizes below, and only JSON that all code behind can
+Only regular files are read (a pipe would wait for ever), up to the sizes below, and only JSON that all further code can
 handle. A file that cannot be used is a `ConfigError` that names it; JSON that cannot be used is a `NoJson` with the
 reason.
 
@@ -143,7 +143,7 @@ def read_json(path: Path, remedy: str) -> Any:
 
 
 def parse_json(content: str | bytes, is_ours: bool = False) -> Any:
-    """JSON that everything behind can take: no deeper, no larger numbers, no key twice, whole characters.
+    """JSON that all further code can take: no deeper, no larger numbers, no key twice, whole characters.
 
     Of what we wrote only the depth is asked: somebody may have changed it, and it is read twice as fast.
     """
@@ -249,7 +249,7 @@ def write_csv(path: Path, header: Iterable[Any], rows: Iterable[Iterable[Any]]) 
 
 
 class CsvWriter:
-    """As `csv.writer`, but no text becomes a formula, which a spreadsheet would run. Numbers stay numbers."""
+    """A `csv.writer` with which no text becomes a formula, which a spreadsheet would run. Numbers stay numbers."""
 
     def __init__(self, file: TextIO, lineterminator: str = "\r\n") -> None:
         self.out = csv.writer(file, lineterminator=lineterminator)

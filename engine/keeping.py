@@ -63,7 +63,7 @@ class Keeping:
         return " ".join(f"{key}={value}" for key, value, usual in keys if value != usual[0])
 
     def label(self) -> str:
-        """Behind a method's name."""
+        """Words for it, which follow a method's name."""
         words = ["contiguous"] * (self.positions == "contiguous")
         if self.dropped == "merged":
             usual, (cosine, share) = Merging(), (self.merging.threshold, self.merging.share)
@@ -81,7 +81,7 @@ class Keeping:
             )
 
     def check_model(self, model: Checkpoint) -> None:
-        """The same, of what only its files tell, or its weights once they are loaded."""
+        """Raise `ConfigError` for what only a model's files tell, or its weights once they are loaded."""
         if self.positions == "kept":
             return
         what = f"positions={self.positions} turns keys to other positions, and the model {model.shape.name!r}"

@@ -67,7 +67,7 @@ def leave_busy_cores() -> str:
 
 
 def arithmetic(dtype: str, device: str) -> dict[str, Any]:
-    """What the order of sums depends on beside the prompt and the rows of a batch, for env.json."""
+    """What the order of sums depends on besides the prompt and the rows of a batch, for env.json."""
     import torch
 
     from kvbench.kernels import fast
@@ -128,7 +128,7 @@ def machine_bytes(device: "torch.device") -> int:
 
 
 def free_bytes(device: "torch.device") -> int:
-    """What may still be allocated on a device."""
+    """Bytes that may still be allocated on a device."""
     import torch
 
     if device.type == "cuda":
@@ -147,7 +147,7 @@ def free_ram_bytes() -> int:
 
 
 def free_cgroup_bytes() -> int:
-    """What a container's limit leaves; its page cache counts as free. Unlimited without such a limit."""
+    """Bytes that a container's limit leaves; its page cache counts as free. Unlimited without such a limit."""
     for limit, used, cache in (
         ("memory.max", "memory.current", "memory.stat"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),

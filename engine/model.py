@@ -93,7 +93,7 @@ class Model:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What was known of it before it was loaded, and whether its layers do turn as its modules let expect."""
+        """What is known of the model before it is loaded, and whether its layers do turn as its modules let expect."""
         n_rotary = 0 if self.turn is None else rotary_dims(self.hf)
         unturned = tuple(layer for layer, turn in (self.turn or {}).items() if turn is unmoved)
         return Checkpoint(self.shape, (self.digest, *self.other_digests), n_rotary, unturned)
@@ -109,7 +109,7 @@ class Model:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """All that hold a part of the model, each once."""
+        """All devices that hold a part of the model, each once."""
         return tuple(dict.fromkeys((self.device, *self.layer_devices)))
 
     @cached_property
@@ -160,7 +160,7 @@ class Model:
 
     @cached_property
     def last_logits(self) -> dict[str, int]:
-        """What asks for the last token's logits alone, of a model that can be asked."""
+        """Arguments by which a model gives the last token's logits alone; none where it knows no such."""
         return {"logits_to_keep": 1} if "logits_to_keep" in signature(self.hf.forward).parameters else {}
 
     def step(self, ids: Tensor, position: int | Tensor, cache: Any, session: Session) -> Tensor:
@@ -234,7 +234,7 @@ class Model:
 
     @contextmanager
     def foreseen(self, wants: Callable[[int], bool]) -> Iterator[None]:
-        """Inside, layers that `wants` names get the input of the layer below too, as rows behind their own.
+        """Inside, layers that `wants` names get the input of the layer below too, as rows after their own.
 
         Their sessions see the queries of both, and answer with as many rows, of which the first ones go on: what
         `speculate` finds, with no call of its own.
@@ -282,7 +282,7 @@ class Model:
         """The attention module of every layer, softmax or not."""
         parts = [*with_number(self.decoder_layers)]
         modules = [[part for part in parts if part.layer_idx == i] for i in range(self.shape.n_layers)]
-        # Where a layer has a state beside attention, both have its number, and one of them a scale of logits.
+        # Where a layer has a state in addition to attention, both have its number, and one of them a scale of logits.
         modules = [[part for part in some if hasattr(part, "scaling")] if len(some) > 1 else some for some in modules]
         if any(len(some) != 1 for some in modules):
             raise self._unforeseeable("has layers without one module of the layer's number")
@@ -299,7 +299,7 @@ class Model:
         return self.asking(layer, x, beside)[0]
 
     def asking(self, layer: int, x: Tensor, beside: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """As `speculate`, query and key."""
+        """Query and key that a layer computes from an attention input (`speculate`)."""
         ids = beside.get("position_ids")
         arguments = dict(beside) if isinstance(ids, Tensor) and len(ids) == len(x) else _of_one_row(beside)
         enters = self.shape.is_latent or layer in self.repeated
@@ -336,12 +336,12 @@ class Model:
 
     @cached_property
     def switching_length(self) -> int:
-        """Tokens behind which the model would read its whole text again, turned in another way; 0: it never does."""
+        """Tokens after which the model would read its whole text again, turned in another way; 0: it never does."""
         return switching_length(self.hf)
 
     @cached_property
     def remembering(self) -> list[Any]:
-        """What would turn the tokens of a text as the one before has left it."""
+        """Modules whose tables stay as the text before has made them, and would turn the next one's tokens by these."""
         return remembering(self.hf)
 
     @cached_property
@@ -410,7 +410,7 @@ def _attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """What transformers calls instead of its own attention."""
+    """The attention function that transformers calls instead of its own."""
     running = _RUNNING.get(None)
     assert running is not None, "our attention was called without a session: use Model.forward"
     others = [name for name, value in kwargs.items() if changes(name, value)]
@@ -464,7 +464,7 @@ def _attend_repeated(
 ) -> Tensor:
     """Attention of a layer that repeats the KV heads of its cache, all of them one time after the other.
 
-    Its session sees them as they are cached, and the query heads of each beside each other.
+    Its session sees them as they are cached, and the query heads of each next to each other.
     """
     assert running.cached is not None
     (keys, values), h = running.cached, q.shape[1]

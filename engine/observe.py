@@ -51,16 +51,16 @@ class Observation(ABC):
 
     @abstractmethod
     def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
-        """From the layer's q (1, h, s, d_h) and k (1, h_kv, s, d_h), both after rotary embedding."""
+        """Observe the layer's q (1, h, s, d_h) and k (1, h_kv, s, d_h), both after rotary embedding."""
 
     def observe_pass(self, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None) -> Tensor:
-        """As `observe`; `lse` has the log-sum-exp of each query's logits, (1, h, s), where the pass was exact."""
+        """Observe one pass; `lse` has the log-sum-exp of each query's logits, (1, h, s), where the pass was exact."""
         return self.observe(q, k, soft)
 
     def observe_layer(
         self, trace: Trace, layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
     ) -> Tensor:
-        """As `observe_pass`, for observations that need what the trace knows: where tokens stand, how queries turn."""
+        """Observe one layer of a pass, with what the trace knows: where tokens stand, how queries turn."""
         return self.observe_pass(q, k, soft, lse)
 
     def grown(self, before: Tensor | None, now: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class ModelFact(Observation):
 
     @abstractmethod
     def look_up(self, model: "Model") -> Known:
-        """From wherever it is kept, or made now; asked once per model, outside of any pass."""
+        """Get it from wherever it is kept, or make it now; asked once per model, outside of any pass."""
 
     def of(self, model: "Model") -> Known:
         """What is known of this model, looked up once."""
@@ -107,7 +107,7 @@ def spaced(n: int, start: int, end: int) -> range | list[int]:
 class SpacedQueries(Observation):
     """Queries of `n` positions at even distances, without the prompt's first and last ones: (1, h, n, d_h).
 
-    `moved`: they are turned to the position behind the prompt, where every key is in the past.
+    `moved`: they are turned to the position after the prompt, where every key is in the past.
     """
 
     n: int
@@ -139,7 +139,7 @@ def window_scores(q: Tensor, keys: Tensor, soft: Softmax, of_rows: Tensor | None
     """What the prompt's last `w` queries give to every token before them, summed over the window: (1, h, s - w).
 
     `q` (1, h, w, d_h) sees all `keys` (1, h_kv, s, d_h), those of the window causally: the window's own columns take
-    part in the softmax and are cut off behind it. Float32 whatever the dtype of the model. A query counts as `of_rows`
+    part in the softmax and are cut off after it. Float32 whatever the dtype of the model. A query counts as `of_rows`
     (w,) says, else as 1.
     """
     (_, h, w, _), (_, h_kv, s, _) = q.shape, keys.shape
@@ -214,7 +214,7 @@ class ColumnSums(Observation):
         return kept_sums(q, k, soft.scale, trace.kept, lse, cap=soft.cap).unsqueeze(0).float()
 
 
-# Queries of a block, whose logits have columns for a window beside them: 64 measured best of 64 to 2,048 for windows of
+# Queries of a block, whose logits have columns for a window in addition: 64 measured best of 64 to 2,048 for windows of
 # 100 to 2,000 tokens. Long windows get fewer, so that a block's logits, worked on in place, take at most these bytes.
 BAND_QUERIES, BAND_BLOCK_BYTES = 64, 16 << 20
 
@@ -225,7 +225,7 @@ def query_lse(q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
     With the sinks; float32.
     """
     (_, h, r, _), (_, h_kv, s, _) = q.shape, k.shape
-    if q.is_cuda and r == s:  # what its kernel computes beside them is cheaper than logits in blocks
+    if q.is_cuda and r == s:  # what its kernel computes in addition is cheaper than logits in blocks
         return causal(q, k, k, soft)[1]
     g = h // h_kv
     n_block = rows_per_block(g, s, q.device)
@@ -245,7 +245,7 @@ def query_lse(q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
 
 
 def band_sums(q: Tensor, k: Tensor, soft: Softmax, window: int, lse: Tensor) -> Tensor:
-    """Attention that every key gets from the queries less than `window` behind it, itself included: (1, h, s) float32.
+    """Attention that every key gets from the queries less than `window` after it, itself included: (1, h, s) float32.
 
     `lse` (1, h, s) are the log-sum-exps of a query's whole past, so that only the band's weights have to be made.
     """
@@ -306,7 +306,7 @@ BAND_LOGIT_TOKENS = 4096  # tokens of a head at a time: 4 MB each of queries and
 
 @dataclass(frozen=True)
 class BandLogits(Observation):
-    """Scaled logits that every token gets from the `window` queries behind it, itself not included: (1, h, s) float32.
+    """Scaled logits that every token gets from the `window` queries after it, itself not included: (1, h, s) float32.
 
     Sums, of as many queries as there were. A sum of logits is the key times the sum of the queries, so it takes
     differences of running sums and no product of queries with keys.
@@ -327,7 +327,7 @@ class BandLogits(Observation):
                 stop = min(start + n_block, s)
                 until = finer(queries[start:stop]).cumsum_(0).add_(so_far)
                 beyond = finer(queries[start + self.window : stop + self.window])
-                # Behind the last query the sum stays as it is.
+                # After the last query the sum stays as it is.
                 beyond = torch.nn.functional.pad(beyond, (0, 0, 0, stop - start - len(beyond)))
                 beyond = beyond.cumsum_(0).add_(ahead)
                 so_far, ahead = until[-1], beyond[-1]

@@ -1,5 +1,5 @@
 """What a method says of a layer's tokens, as values: where the prompt's go (`Placement`), and what becomes of those
-that are there behind a step (`Change`).
+that are there after a step (`Change`).
 
 A value holds positions or slots and numbers, no memory: an engine makes memory of it (`engine/layouts`,
 `engine/paged`), and knows from `size` how much before it stores anything. Positions and slots are (1, h_kv, n) int64
@@ -26,7 +26,7 @@ class Size(NamedTuple):
     """Tokens of each KV head on the device."""
 
     kept: int  # of the prompt, or made of it
-    window: int  # the latest ones behind them, as the prompt ends
+    window: int  # the latest ones after them, as the prompt ends
     capacity: int  # that the window may hold
 
 
@@ -55,7 +55,7 @@ class Kept(Placement):
     """Only the `chosen` tokens and the last `n_window` stay; the rest of the prompt is gone for good.
 
     `chosen` holds positions (1, h_kv or h, k), or says how many of the first. Where query heads choose, their KV head
-    keeps the union and each of them sees its own; -1 stands for no token. The window behind them slides at `capacity`
+    keeps the union and each of them sees its own; -1 stands for no token. The window after them slides at `capacity`
     tokens, and grows without one.
     """
 
@@ -81,7 +81,7 @@ class Rolls(NamedTuple):
 
     `n_recent` says how many of a head's first tokens are its latest ones, oldest first, and `room` how many it takes in
     before the first of them leaves: after that each new token costs the oldest its place, after the step that could
-    still attend to it. Tokens behind them stay, and the `n_late` next ones to come.
+    still attend to it. Tokens after them stay, and the `n_late` next ones to come.
     """
 
     n_recent: Sequence[int]
@@ -91,7 +91,7 @@ class Rolls(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Ragged(Placement):
-    """Of each KV head only its own `chosen` positions (n,) stay, as many as they are; generated tokens come on top.
+    """In each KV head only its own `chosen` positions (n,) stay, as many as they are; generated tokens come on top.
 
     They lie in the order given: nothing is spent on heads that keep fewer.
     """
@@ -105,7 +105,7 @@ class Ragged(Placement):
 
 @dataclass(frozen=True, eq=False)
 class Delayed(Ragged):
-    """As `Ragged` in front of the prompt's latest tokens; these, and those that come, leave heads one by one.
+    """A `Ragged` in front of the prompt's latest tokens; these, and those that come, leave heads one by one.
 
     `stays` (h_kv, n_window) bool says which KV heads keep each of the latest tokens once `delay` newer ones are there;
     of those that come `Judged` does.
@@ -124,7 +124,7 @@ class Offloaded(Placement):
     """Sinks and the last `n_window` tokens stay on the device, everything else can be fetched from the host.
 
     What is fetched stays on the device for `n_steps` steps more, so that only tokens that are not there move.
-    `index_bytes` of what finds tokens lie on the host beside them.
+    `index_bytes` of what finds tokens lie on the host in addition to them.
     """
 
     n_sink: int
@@ -156,7 +156,7 @@ class OffloadedValues(Placement):
 class Searched(Placement):
     """Only the `chosen` tokens stay (None: all), and a step attends to what it fetches of them.
 
-    They are numbered as they stand in `chosen`, and generated tokens go on behind them, the current one included:
+    They are numbered as they stand in `chosen`, and generated tokens go on after them, the current one included:
     `select` returns such numbers. They lie on the device, where a fetch moves nothing, or on the host.
     """
 
@@ -196,7 +196,7 @@ class Coded(Placement):
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """What becomes of a layer's tokens behind a step that still attended to them: nothing, but for what it cost."""
+    """What becomes of a layer's tokens after a step that still attended to them: nothing, but for what it cost."""
 
     cost: Cost = field(default=FREE, kw_only=True)
 
@@ -210,7 +210,7 @@ class Evict(Change):
 
 @dataclass(frozen=True, eq=False)
 class Stay(Change):
-    """Only the tokens in these slots stay, in this order, with `room` behind them (None: as much as there was)."""
+    """Only the tokens in these slots stay, in this order, with `room` after them (None: as much as there was)."""
 
     slots: "Tensor"
     room: int | None = None

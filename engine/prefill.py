@@ -1,4 +1,4 @@
-"""One full pass over the prompt, and the `Trace` that it leaves behind for all variants.
+"""One full pass over the prompt, and the `Trace` that it leaves for all variants.
 
 The pass is ordinary exact attention, unless it is given a sparse one. Of every layer that methods compress the trace
 keeps K and V as the attention saw them (after rotary embedding, not repeated over query heads), and what the variants
@@ -103,7 +103,7 @@ def n_home(variants: Iterable[Variant], shape: ModelShape) -> int:
 
 @contextmanager
 def _explained(trace: Trace) -> Iterator[None]:
-    """Say what lies behind an error of a method that was given NaN."""
+    """Say what caused an error of a method that was given NaN."""
     try:
         yield
     except (ConfigError, MemoryError, torch.OutOfMemoryError):
@@ -195,7 +195,7 @@ class _Reading(ByHeads):
 
 
 class _Thinned(_Reading):
-    """As `_Reading`, for a pass that tokens leave: between two layers the model asks who goes on."""
+    """Reading in a pass that tokens leave: between two layers the model asks who goes on."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ def end(layer: int, held: Held) -> None:
 
 
 class Readers:
-    """Of one model's layers, and the steps of owners whose readers are to come."""
+    """Readers of one model's layers, and the steps of owners whose readers are to come."""
 
     def __init__(self, shape: ModelShape) -> None:
         self.name, self.owner = shape.name, dict(shape.readers)
@@ -45,7 +45,7 @@ class Readers:
         self.held: dict[int, Held] = {}
 
     def hold(self, layer: int, held: Held) -> None:
-        """An owner has attended: its step ends at once, or behind its last reader."""
+        """An owner has attended: its step ends at once, or after its last reader."""
         if layer not in self.last:
             return end(layer, held)
         for row, parts in zip(held.rows, held.parts, strict=True):

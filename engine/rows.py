@@ -126,7 +126,7 @@ class Bringer:
         self.told = Bringing(asks, far, ages, self.epochs, ahead)
 
     def holds(self, age: int) -> bool:
-        """Whether copies lie where they lay, and nobody has asked with the epoch of the step that is so many behind."""
+        """Whether copies lie where they lay, and nobody has asked with the epoch of the step that is so many later."""
         for layer, copies, start in zip(self.layers, self.copies, self.starts, strict=True):
             last, next_one = copies.epoch, start + self.epochs * age
             if layer.shelf.copies is not copies or last >= next_one or (self.ages and last != next_one - 1):
@@ -138,10 +138,10 @@ class Bringer:
         self.told.take(since)
 
     def enter(self, age: int) -> None:
-        """They have asked at that step."""
+        """Note that the rows have asked at that step."""
         for copies, start in zip(self.copies, self.starts, strict=True):
             copies.epoch = start + self.epochs * age
 
     def counts(self, age: int) -> Tensor:
-        """What was counted of each row then, on the device."""
+        """Counts of each row at that step, on the device."""
         return self.told.counts[age]

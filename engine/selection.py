@@ -21,16 +21,16 @@ class Reads(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Bytes beside K and V that a step holds, reads or moves; the engine enters them into the ledger.
+    """Bytes besides K and V that a step holds, reads or moves; the engine enters them into the ledger.
 
     Tuples are compared and made fast: a row makes one in every layer and step.
     """
 
     held_bytes: int = 0  # on the device: whatever a method keeps there in order to find tokens
     moved_bytes: int = 0  # moved or read in order to find tokens: what `comm` prices
-    read_bytes: int = 0  # of an index on the device, read to find tokens, beside what is moved
+    read_bytes: int = 0  # of an index on the device, read to find tokens, besides what is moved
     searched_bytes: int = 0  # read by an exact search, which no budget prices
-    released_bytes: int = 0  # device to host, beside K and V
+    released_bytes: int = 0  # device to host, besides K and V
     made_bytes: int = 0  # of keys of fetched tokens that are made on the device
     rebuilt_bytes: int = 0  # read and written to choose or to index tokens anew
     reads: Reads | None = None  # moved or read, too
@@ -40,7 +40,7 @@ FREE = Cost()
 
 
 class Selection(NamedTuple):
-    """What a query fetches beside what is resident. A method returns positions alone where it has no more to say."""
+    """What a query fetches besides what is resident. A method returns positions alone where it has no more to say."""
 
     idx: "Tensor | None" = None  # (1, h_kv or h, k) positions without repeats, -1 for none where the method `pads`
     cost: Cost = FREE  # of finding them

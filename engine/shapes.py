@@ -23,7 +23,7 @@ class ModelShape:
     d_model: int = 0  # values of a token between two layers; 0: not known
     chunked_layers: tuple[int, ...] = ()  # whose tokens see their own chunk of the text alone; nobody compresses them
     chunk: int = 0  # tokens of such a chunk
-    hybrid_layers: tuple[int, ...] = ()  # compressed ones with a state beside K and V, which the model keeps to itself
+    hybrid_layers: tuple[int, ...] = ()  # compressed ones with a state besides K and V, which the model keeps to itself
     value_width: int = 0  # dimensions of a value, where it has others than a key; 0: as many
     is_latent: bool = False  # a token is one latent for all heads: a value is the first numbers of its key
     is_capped: bool = False  # some layers bend their logits towards a cap
@@ -62,12 +62,12 @@ class ModelShape:
         return kept / (kept + self.left_bytes(s)) if kept else 0.0
 
     def left_bytes(self, s: int) -> int:
-        """What no method changes: K and V within windows and chunks, and states, for `s` tokens in 16 bits."""
+        """Bytes that no method changes: K and V within windows and chunks, and states, for `s` tokens in 16 bits."""
         return self.state_bytes + sum(2 * numbers * min(s, most) for numbers, most in self.left)
 
     @property
     def kept_layers(self) -> tuple[int, ...]:
-        """Those that keep something of every token: methods' own, or those of a model that chooses by itself."""
+        """Layers that keep something of every token: methods' own, or those of a model that chooses by itself."""
         return self.attention_layers or self.choosing_layers
 
     @property

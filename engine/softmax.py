@@ -21,7 +21,7 @@ from kvbench.kernels.capped import capped
 
 @dataclass(slots=True, eq=False)
 class Softmax:
-    """Of one layer. Nothing of it is changed once made."""
+    """Scale, cap and sinks of one layer. Nothing of it is changed once made."""
 
     scale: float
     cap: float = 0.0  # 0: none
@@ -33,7 +33,7 @@ class Softmax:
         return not self.cap and self.sink is None
 
     def of(self, heads: slice) -> "Softmax":
-        """That of some query heads alone."""
+        """The softmax of some query heads alone."""
         return self if self.sink is None else replace(self, sink=self.sink[heads])
 
     def logits(self, q: Tensor, keys: Tensor) -> Tensor:

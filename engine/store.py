@@ -123,13 +123,13 @@ class Store:
             made.stand(self.trace.slots[layer], self.trace.n_read)
 
     def change(self, layer: int, change: Change) -> None:
-        """Behind a step, let the layer's tokens leave as the method says. The step's books have them."""
+        """After a step, let the layer's tokens leave as the method says. The step's books have them."""
         if type(change) is not Change:
             self.layers[layer] = self.layers[layer].change(change)
         self.spend(layer, change.cost)
 
     def change_between(self, layer: int, change: Stay | Release) -> None:
-        """The same between steps: no step attended to what leaves, and what is written is counted as rebuilt."""
+        """A change between steps: no step attended to what leaves, and what is written is counted as rebuilt."""
         self.layers[layer].evictions = None
         self.change(layer, change)
         (made := self.layers[layer]).evictions = None
@@ -137,7 +137,7 @@ class Store:
             self.ledger.count_rebuilt(change.slots.shape[-1] * self.shape.h_kv * made.meter.token_bytes)
 
     def spend(self, layer: int, cost: Cost) -> None:
-        """Enter into the books what a method held, read or moved beside K and V in the step at hand."""
+        """Enter into the books what a method held, read or moved besides K and V in the step at hand."""
         self.layers[layer].meter.spend(cost)
         if cost.rebuilt_bytes:
             self.books.count_rebuilt(cost.rebuilt_bytes)  # which the layers complete
@@ -161,7 +161,7 @@ class Store:
         return self.shelves.setdefault(self.trace.device_of(layer), shelf)
 
     def as_codes(self, layer: int, placement: Placement, coder: Coder) -> Coded:
-        """The same tokens as codes."""
+        """The tokens of this placement as codes."""
         s, (_, n_window, capacity) = self.trace.s_prompt, placement.size(self.trace.s_prompt, self.n_new)
         if isinstance(placement, Whole):
             return Coded(coder)

@@ -72,7 +72,7 @@ class Shape:
 
     @property
     def weighing(self) -> dict[str, Any]:
-        """How kernels that weigh tokens by themselves are told of both."""
+        """How kernels that weigh tokens by themselves are told of cap and sinks."""
         return {"cap": self.cap, "sink": empty(self.h, dtype=torch.float32) if self.has_sinks else None}
 
     def pair(self, s: int) -> tuple[Tensor, Tensor]:
@@ -266,7 +266,7 @@ def weight_sites(shape: Shape, s: int) -> None:
 
 
 def code_sites(shape: Shape, s: int) -> None:
-    """KIVI's codes, those of transformers' cache, TurboQuant's; exact tokens behind values alone, and behind both."""
+    """KIVI's codes, those of transformers' cache, TurboQuant's; exact tokens after values alone, and after both."""
     h_kv, d_h = shape.h_kv, shape.d_h
     q, exact = shape.empty(2, shape.h, 1, d_h), shape.empty(1, h_kv, 130, d_h)
     norm = empty(h_kv, s, 1, dtype=torch.float16)
@@ -415,7 +415,7 @@ class Compiler:
         self.say(made)
 
     def assemble(self, made: Compiled, kernel: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any]) -> None:
-        """What becomes of a specialisation."""
+        """Compile a specialisation and note what becomes of it."""
         said = StringIO()
         try:
             with redirect_stdout(said), triton.knobs.nvidia.scope():
@@ -442,7 +442,7 @@ def read_ptxas(made: Compiled, said: str) -> None:
 
 
 def check_shared(made: Compiled) -> None:
-    """What asks for more than there is compiles, and is refused when it is launched."""
+    """Note as an error what asks for more than there is: it compiles, and is refused when it is launched."""
     most = SHARED.get(made.arch, made.shared)
     if made.shared > most:
         made.error = f"{made.shared} bytes of shared memory where a program can have {most}"
@@ -468,7 +468,7 @@ def loads_of(cubin: bytes) -> dict[str, int]:
 
 
 def lengths_of(name: str, dtype: str) -> Sequence[int]:
-    """All of them for models in bfloat16; what a length changes is the same in another type, and of other shapes."""
+    """All lengths for models in bfloat16; what a length changes is the same in another type, and of other shapes."""
     is_model = name in MODELS
     return LENGTHS if is_model and dtype == "bfloat16" else [ONE_LENGTH[is_model]]
 
@@ -524,7 +524,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if triton is None or INTERPRETED:
         print("error: this needs Triton, and TRITON_INTERPRET unset", file=sys.stderr)  # noqa: T201
         return 2
-    # Whole it takes many minutes: a line as soon as there is one, and what is wrong once more behind them.
+    # Whole it takes many minutes: a line as soon as there is one, and what is wrong once more after them.
     found = compile_all(asked.arch, asked.shapes, asked.dtypes, asked.lengths, asked.only, asked.sass, say)
     wrong = [made for made in found if made.error or made.spilled]
     n_elsewhere = sum(made.spilled > 0 and not made.spills for made in found)

@@ -58,13 +58,13 @@ class Kept:
         return self.s if self.n_local is None else self.n_local
 
     def items(self) -> Iterator[tuple[int, int, bool]]:
-        """Blocks of queries: the first, the one behind the last, whether they see their whole past."""
+        """Blocks of queries: the first, the one after the last, whether they see their whole past."""
         for low, high, is_dense in ((0, self.dense_from, False), (self.dense_from, self.s, True)):
             for first in range(low, high, self.block):
                 yield first, min(first + self.block, high), is_dense
 
     def n_blocks(self) -> tuple[int, int]:
-        """Of queries that see what is kept, and of those that see all."""
+        """Numbers of blocks of queries that see what is kept, and of those that see all."""
         return cdiv(self.dense_from, self.block), cdiv(self.s - self.dense_from, self.block)
 
     def columns(self, first: int, stop: int) -> Tensor:
@@ -158,7 +158,7 @@ def kept_sums_torch(
 
 
 def listed_logits(q: Tensor, k: Tensor, scale: float, kept: Kept, cap: float) -> Iterator[tuple[Any, ...]]:
-    """Of some heads and a block of queries: both, where their keys are, which of them each sees, and the logits."""
+    """Logits of some heads and a block of queries, with both, where their keys are and which each sees."""
     (_, h, s, d_h), h_kv = q.shape, k.shape[1]
     kv_head = torch.arange(h, device=q.device).unsqueeze(-1) // (h // h_kv)  # (h, 1)
     for first, stop, is_dense in kept.items():
@@ -304,7 +304,7 @@ def form_of(block: int, d_h: int, d_v: int, size: int, arch: int) -> tuple[int, 
 def kept_sums_triton(
     q: Tensor, k: Tensor, scale: float, kept: Kept, lse: Tensor, window: int | None = None, cap: float = 0.0
 ) -> Tensor:
-    """A program for some keys and a head, which goes through the blocks of queries behind them."""
+    """A program for some keys and a head, which goes through the blocks of queries after them."""
     (_, h, s, d_h), h_kv = q.shape, k.shape[1]
     q, k, lse = q.contiguous(), k.contiguous(), lse.contiguous()
     sums = torch.empty(h, s, dtype=torch.float64, device=q.device)
@@ -321,7 +321,7 @@ def kept_sums_triton(
 
 
 def masks_of(kept: Kept) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """Of either form two masks as bytes, and how many entries a head has in each."""
+    """Two masks as bytes, whichever form it has, and how many entries a head has in each."""
     if kept.blocks is not None:
         blocks = kept.blocks.contiguous().view(torch.uint8)
         return (blocks, blocks), (blocks.shape[1] * blocks.shape[2], blocks.shape[2])
@@ -385,7 +385,7 @@ def attend_listed(
                 )
                 if WIDE:
                     keys = keys.to(tl.float32)
-                # The last query that sees a key, and the one behind it.
+                # The last query that sees a key, and the one after it.
                 until = tl.where((token < n_init) | is_dense, stop, tl.minimum(stop, token + n_local))
                 seen = there[None] & (token[None] <= query[:, None]) & (query[:, None] < until[None])
                 seeing = tl.minimum(until, low + ROWS) - tl.maximum(token, low)

@@ -19,12 +19,12 @@ from kvbench.kernels.jit import jit, tl
 
 
 def capped(x: Tensor, cap: float) -> Tensor:
-    """In place where x may be written; 0 for no cap."""
+    """Logits x with a cap, in place where x may be written; 0 for no cap."""
     return x.div_(cap).tanh_().mul_(cap) if cap else x
 
 
 def with_sink(lses: Tensor, sink: Tensor | None) -> Tensor:
-    """Log-sum-exps (n, h, blocks) of blocks of tokens, and behind them each head's sink (h,) as one block more."""
+    """Log-sum-exps (n, h, blocks) of blocks of tokens, and after them each head's sink (h,) as one block more."""
     return lses if sink is None else torch.cat([lses, sink.view(1, -1, 1).expand(len(lses), -1, -1)], -1)
 
 

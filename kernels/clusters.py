@@ -1,6 +1,6 @@
 """Clusters in the order of their scores, the first tokens of clusters in an order, clusters in place of tokens.
 
-Clusters lie behind each other: cluster c of a KV head owns `tokens[ends[c] - sizes[c] : ends[c]]`.
+Clusters lie one after the other: cluster c of a KV head owns `tokens[ends[c] - sizes[c] : ends[c]]`.
 
 Shapes    order (n, heads, r), heads h_kv or h, some or all of c clusters; sizes, ends (h_kv, c);
           tokens (h_kv, n_tokens); result (n, heads, k).
@@ -35,7 +35,7 @@ def cluster_order(scores: Tensor) -> Tensor:
 
 
 def cluster_tokens(order: Tensor, sizes: Tensor, ends: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """The first `k` tokens of each head's clusters in its `order`, -1 behind the last token that there is."""
+    """The first `k` tokens of each head's clusters in its `order`, -1 after the last token that there is."""
     if order.device.type == "cpu" and native() is not None:
         return cluster_tokens_native(order, sizes, ends, tokens, k)
     return cluster_tokens_torch(order, sizes, ends, tokens, k)
@@ -225,7 +225,7 @@ def fill_slots(
     block, row = tl.program_id(0), tl.program_id(1)
     owner = row % heads // heads_per_owner
     slot = block * SLOTS + tl.arange(0, SLOTS)
-    # The slot's cluster is the first that ends behind it: as many as end at it or before are in front.
+    # The slot's cluster is the first that ends after it: as many as end at it or before are in front.
     rank = tl.zeros((SLOTS,), tl.int32)
     stop = tl.full((SLOTS,), 1 << 30, tl.int32)
     n_before = tl.zeros((1,), tl.int32)

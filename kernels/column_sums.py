@@ -140,7 +140,7 @@ def column_maxima_torch(q: Tensor, k: Tensor, scale: float, lse: Tensor, cap: fl
 
 
 def column_maxima_native(q: Tensor, k: Tensor, scale: float, lse: Tensor) -> Tensor:
-    """As the sums: a tile's products stay in registers."""
+    """Largest weights, with a tile's products in registers."""
     (_, h, r, d_h), (_, h_kv, n, _) = q.shape, k.shape
     q, k, lse = (x.contiguous() for x in (q, k, lse.float()))
     largest = torch.empty(h_kv, h // h_kv, n, dtype=torch.float64)

@@ -8,7 +8,7 @@ Ops are named after their file. `step` stands for what the rows of a decode step
 Where it is left out the step takes a CPU's path, and searches their plain forms: the positions that a search's kernel
 finds are keys, which the step's kernels alone read.
 
-What was found is remembered beside the compiled C++ (`kernels/build.py`), by whatever it depends on: the GPU, its
+What was found is remembered next to the compiled C++ (`kernels/build.py`), by whatever it depends on: the GPU, its
 driver, versions, our sources, the model's shapes. What could not be run at all is tried again by the next process, as a
 compiler may be there by then, or memory.
 
@@ -71,7 +71,7 @@ def left_out(device: torch.device) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What of a model kernels are compiled for."""
+    """Sizes of a model that kernels are compiled for."""
 
     h: int
     h_kv: int
@@ -82,7 +82,7 @@ class Shapes:
 
 
 def shapes_of(model: Any, dtype: torch.dtype) -> Shapes:
-    """Those of a model, whose shape has them by the same names."""
+    """The sizes of a model, whose shape has them by the same names."""
     return Shapes(model.h, model.h_kv, model.d_h, model.d_v, model.is_latent, dtype)
 
 
@@ -151,7 +151,7 @@ def apart_by(found: Tensor, right: Tensor) -> float:
 
 
 def facts(device: torch.device) -> tuple[object, ...]:
-    """What a verdict depends on beside the model's shapes."""
+    """What a verdict depends on besides the model's shapes."""
     sources = sha256()
     for file in sorted(Path(__file__).parent.rglob("*.py")):
         sources.update(file.read_bytes())
@@ -161,7 +161,7 @@ def facts(device: torch.device) -> tuple[object, ...]:
 
 
 def driver() -> str:
-    """What the kernel's module says of itself; "" where there is none."""
+    """The version text of the kernel's driver module; "" where there is none."""
     for file in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
         with suppress(OSError):
             return Path(file).read_text()
@@ -173,7 +173,7 @@ def folder() -> Path:
 
 
 def remembered_verdicts(name: str) -> dict[str, str]:
-    """What an earlier process wrote, if nobody else could have."""
+    """Verdicts that an earlier process wrote, if nobody else could have."""
     with suppress(OSError, ValueError):
         there = own_folder(folder())
         try:
@@ -188,7 +188,7 @@ def remembered_verdicts(name: str) -> dict[str, str]:
 
 
 def remember(name: str, said: Mapping[str, str]) -> None:
-    """For processes to come; a folder that cannot be written to costs the trials once more."""
+    """Write verdicts for processes to come; a folder that cannot be written to costs the trials once more."""
     with suppress(OSError):
         there, new = own_folder(folder()), f"{name}.{os.getpid()}"
         try:

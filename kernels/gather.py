@@ -23,7 +23,7 @@ def is_within(k: Tensor, v: Tensor) -> bool:
 
 
 def apart(k: Tensor, v: Tensor) -> int:
-    """Numbers of a value that have to be moved beside those of its key: none where they lie within these."""
+    """Numbers of a value that have to be moved besides those of its key: none where they lie within these."""
     return 0 if is_within(k, v) else v.shape[3]
 
 

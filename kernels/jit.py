@@ -115,7 +115,7 @@ def power_of_2(n: int, least: int = 1) -> int:
 def fit_rows(width: int, most: int, held: int = 16384) -> tuple[int, int]:
     """How many rows of so many numbers registers have room for at once, at most so many, and the warps they take.
 
-    `held` are the numbers that four warps hold, beside what the kernel wants otherwise.
+    `held` are the numbers that four warps hold, besides what the kernel wants otherwise.
     """
     n_warps = 8 if width > 256 else 4
     return max(1, min(most, held * n_warps // 4 // width)), n_warps
@@ -135,14 +135,14 @@ def architecture(device: torch.device) -> int:
 
 
 def shared_memory(device: torch.device) -> int:
-    """What a program of this device can have, as the device itself says."""
+    """Bytes of shared memory that a program of this device can have, as the device itself says."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     return SHARED.get(architecture(device), min(SHARED.values()))
 
 
 def distance(x: Tensor, start: Tensor) -> int:
-    """From the first element of `start` to that of x, in elements of both."""
+    """Distance from the first element of `start` to that of x, in elements of both."""
     elements, rest = divmod(x.data_ptr() - start.data_ptr(), start.element_size())
     assert x.dtype == start.dtype and not rest, (x.dtype, start.dtype, rest)
     return elements
@@ -178,6 +178,6 @@ def constants(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def send(numbers: Sequence[int], target: Tensor) -> None:
-    """Write integers over the first of those that `upload` made, behind whatever still reads these."""
+    """Write integers over the first of those that `upload` made, after whatever still reads these."""
     there = integers(numbers)
     target[: len(numbers)].copy_(there.pin_memory() if target.is_cuda else there, non_blocking=True)

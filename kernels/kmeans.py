@@ -43,7 +43,7 @@ WIDTH = 8
 
 
 class Clustering(NamedTuple):
-    """What k-means ends with; labels and sizes are of the final centroids."""
+    """Result of k-means; labels and sizes are of the final centroids."""
 
     centroids: Tensor  # (p, c, d) float32
     labels: Tensor  # (p, n) int64
@@ -93,7 +93,7 @@ def kmeans_torch(
 def kmeans_ref(
     points: Tensor, centroids: Tensor, n_rounds: int, metric: str = "cosine", unit: bool = False
 ) -> Clustering:
-    """The same, a problem at a time and always all rounds: after the labels came to rest nothing changes."""
+    """k-means (`kmeans`), a problem at a time and always all rounds: after the labels came to rest nothing changes."""
     centroids = centroids.float().clone()
     for i, mine in enumerate(points.float()):
         for _ in range(n_rounds):
@@ -167,7 +167,7 @@ def as_product(centroids: Tensor, metric: str) -> tuple[Tensor, Tensor | None]:
 
 
 def nearest_ref(points: Tensor, centroids: Tensor, metric: str) -> Tensor:
-    """By the definition of each metric, all at once."""
+    """Nearest centroids by the definition of each metric, all at once."""
     points, centroids = points.float(), centroids.float()
     if metric == "l2":
         return torch.cdist(points, centroids, compute_mode="donot_use_mm_for_euclid_dist").argmin(-1)
@@ -218,7 +218,7 @@ def count_labels(labels: Tensor, c: int) -> Tensor:
 
 
 def flat_labels(labels: Tensor, c: int) -> Tensor:
-    """Labels (p, n) as clusters of all problems behind each other, (p * n,)."""
+    """Labels (p, n) as clusters of all problems one after the other, (p * n,)."""
     return (labels + torch.arange(0, len(labels) * c, c, device=labels.device).unsqueeze(1)).flatten()
 
 
@@ -289,7 +289,7 @@ def meeting(d: int, c: int, shared: int) -> tuple[int, int, int, int]:
 
 
 def cluster_means_triton(points: Tensor, labels: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """A program for each cluster, whose points a stable sort of labels put behind each other."""
+    """A program for each cluster, whose points a stable sort of labels put one after the other."""
     (p, n, d), c = points.shape, centroids.shape[1]
     ordered = labels.int().sort(dim=-1, stable=True)
     ids = torch.arange(c, dtype=torch.int32, device=points.device).expand(p, -1).contiguous()

@@ -23,7 +23,7 @@ from kvbench.kernels.topk import top_stable
 
 
 def by_channel(labels: Tensor) -> Tensor:
-    """The same labels (stored, s, c), those of a channel together over tokens."""
+    """Labels (stored, s, c), unchanged, with those of a channel together over tokens in memory."""
     return labels.mT.contiguous().mT
 
 

@@ -75,7 +75,7 @@ def page_bounds_ref(keys: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
 
 
 def page_scores_ref(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
-    """By its definition: channel by channel the larger of the two products, summed up."""
+    """Scores by their definition: channel by channel the larger of the two products, summed up."""
     group = q.shape[1] // kmin.shape[1]
     low, high = (x.float().repeat_interleave(group, 1) for x in (kmin, kmax))
     q = q.float()
@@ -83,7 +83,7 @@ def page_scores_ref(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
 
 
 def page_scores_torch(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
-    """Of a channel's two products the larger is that with kmax where q > 0, else that with kmin: two products."""
+    """Scores from two products: of a channel's two the larger is that with kmax where q > 0, else that with kmin."""
     n, h, _, d_h = q.shape
     h_kv = kmin.shape[1]
     grouped = q.reshape(n, h_kv, h // h_kv, d_h).float()
@@ -230,7 +230,7 @@ def expand_pages(keys, tokens, n, start, length, stop, row_stride, head_stride, 
 def bound_page(keys, kmin, kmax, s, d_h, page_len, n_pages, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     page, head = tl.program_id(0), tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
-    # Rows behind the page's end are its last row again.
+    # Rows after the page's end are its last row again.
     last = tl.minimum(page * page_len + page_len, s) - 1
     at = tl.minimum(page * page_len + row, last)
     inside = column < d_h

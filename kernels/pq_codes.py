@@ -33,7 +33,7 @@ def pq_codes(keys: Tensor, centroids: Tensor) -> Tensor:
 
 
 def pq_codes_ref(keys: Tensor, centroids: Tensor) -> Tensor:
-    """From all distances, in float64, some tokens at a time: those of 32,768 would be 17 GB of differences."""
+    """Codes from all distances, in float64, some tokens at a time: those of 32,768 would be 17 GB of differences."""
     h_kv, m, c, d_m = centroids.shape
     wide, found = centroids.double().unsqueeze(2), []
     for some in keys.split(max(1, REF_VALUES // (h_kv * m * c * d_m)), 1):
@@ -43,7 +43,7 @@ def pq_codes_ref(keys: Tensor, centroids: Tensor) -> Tensor:
 
 
 def pq_codes_torch(keys: Tensor, centroids: Tensor, assign: Assign = assign_torch) -> Tensor:
-    """By products around the mean of the centroids."""
+    """Codes by products around the mean of the centroids."""
     h_kv, m, c, d_m = centroids.shape
     flat = centroids.float().flatten(0, 1)  # (h_kv * m, c, d_m)
     mean = flat.mean(1, keepdim=True)
@@ -80,7 +80,7 @@ def pq_codes_native(keys: Tensor, centroids: Tensor) -> Tensor:
 
 
 def append_native(codes: Tensor, data: Tensor, b: int, n: int) -> None:
-    """Set the bits of the tokens behind the first n."""
+    """Set the bits of the tokens after the first n."""
     codes = codes.to(torch.uint8).contiguous()
     h_kv, m, n_new = codes.shape
     assert data.shape[:2] == (h_kv, m), (codes.shape, data.shape)
@@ -96,7 +96,7 @@ def counted_bytes(h_kv: int, m: int, b: int, n: int) -> int:
 
 
 def pack(codes: Tensor, b: int) -> Tensor:
-    """Codes (..., n) in bit planes: (..., groups * 8 * b) uint8, zeros behind the end."""
+    """Codes (..., n) in bit planes: (..., groups * 8 * b) uint8, zeros after the end."""
     n = codes.shape[-1]
     padded = torch.nn.functional.pad(codes, (0, -n % GROUP)).to(torch.uint8)
     if b == 8:
@@ -167,7 +167,7 @@ class PackedCodes:
         return there
 
     def forked(self) -> PackedCodes:
-        """The same codes in memory of their own."""
+        """A copy of these codes in memory of its own."""
         x = self.data
         made = torch.empty(x.nbytes, dtype=torch.uint8, device=x.device, pin_memory=x.is_pinned())
         there = self.within(made, self.n)

@@ -38,7 +38,7 @@ class Fit(NamedTuple):
 
 
 def code_dtype(c: int) -> torch.dtype:
-    """What holds the number of one of `c` centroids."""
+    """Type that holds the number of one of `c` centroids."""
     return torch.uint8 if c <= 256 else torch.int16
 
 

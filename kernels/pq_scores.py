@@ -136,7 +136,7 @@ def packed_codes(codes: PackedCodes | Tensor, n: int) -> tuple[int, int, int, in
 
 
 def pq_top_native(q: Tensor, centroids: Tensor, codes: PackedCodes | Tensor, n: int, k: int, scale: float) -> Tensor:
-    """No score is stored where there are fewer joint values than tokens. Ascending indices."""
+    """Ascending indices of the `k` best; no score is stored where there are fewer joint values than tokens."""
     h_kv = len(centroids)
     if k >= n:
         return torch.arange(n).expand(h_kv, n)

@@ -36,7 +36,7 @@ def empty(name: str, device: torch.device, dtype: torch.dtype, *size: int) -> Te
 
 
 class Scratch:
-    """What is taken under a name holds until somebody takes it again: layers of a step share it in turn."""
+    """Memory under names: what is taken holds until the name is taken again, so layers of a step share it in turn."""
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, torch.device], Tensor] = {}

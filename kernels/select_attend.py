@@ -7,7 +7,7 @@ tokens lie.
 Shapes    q (1, h, 1, d_h); k (1, h_kv, s, d_h); v (1, h_kv, s, d_v), whose rows may be the first numbers of those of k;
           idx (1, h_kv or h, n_chosen) int64, -1: no token (a GPU reads the lower half of each); late: more rows of K
           and V, n_late, which idx counts on from s;
-          spans: rows of each KV head, as many as it has; k and v hold heads behind each other, (1, 1, rows, d_h), or
+          spans: rows of each KV head, as many as it has; k and v hold heads one after the other, (1, 1, rows, d_h), or
           each by itself, (1, h_kv, rows, d_h).
           scaled logits bend towards `cap`, if it is not 0 (`kernels/capped.py`);
           bias (1, heads, tokens) float32 for the heads that have tokens of their own, added to their logits then;
@@ -62,7 +62,7 @@ class Spans(NamedTuple):
     starts: Tensor  # (h_kv,) int64
     counts: Tensor  # (h_kv,) int64
     longest: int  # no head has more
-    step: int = 0  # how much further on both are at the next step, where several steps' lie behind each other
+    step: int = 0  # how much further on both are at the next step, where several steps' follow each other
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +120,7 @@ class Tokens:
         return k, k[..., : self.v.shape[3]] if is_within(self.k, self.v) else gather_split(self.v, late_v, self.idx)
 
     def _unrolled(self, x: Tensor) -> Tensor:
-        """The spans of K or V beside each other, (1, h_kv, longest, d_h)."""
+        """The spans of K or V next to each other, (1, h_kv, longest, d_h)."""
         assert self.spans is not None
         starts, _, longest, _ = self.spans
         rows = starts[:, None] + torch.arange(longest, device=x.device)
@@ -171,7 +171,7 @@ def native_takes(q: Tensor, parts: Sequence[Tokens]) -> bool:
 
 
 def stretches(part: Tokens) -> list[tuple[Tensor, Tensor]]:
-    """K and V of a part, and of the tokens behind them."""
+    """K and V of a part, and of the tokens after them."""
     return [(part.k, part.v)] if part.late is None else [(part.k, part.v), part.late]
 
 
@@ -231,7 +231,7 @@ def value_width(rows: Sequence[Sequence[Tokens]]) -> int:
 
 
 def packed_part(part: Tokens) -> tuple[int, ...]:
-    """As `Tokens.packed`, made anew."""
+    """The numbers of a part that kernels take (`Tokens.packed`), made anew."""
     k, v, idx, late = part.k, part.v, part.idx, part.late
     size, h_kv, s = k.element_size(), k.shape[1], k.shape[2]
     heads, n, where, late_numbers, rows, spans, bias = h_kv, s, 0, (0, 0, 0, 0), NEVER, (0, 0), (0, 0)
@@ -290,7 +290,7 @@ class Others(Protocol):
     h_kv: int
 
     def pieces(self, q: Tensor) -> list[list[Piece]]:
-        """Of each row; their kernels are numbered from 1 on."""
+        """Pieces of each row; their kernels are numbered from 1 on."""
         ...
 
     def launch(
@@ -314,7 +314,7 @@ class Work:
         self.is_even = False
 
     def hold(self, pieces: Sequence[Piece], ends: list[int], q: Tensor) -> Tensor:
-        """The table on the device: columns one behind the other, where rows end, records."""
+        """The table on the device: columns one after the other, where rows end, records."""
         *columns, records = map(list, zip(*pieces, strict=True)) if pieces else ([] for _ in range(COLUMNS + 1))
         same = self.table is not None and records == self.records and ends == self.ends
         if not same or columns[MOVING:] != self.columns[MOVING:]:
@@ -346,7 +346,7 @@ class Table(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Where launches write what is read right behind them."""
+    """Where launches write what is read right after them."""
 
     sums: Tensor  # (items, h, d_v) float32
     lses: Tensor  # (items, h)
@@ -378,7 +378,7 @@ def attend_rows_triton(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """All rows of q (n, h, 1, d_h), each over its own parts, in one launch and one that joins: out and lse (n, h, 1).
 
-    A part lies anywhere that the GPU can read, pinned host memory included. q may have more rows behind these, for
+    A part lies anywhere that the GPU can read, pinned host memory included. q may have more rows after these, for
     which nothing is written. Where a row has `logits`, (h, tokens of all its parts) float32, its scaled logits are
     stored there; `others` come on top of a row's parts. `work` is what these rows had at the last step.
     """
@@ -401,7 +401,7 @@ def growing_table(
 ) -> tuple[Table, list[list[Piece]], int]:  # fmt: skip
     """A table of parts that have so many tokens more at every step, its pieces, and for how many steps it holds.
 
-    There is room for `ahead` steps, and the `logits` of a row's parts lie behind each other, each with as much.
+    There is room for `ahead` steps, and the `logits` of a row's parts follow each other, each with as much.
     """
     h_kv, own = kv_heads(rows) if others is None else others.h_kv, list[list[Piece]]()
     for i, (parts, ns) in enumerate(zip(rows, more, strict=True)):
@@ -422,14 +422,14 @@ def growing_table(
 
 
 def point_to(table: Table, places: Sequence[int]) -> None:
-    """From now on each piece's chosen tokens are said there."""
+    """Let each piece's chosen tokens be read from these addresses from now on."""
     send(places, table.numbers[table.n_pieces :])
 
 
 def attend_table(
     q: Tensor, table: Table, scale: float, cap: float = 0.0, others: Others | None = None, since: Since | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `attend_rows_triton`, over what is on the device already; q is contiguous.
+    """Attention of rows (`attend_rows_triton`) over what is on the device already; q is contiguous.
 
     Pieces may have grown since the table was made.
     """
@@ -463,7 +463,7 @@ class LaunchForm(NamedTuple):
 
 @cache
 def form_of(g: int, d_h: int, d_v: int, size: int, is_even: bool, n_pieces: int, shared: int) -> LaunchForm:
-    """For elements of so many bytes, on a GPU whose programs can have so much shared memory."""
+    """The launch for elements of so many bytes, on a GPU whose programs can have so much shared memory."""
     lanes = 16 // size if is_even and d_v * size % 16 == 0 else 1
     width, values, most = power_of_2(d_h, 16), power_of_2(d_v, 16), power_of_2(n_pieces)
     is_odd = d_h % 16 > 0 or d_v % 16 > 0  # whose masks take registers
@@ -504,7 +504,7 @@ def table_of(
 
 
 def elements(x: Tensor) -> int:
-    """Its address, in its elements."""
+    """The address of a tensor, in its elements."""
     return x.data_ptr() // x.element_size()
 
 
@@ -580,12 +580,12 @@ def check_stretch(k: Tensor, v: Tensor, q: Tensor, v_row: int, k_row: int) -> No
     assert k.dtype == v.dtype == q.dtype, (k.dtype, v.dtype)
 
 
-PLAIN = (0, 0, 0, 0, 0, NEVER, *[0] * 14)  # of tokens beside each other, and nothing else
+PLAIN = (0, 0, 0, 0, 0, NEVER, *[0] * 14)  # of tokens next to each other, and nothing else
 
 
 @jit
 def find_item(number, table, n_pieces, split, kernel, age):
-    """Of a kernel's item: whether it is there yet; which piece it is of; the item counted over all kernels; its piece's
+    """A kernel's item: whether it is there yet; which piece it is of; the item counted over all kernels; its piece's
     tokens, how often the kernel has gone over them before, and where it begins. The table is of `age` steps before."""
     # Piece by piece: what a sum over a vector gives is not known to be the same for all threads, and spills registers.
     own_ends, start, before, found = number * 0, number * 0, number * 0, number * 0
@@ -683,7 +683,7 @@ def attend_items(
                 tl.where(slot >= 0, k_near + beside * k_row, key_at),
                 tl.where(slot >= 0, v_near + beside * v_row, value_at),
             )
-        key_at = key_at // LANES * LANES  # what it is: behind a branch Triton 3.6 does not know it any more
+        key_at = key_at // LANES * LANES  # what it is: after a branch Triton 3.6 does not know it any more
         seen = mine[:, None] & real[None]
         if mask_at != 0:
             seen = seen & (tl.load(seen_at + row[:, None] * mask_stride + place[None], seen, other=0) != 0)

@@ -80,7 +80,7 @@ def top_native(scores: Tensor, k: int) -> Tensor:
 
 
 def top_border(scores: Tensor, k: int) -> Tensor:
-    """By topk; where more scores equal the lowest chosen one than are chosen, the first of them are taken instead."""
+    """Indices by topk; where more scores equal the lowest chosen one than are chosen, the first of them are taken."""
     chosen = scores.topk(k, sorted=False)
     if k == 0:
         return chosen.indices
@@ -93,7 +93,7 @@ def top_border(scores: Tensor, k: int) -> Tensor:
 
 
 def top_packed(scores: Tensor, k: int) -> Tensor:
-    """By topk of float64, whose spare bits hold the index, so that no two scores are equal. Infinity is `LARGEST`."""
+    """Indices by topk of float64, whose spare bits hold the index: no two scores are equal. Infinity is `LARGEST`."""
     s = scores.shape[-1]
     assert scores.dtype == torch.float32 and s < 1 << SPARE_BITS, (scores.dtype, s)
     index = torch.arange(s, device=scores.device)
@@ -105,7 +105,7 @@ def top_packed(scores: Tensor, k: int) -> Tensor:
 
 
 def top_stable_ref(scores: Tensor, k: int) -> Tensor:
-    """The same by a stable sort, best first."""
+    """The `k` largest scores by a stable sort, best first."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
@@ -113,7 +113,7 @@ def top_stable_ref(scores: Tensor, k: int) -> Tensor:
 
 
 def top_keys(keys: Tensor, ks: Sequence[int]) -> Tensor:
-    """The smallest of keys (n, heads, s), `ks[i]` of row i, in the order of positions; behind them `NO_KEY`.
+    """The smallest of keys (n, heads, s), `ks[i]` of row i, in the order of positions; after them `NO_KEY`.
 
     Their lower halves are the positions, (n, heads, max(ks)). Along a head keys of tokens rise with their positions
     where scores are equal; no two are the same.
@@ -131,7 +131,7 @@ def best_keys(keys: Tensor, k: int) -> Tensor:
 
 
 def top_keys_ref(keys: Tensor, ks: Sequence[int]) -> Tensor:
-    """By a sort of keys, and one of positions."""
+    """Chosen keys by a sort of keys, and one of positions."""
     best = best_keys(keys, max(ks))
     behind = torch.arange(max(ks), device=keys.device) >= torch.tensor(ks, device=keys.device).view(-1, 1, 1)
     best = best.masked_fill(behind, NO_KEY)
@@ -211,7 +211,7 @@ class KeyChoice:
         self.sizes = (self.width, heads, self.rows), is_same
 
     def take(self, keys: Tensor, since: Since | None = None) -> Tensor:
-        """Of keys (n_rows, heads, n); where the result lies is always the same."""
+        """Choose among keys (n_rows, heads, n); where the result lies is always the same."""
         n, since = keys.shape[-1], now(self.device) if since is None else since
         n_chunks, (sizes, is_same) = 1 if n <= ALONE else CHUNKS, self.sizes
         counted = self.counters
@@ -252,7 +252,7 @@ def select_keys(
     SAME: tl.constexpr, CHUNKS: tl.constexpr, KEYS: tl.constexpr, DIGITS: tl.constexpr, BINS: tl.constexpr,
     LOOKS: tl.constexpr,
 ):  # fmt: skip
-    """One digit of one chunk of a head, or, behind the last digit, what the chunk has of the chosen keys.
+    """One digit of one chunk of a head, or, after the last digit, what the chunk has of the chosen keys.
 
     Programs take their work in the order in which they start, digit by digit, and wait for work that was taken before:
     whoever is waited for runs already.

@@ -1,4 +1,4 @@
-"""Each op's kernel beside its plain form, on numbers drawn in the shapes of a model: what `kernels/fast.py` tries out.
+"""Each op's kernel next to its plain form, on numbers drawn in the shapes of a model: what `kernels/fast.py` tries out.
 
 A trial yields pairs, what a kernel found and what torch says. Whole numbers are to be equal, keys by their positions;
 others as near as `fast.NEAR` says for the model's dtype. A few hundred tokens make every kernel go over several tiles.
@@ -36,7 +36,7 @@ from kvbench.kernels.rows.values import bring_values_triton
 from kvbench.kernels.rows.weights import Held, Row, Softening, receive_rows
 from kvbench.kernels.select_attend import Near, Spans, Tokens, attend_parts_ref, attend_rows_triton
 
-S, LATE = 300, 9  # tokens of a prompt, and behind it
+S, LATE = 300, 9  # tokens of a prompt, and after it
 Pairs = Iterator[tuple[Tensor, Tensor]]
 
 
@@ -89,13 +89,13 @@ class Heads:
 
 
 def far(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The same on the host, where a GPU reads them."""
+    """Copies of k and v on the host, where a GPU reads them."""
     there = k.cpu().pin_memory()
     return there, there[..., : v.shape[3]] if v.data_ptr() == k.data_ptr() else v.cpu().pin_memory()
 
 
 def scores(keys: Tensor) -> Tensor:
-    """What keys were made of; 0 in place of none."""
+    """Scores that keys were made of; 0 in place of none."""
     rising = (~(keys >> 32)).int()
     found = (rising ^ ((rising >> 31) & 0x7FFFFFFF)).view(torch.float32)
     return found.masked_fill(keys == topk.NO_KEY, 0)
@@ -148,7 +148,7 @@ def step(on: Heads) -> Pairs:
 
 
 def blocks(on: Heads) -> Pairs:
-    """Of two blocks that a cache holds, both leave for the next two, which are there when they are asked for again."""
+    """A cache holds two blocks: both leave for the next two, which are there when they are asked for again."""
     (k, v), length = on.pair(S), 16
     cached, made = [x.new_zeros(1, on.h_kv, 2 * length, x.shape[3]) for x in (k, v)], on.ask(on.places(on.h_kv, 8))
     near = [x.new_zeros(1, on.h_kv, 8, x.shape[3]) for x in (k, v)]
@@ -318,7 +318,7 @@ def quantised(on: Heads) -> Pairs:
 
 
 def products(on: Heads) -> Pairs:
-    """Of queries with keys, with a few channels of keys, with means of blocks."""
+    """Products of queries with keys, with a few channels of keys, with means of blocks."""
     q, prompt, late = on.query(2), on.normal(1, on.h_kv, S, on.d_h), on.normal(1, on.h_kv, LATE, on.d_h)
     n, grouped = S + 4, q.view(2, on.h_kv, on.g, on.d_h).float()
     keys = torch.cat([prompt, late], 2)[0, :, :n].float()

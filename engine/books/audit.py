@@ -1,7 +1,7 @@
 """What the engine counts by itself of methods that it does not know: those in a file outside this repository.
 
 Rows that are `checked_for` somebody have their selections looked at before memory is read there, the parts that they
-hand to attention counted beside what they say, and the tensors of their own added up. `KVBENCH_CHECK=1` in the
+hand to attention counted in addition to what they say, and the tensors of their own added up. `KVBENCH_CHECK=1` in the
 environment checks every row. It takes a pass over every selection, and on a GPU waits for it.
 
 Not here: what a method may do and no count shows, which `tests/conformance.py` looks for.
@@ -142,7 +142,7 @@ def check_skips(row: Row) -> None:
 
 
 def bytes_beside(row: Row) -> int:
-    """Bytes of a row's own tensors, beside the store's and the trace's K and V; numbers at 16 bits, ids at 32."""
+    """Bytes of a row's own tensors, besides the store's and the trace's K and V; numbers at 16 bits, ids at 32."""
     prompt = [x for layer in row.trace.held_layers() for x in (row.trace.keys(layer), row.trace.values(layer))]
     known = {x.untyped_storage().data_ptr() for x in prompt}
     skipped = {id(each) for each in (row.trace, row.variant, row.params, row.plan, row.budget, row.store)}

@@ -1,4 +1,4 @@
-"""What a method holds on the device right behind the prompt, in bytes, and the largest plan that fits a byte budget.
+"""What a method holds on the device right after the prompt, in bytes, and the largest plan that fits a byte budget.
 
 Counted like the ledger counts: K and V in whatever form, scales and zero points, codes, centroids, bounds, and the
 buffer for fetched tokens, of which one serves all layers. What could ship with the model is a constant and not here.
@@ -43,7 +43,7 @@ class Footprint:
         return (self.room(budget, shape) - self.total(shape, budget.s_prompt)) // max(1, n_layers)
 
     def share(self, shape: ModelShape, s_prompt: int) -> Fraction:
-        """Of the full cache, the least that is enough: a budget's bytes of a layer are rounded down."""
+        """The least share of the full cache that is enough: a budget's bytes of a layer are rounded down."""
         of_layer = ceil(Fraction(self.total(shape, s_prompt), len(shape.attention_layers)))
         return Fraction(of_layer, s_prompt * token_bytes(shape))
 
@@ -56,7 +56,7 @@ def held(
     budget: Budget, shape: ModelShape, tokens: int, index_bytes: int = 0, fetched: int = 0, n_whole: int = 0,
     cached: int = 0,
 ) -> Footprint:  # fmt: skip
-    """Of a retrieving method: exact `tokens` of a KV head, an index, and as many `fetched` at most.
+    """Footprint of a retrieving method: exact `tokens` of a KV head, an index, and as many `fetched` at most.
 
     So many tokens stay `cached` as they came from the host; what is fetched is made exact.
     """

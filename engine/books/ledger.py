@@ -39,8 +39,8 @@ class Entry(NamedTuple):
     cache_hits: int  # lookups of (KV head, token) that found their block on the device
     cache_lookups: int
     pseudo_tokens: int = 0  # stood in attention for tokens that were not attended to, summed over the query heads
-    made_kv_bytes: int = 0  # of fetched tokens, beside what moved: keys made on the device, numbers in place of codes
-    read_meta_bytes: int = 0  # of an index on the device, read to find tokens, beside what `moved_meta_bytes` has
+    made_kv_bytes: int = 0  # of fetched tokens, besides what moved: keys made on the device, numbers in place of codes
+    read_meta_bytes: int = 0  # of an index on the device, read to find tokens, besides what `moved_meta_bytes` has
 
 
 class Debt(Protocol):
@@ -64,7 +64,7 @@ class Ledger:
 
     @property
     def entries(self) -> list[Entry]:
-        """All of them, complete."""
+        """All entries, complete."""
         if self.debt is not None:
             self.debt, debt = None, self.debt
             debt.settle(self.written)
@@ -249,7 +249,7 @@ def triangle(n: int) -> float:
 
 
 def footprint(s_prompt: int, steps: Sequence[float], of_prompt: float | None = None) -> float:
-    """Entries of a prompt and of what is attended to at each step behind it; a dense prefill unless `of_prompt`."""
+    """Entries of a prompt and of what is attended to at each step after it; a dense prefill unless `of_prompt`."""
     return (triangle(s_prompt) if of_prompt is None else of_prompt) + sum(steps)
 
 

@@ -1,7 +1,7 @@
 """What one layer of one variant attends to and moves in a step, and what its device cache spares it.
 
 A meter counts from one `close` to the next, which makes a ledger's entry of its counts. What methods hold, move or read
-beside K and V comes as a `Cost`. A layer has at most one cache, of blocks or of recent tokens; the meter asks it which
+besides K and V comes as a `Cost`. A layer has at most one cache, of blocks or of recent tokens; the meter asks it which
 tokens need not move. An accelerator keeps some counts to itself (`Owed`), and gives them all at once when the ledger is
 read: asking at every step would wait for it.
 
@@ -55,7 +55,7 @@ class Access:
 
 @dataclass(slots=True)
 class Owed:
-    """What one fetch counted on an accelerator, as `kernels/rows/union.py` does."""
+    """Counts of one fetch that are still on an accelerator (`kernels/rows/union.py`)."""
 
     counts: Tensor  # (h_kv, 3 + ages) int32
     heads: int  # that asked
@@ -64,7 +64,7 @@ class Owed:
     is_passed_by: bool = False  # True: what moved and was attended to is counted already
 
     def tensors(self) -> list[Tensor]:
-        """All that is still on the accelerator."""
+        """All tensors that are still on the accelerator."""
         return [x for x in (self.counts, self.read and self.read.n, self.blocks) if x is not None]
 
 
@@ -85,8 +85,8 @@ class Meter:
         self.recent: RecentTokens | None = None
         self.moves = True  # False: what can be fetched lies on the device
         self.rebuilds = False  # True: the host has codes, of which a fetch makes numbers on the device
-        self.beside_bytes = 0  # on the device beside K and V of kept tokens, for attention
-        self.host_meta_bytes = 0  # on the host beside tokens that are there alone
+        self.beside_bytes = 0  # on the device in addition to K and V of kept tokens, for attention
+        self.host_meta_bytes = 0  # on the host in addition to tokens that are there alone
         self.accesses = accesses  # a list: every fetch is noted in it
         self.has_noted = False  # a fetch of this step
         self.zeros = dict.fromkeys(COUNTS, 0)
@@ -96,7 +96,7 @@ class Meter:
         self.came: list[int] = []  # pairs of KV head and token on an accelerator, by the selection that had them last
 
     def spend(self, cost: Cost) -> None:
-        """Add what a method held, read or moved in this step beside K and V."""
+        """Add what a method held, read or moved in this step besides K and V."""
         if cost is FREE:
             return
         counts = self.counts
@@ -110,7 +110,7 @@ class Meter:
             self.read = cost.reads
 
     def hold(self, n_bytes: int) -> None:
-        """Add what a layer has on the device in this step beside K and V."""
+        """Add what a layer has on the device in this step besides K and V."""
         self.counts["resident_meta_bytes"] += n_bytes
 
     def count_pseudo(self, n: int) -> None:
@@ -118,7 +118,7 @@ class Meter:
         self.counts["pseudo_tokens"] += n
 
     def owe_fetch(self, counts: Tensor, heads: int, blocks: Tensor | None = None) -> None:
-        """What `heads` of a selection fetched stays on the accelerator until the ledger is read."""
+        """Leave on the accelerator what `heads` of a selection fetched, until the ledger is read."""
         self.owed, self.read = Owed(counts, heads, self.read, blocks), None
 
     def lie_far(self, of_token: int, moves: bool = True, rebuilds: bool = False) -> None:
@@ -126,11 +126,11 @@ class Meter:
         self.far_bytes, self.moves, self.rebuilds = of_token, moves, rebuilds
 
     def hold_beside(self, n_bytes: int) -> None:
-        """From now on so many bytes lie on the device beside K and V of kept tokens, for attention."""
+        """From now on so many bytes lie on the device in addition to K and V of kept tokens, for attention."""
         self.beside_bytes = n_bytes
 
     def hold_on_host(self, n_bytes: int) -> None:
-        """From now on so many bytes lie on the host beside the tokens that are there alone."""
+        """From now on so many bytes lie on the host in addition to the tokens that are there alone."""
         self.host_meta_bytes = n_bytes
 
     def count_whole(self, n_host: int) -> None:
@@ -187,7 +187,7 @@ class Meter:
             counts["made_kv_bytes"] += self.made_bytes(n_distinct, hits)
 
     def made_bytes(self, n_distinct: int, hits: int) -> int:
-        """Bytes of the numbers that codes of fetched tokens become, beside what moved; cached ones are codes too."""
+        """Bytes of the numbers that codes of fetched tokens become, besides what moved; cached ones are codes too."""
         return n_distinct * self.token_bytes - (n_distinct - hits) * self.far_bytes
 
     def _access_blocks(
@@ -288,7 +288,7 @@ class Meter:
 
 @dataclass
 class Debt:
-    """What an accelerator owes to a ledger."""
+    """Counts that an accelerator owes to a ledger."""
 
     owed: list[tuple[int, Meter, Owed]] = field(default_factory=list)  # by entry
 
@@ -317,6 +317,6 @@ def owe(ledger: Ledger, meter: Meter) -> None:
 
 
 def distinct_tokens(idx: Tensor, h_kv: int, n: int) -> Tensor:
-    """What the heads of `idx` (1, heads, k) ask for of `n` tokens, each once per KV head, head behind head."""
+    """What the heads of `idx` (1, heads, k) ask for of `n` tokens, each once per KV head, head after head."""
     marks, _ = mark_tokens(idx, h_kv, n)
     return marks.nonzero()[:, 1]

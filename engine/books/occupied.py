@@ -1,7 +1,7 @@
-"""What a request really occupies, beside what the ledger counts: on the device, and on the host.
+"""What a request really occupies, besides what the ledger counts: on the device, and on the host.
 
-Of a request that let go of what it does not read (`Trace.release`). Without a GPU device and host are one memory, and
-an index on one is not told from an index on the other: there the ledger stands for it.
+What counts is a request that let go of what it does not read (`Trace.release`). Without a GPU device and host are one
+memory, and an index on one is not told from an index on the other: there the ledger stands for it.
 
 Not here: how many requests fit (`tasks/memory.py`).
 """
@@ -38,6 +38,6 @@ def viewed_bytes(trace: Trace, row: Row) -> int:
 
 
 def host_bytes(row: Row) -> int:
-    """What another request like this one takes of the host's memory; without a GPU all that it holds is there."""
+    """Bytes of the host's memory that another request like this one takes; without a GPU all that it holds is there."""
     sizes = [(x.untyped_storage().nbytes(), x.is_pinned()) for x in request_tensors(row) if not x.is_cuda]
     return sum(power_of_2(n) if is_pinned else n for n, is_pinned in sizes)  # torch pins the next power of two

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def parts_of(thing: Any) -> list[Any]:
-    """What an object or a container holds."""
+    """The parts of an object or a container."""
     if isinstance(thing, Mapping):
         return [*thing.keys(), *thing.values()]
     if isinstance(thing, list | tuple | deque | Set):
@@ -35,7 +35,7 @@ FOREIGN = {"builtins", "torch", "threading", "concurrent", "fractions", "pathlib
 
 
 def tensors_of(thing: Any, known: set[int], skipped: set[int]) -> list[Tensor]:
-    """Tensors that can be reached from here, each memory once, but for what is known or behind what is skipped."""
+    """Tensors that can be reached from here, each memory once, but none that is known or lies in what is `skipped`."""
     found, left, seen = list[Tensor](), parts_of(thing), set(skipped)
     while left:
         one = left.pop()

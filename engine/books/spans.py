@@ -45,7 +45,7 @@ class Stretch:
 
 
 class Record:
-    """What was noted, in the order in which spans ended."""
+    """Spans that were noted, in the order in which they ended."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = torch.device("cpu") if device is None else device
@@ -97,7 +97,7 @@ class Record:
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def write_chrome_trace(self, path: Path) -> None:
-        """As Chrome's and Perfetto's viewers read it: microseconds, a lane per thread."""
+        """Write the spans as Chrome's and Perfetto's viewers read them: microseconds, a lane per thread."""
         threads = {get_ident(): 0}
         events: list[dict[str, Any]] = []
         for span in self.stretches():

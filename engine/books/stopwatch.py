@@ -1,6 +1,6 @@
 """How long work takes: by the CPU's clock, or between two events on a GPU's stream.
 
-A GPU works behind the CPU's back, so that the CPU's clock would time how fast it is asked. Events are marks in its own
+A GPU works while the CPU goes on, so that the CPU's clock would time how fast it is asked. Events are marks in its own
 queue: they cost nothing while it works, and are read when all is over, which is the only time that anybody waits.
 
     time = Stopwatch()
@@ -20,7 +20,7 @@ import torch
 
 
 def now(device: torch.device) -> Any:
-    """A moment: seconds, or a mark behind all that this thread has asked of a GPU."""
+    """A moment: seconds, or a mark after all that this thread has asked of a GPU."""
     if device.type != "cuda":
         return perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -34,7 +34,7 @@ def between(start: Any, stop: Any) -> float:
 
 
 def asked_so_far(device: torch.device) -> "torch.cuda.Event | None":
-    """What another thread or stream can wait for until a GPU has done what this thread asked of it; None: a CPU has."""
+    """Event after which a GPU has done what this thread asked of it so far; None: a CPU, which has."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -58,14 +58,14 @@ class Stopwatch:
 
     @contextmanager
     def running(self, device: torch.device) -> Iterator[None]:
-        """What is asked of the device inside is a stretch."""
+        """Time as one stretch what the device is asked to do inside."""
         start = now(device)
         yield
         self.latest[device] = now(device)
         self.stretches.append((start, self.latest[device]))
 
     def seconds(self) -> list[float]:
-        """Of each stretch; waits until all GPUs are done with their last ones."""
+        """Seconds of each stretch; waits until all GPUs are done with their last ones."""
         for stop in self.latest.values():
             if not isinstance(stop, float):
                 stop.synchronize()

@@ -24,7 +24,7 @@ def attended_bins(layers: Iterable[Layer], n_bins: int = N_BINS) -> list[float]:
 
 
 def layer_shares(layer: Layer, n_bins: int) -> Tensor:
-    """The same of one layer, (n_bins,) float64 on the CPU."""
+    """Shares of one layer (`attended_bins`), (n_bins,) float64 on the CPU."""
     shape, s = layer.meter.shape, layer.s_prompt
     # A token t lies in part t * n_bins // s, which begins at the next whole number from s * part / n_bins on.
     edges = -(-s * torch.arange(n_bins + 1) // n_bins)

@@ -2,7 +2,7 @@
 
 What a variant will hold is bounded from its budget, as its ledger will count it: K and V of the tokens that stay on the
 device and of all that is generated, and for one that retrieves what its method says of what it finds tokens with; of
-one that says nothing as much as the prompt's keys. Variants that do not fit beside each other are decoded one wave
+one that says nothing as much as the prompt's keys. Variants that do not fit next to each other are decoded one wave
 after the other, from the same prefill.
 
 Not here: what happens when memory runs out all the same (`evals/answer.py`).
@@ -36,7 +36,7 @@ def waves(n_bytes: Sequence[int], room_bytes: int, limit: int | None) -> list[sl
 
 
 def answers_bytes(variants: Sequence[Variant], shape: ModelShape, n_new: int, element_bytes: int) -> list[int]:
-    """What each variant needs at least: K and V of all that it generates, where nothing of that is dropped."""
+    """Bytes that each variant needs at least: K and V of all that it generates, where nothing of that is dropped."""
     token = len(shape.kept_layers) * shape.h_kv * shape.width * element_bytes
     return [0 if variant.budget.counts is not None else token * n_new for variant in variants]
 
@@ -47,7 +47,7 @@ def most_at_once(n_bytes: Sequence[int], limit: int | None) -> int:
 
 
 def variant_bytes(variant: Variant, shape: ModelShape, n_new: int, element_bytes: int) -> int:
-    """Bound of what a variant allocates on its device beside the prompt's own K and V."""
+    """Bound of what a variant allocates on its device besides the prompt's own K and V."""
     budget = variant.budget
     of_heads = len(shape.kept_layers) * shape.h_kv * element_bytes
     token, key = of_heads * shape.width, of_heads * shape.d_h

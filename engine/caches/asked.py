@@ -25,7 +25,7 @@ class Asked(Protocol):
         ...
 
     def together(self, several: Sequence[Any]) -> Make:
-        """What makes the queries of several parts of its kind, one for each."""
+        """A function that makes the queries of several parts of this kind, one for each."""
         ...
 
 
@@ -73,12 +73,12 @@ class Asking:
     """Parts of one kind and their rows: makes their queries, at every step."""
 
     def __init__(self, rows: Sequence[int], how: Sequence[Asked], n: int, device: torch.device) -> None:
-        """Of a batch of `n` rows."""
+        """Take parts from `rows` of a batch of `n` rows."""
         self.n, self.make = n, how[0].together(how)
         self.rows = None if [*rows] == [*range(n)] else constants(tuple(rows), device)
 
     def take(self, q: Tensor, out: Tensor | None = None) -> Tensor:
-        """A query for each part, (parts, h, 1, d_h); q may have more behind those of the rows."""
+        """A query for each part, (parts, h, 1, d_h); q may have more after those of the rows."""
         if self.rows is not None:
             return self.make(q.index_select(0, self.rows), out)
         return self.make(q if len(q) == self.n else q[: self.n], out)

@@ -1,7 +1,7 @@
 """Tokens that lie on the device as codes.
 
 A *codec* holds what the layer has of its tokens, in whatever form, and hands it to attention as one part. It takes in
-the current token before attention and may pack what has aged behind it. Which token is where in it is its own matter,
+the current token before attention and may pack what has aged after it. Which token is where in it is its own matter,
 but that it is one in the order of positions.
 
 Not here: its layer (`engine/layouts/coded.py`), how a method packs (`methods/quantising`), what packed bytes look like
@@ -43,7 +43,7 @@ class Codec(ABC):
         """All tokens, to attend to."""
 
     def parts(self) -> list[Part]:
-        """The same where it takes several."""
+        """All tokens as a list of parts, where attention to them takes several."""
         return [self.part()]
 
     def rebuilt(self) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ class Codec(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """After attention: pack what is to be packed now."""
+        """Pack after attention what is to be packed now."""
 
     # Steps that are alike, on an accelerator.
 
@@ -69,7 +69,7 @@ class Codec(ABC):
     def packing(
         cls, codecs: Sequence["Codec"], newest: Sequence[tuple[Tensor, Tensor]], rows: Sequence[int]
     ) -> "Packing | None":
-        """What is packed at steps to come, before attention; None: nothing.
+        """Packing of tokens before attention at steps to come; None: nothing is packed.
 
         `newest` are current tokens (1, h_kv, 1, d_h), which come from these rows of all.
         """
@@ -88,7 +88,7 @@ class Packing(Protocol):
     """Tokens that are packed at steps that are alike."""
 
     def take(self, k_new: Tensor, v_new: Tensor, since: Since) -> None:
-        """With the current tokens of all rows (n, h_kv, 1, d_h), at a step behind the one that was told."""
+        """Pack with the current tokens of all rows (n, h_kv, 1, d_h), at a step after the one that was told."""
         ...
 
 

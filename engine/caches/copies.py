@@ -50,7 +50,7 @@ class Shelf:
     """The copies of a layer whose fetched tokens stay, or of all layers of a row; made when the first are asked for."""
 
     def __init__(self, n_tokens: int, n_steps: int, n_layers: int = 1) -> None:
-        """At a step `n_layers` ask at most."""
+        """Make room for copies of tokens where `n_layers` ask at a step at most."""
         self.n_tokens, self.n_steps, self.n_layers = n_tokens, n_steps, n_layers
         self.copies: Copies | None = None
 

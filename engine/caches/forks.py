@@ -1,8 +1,8 @@
 """Rows of a model's own cache: copied for several, and chosen among.
 
 Only the layers that nobody compresses hold tensors. They follow by transformers' `reorder_cache`, which does so for
-layers of every kind; `batch_repeat_interleave` leaves states out. States that a cache holds beside its layers follow
-like those within.
+layers of every kind; `batch_repeat_interleave` leaves states out. States that a cache holds in addition to its layers
+follow like those within.
 
 Not here: which layers there are (`engine/caches/through.py`).
 """

@@ -29,7 +29,7 @@ class HeldBlocks:
         self.state = torch.zeros(2, **numbers)
 
     def cached(self, ask: Ask, n_host: int) -> Cached:
-        """For a selection; of the host's tokens behind those ahead the first `n_host` are complete."""
+        """The cache for a selection; of the host's tokens after those ahead the first `n_host` are complete."""
         spec = self.spec
         return Cached(
             ask, self.blocks, self.slots, self.state, self.k, self.v, spec.block_len, spec.k_cache,

@@ -13,7 +13,7 @@ from kvbench.kernels.rows.values import bring_values
 
 
 class Host:
-    """Tokens of a layer that are attended to where a step fetches them: of the prompt, and generated ones behind them.
+    """Tokens of a layer that are attended to where a step fetches them: of the prompt, and generated ones after them.
 
     As a rule it is another tier, and holds the whole prompt, which all variants share. It may hold some tokens alone,
     numbered as they lie here, and the device may hold it: what is fetched then moves nothing. It may have values alone,
@@ -59,7 +59,7 @@ class Host:
         return Part(self.k, self.v, mask, idx=idx, late=self.late if late else None)
 
     def held(self, stop: int) -> list[tuple[Tensor, Tensor]]:
-        """K and V (1, h_kv, n, d_h) of its first `stop` tokens, of the prompt and behind it."""
+        """K and V (1, h_kv, n, d_h) of its first `stop` tokens, of the prompt and after it."""
         late_k, late_v = (x[:, :, : max(0, stop - self.n_prompt)] for x in self.late)
         return [(self.k[:, :, :stop], self.v[:, :, :stop]), (late_k, late_v)]
 

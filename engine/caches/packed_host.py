@@ -18,7 +18,7 @@ from kvbench.kernels.rows.values import bring_values
 
 
 class PackedHost(Host):
-    """All tokens of the prompt and generated ones behind them, one behind the other."""
+    """All tokens of the prompt and generated ones, one after the other."""
 
     is_packed = True
 
@@ -39,10 +39,10 @@ class PackedHost(Host):
         return self.code.token_bytes(self.d_h, self.d_v)
 
     def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
-        """The tokens at `idx` (1, h_kv or h, k), rebuilt beside it; where there is none (-1) some token stands."""
+        """The tokens at `idx` (1, h_kv or h, k), rebuilt in new memory; where there is none (-1) some token stands."""
         there = idx.clamp(min=0)
         h_kv, heads = len(self.rows), idx.shape[1]
-        of_heads = there.reshape(1, h_kv, -1)  # query heads of a group one behind the other
+        of_heads = there.reshape(1, h_kv, -1)  # query heads of a group one after the other
         rows = bring_values(self.rows.unsqueeze(0), of_heads)
         k, v = (x.unflatten(1, (heads // h_kv, -1)).flatten(0, 1) for x in self.rebuilt(rows[0]))
         return Part(k.unsqueeze(0), v.unsqueeze(0), mask)

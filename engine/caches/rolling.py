@@ -1,4 +1,4 @@
-"""KV heads that hold their latest tokens alone beside heads that grow: `Rolling`.
+"""KV heads that hold their latest tokens alone next to heads that grow: `Rolling`.
 
 Not here: the rows themselves (`engine/layouts`).
 """
@@ -52,7 +52,7 @@ class Rolling:
         return Spans(starts, counts, kept.longest, step), late, Spans(window_starts, window_counts, n_window, step)
 
     def n_ahead(self, n_window: int) -> int:
-        """For how many windows behind this one spans lie behind each other, as long as late tokens are as many."""
+        """For how many windows after this one spans follow each other, as long as late tokens are as many."""
         left = AHEAD - 1 - n_window % AHEAD
         return min(left, self.n_late - n_window) if n_window < self.n_late else left
 

@@ -1,7 +1,7 @@
 """The cache that a model is given: compressed layers hand K and V through, all others are the model's own.
 
-Of a layer that keeps a state beside K and V, the state stays with it. A model that takes no cache but one of its own
-class gets that, with layers made as it asks for them.
+Where a layer keeps a state in addition to K and V, the state stays with it. A model that takes no cache but one of its
+own class gets that, with layers made as it asks for them.
 
 Not here: where K and V of compressed layers go (`engine/store.py`), its rows (`engine/caches/forks.py`).
 """

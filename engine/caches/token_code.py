@@ -33,7 +33,7 @@ class TokenCode:
         return f"host {self.key_bits} bit" if same else f"host K{self.key_bits} V{self.value_bits} bit"
 
     def sides(self, d_h: int, d_v: int) -> tuple[SideBytes, SideBytes]:
-        """Of K and of V, counted at 16 bits a scale."""
+        """Bytes of a token's K and of its V, counted at 16 bits a scale."""
         key, value = (
             SideBytes(width * bits // 8, width // self.group * SCALE_BYTES)
             for width, bits in ((d_h, self.key_bits), (d_v, self.value_bits))

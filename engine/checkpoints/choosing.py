@@ -29,7 +29,7 @@ def is_choosing(kinds: Sequence[str]) -> bool:
 
 
 def more_of_a_token(layer: Any, n: int) -> int:
-    """Numbers that a cache layer with `n` tokens keeps of each beside K and V: an index, a part of an entry."""
+    """Numbers that a cache layer with `n` tokens keeps of each besides K and V: an index, a part of an entry."""
     index = [getattr(layer, name, None) for name in INDEXES]
     found = sum(x.numel() for x in index if x is not None) // n
     made = getattr(layer, "compressed_kv", {})

@@ -23,7 +23,7 @@ from kvbench.engine.errors import ConfigError, first_line
 from kvbench.engine.terminal import say
 
 NO_ROOM = ("No space left", "quota exceeded", "File too large", "Read-only file system")  # as safetensors words it
-MAKING = ".making"  # behind the name of a folder that is not complete
+MAKING = ".making"  # after the name of a folder that is not complete
 
 
 def converted_folder(file: Path) -> Path:
@@ -58,7 +58,7 @@ def from_gguf(file: Path) -> Path:
 
 
 def _convert_and_rename(file: Path, folder: Path, n_numbers: int) -> None:
-    """Convert into a folder beside `folder` and rename it. The caller has the lock, so what lies there is left over."""
+    """Convert into a folder next to `folder` and rename it. The caller has the lock: what lies there is left over."""
     free, wanted = shutil.disk_usage(folder.parent).free, 4 * n_numbers  # float32
     if free < wanted:
         raise OSError(

@@ -56,7 +56,7 @@ def digest_of(where: str, revision: str | None) -> str:
 
 
 def digests_of(where: str, revision: str | None) -> tuple[str, ...]:
-    """`digest_of`, and behind it the other names of just these contents, which runs and tables may have recorded."""
+    """`digest_of`, and after it the other names of just these contents, which runs and tables may have recorded."""
     if not Path(where).exists():
         return (shortened(f"{where}@{revision}"),)
     with explained(where):
@@ -89,7 +89,7 @@ def explained(where: str) -> Iterator[None]:
 
 
 def name_in(where: str, file: Path) -> str:
-    """What the checkpoint calls its file: the path below its folder."""
+    """Name of a file in its checkpoint: the path below the folder."""
     return file.name if file == Path(where) else str(file.relative_to(where))
 
 
@@ -200,7 +200,7 @@ def read_own(path: Path, n_bytes: int) -> str:
 
 
 def read_own_bytes(path: Path, n_bytes: int) -> bytes:
-    """The same, undecoded."""
+    """At most `n_bytes` of a file that is this user's, undecoded; PermissionError as `read_own` raises it."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as handle:
         facts = os.fstat(handle.fileno())
         if facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
@@ -214,7 +214,7 @@ def write_own(path: Path, text: str) -> None:
 
 
 def write_own_bytes(path: Path, content: bytes) -> None:
-    """The same, of bytes."""
+    """Write a file of bytes that only this user can read, as a whole or not at all."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     scratch.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Which files a checkpoint is: those beside its config.json, and the weights that it names wherever they lie in it.
+"""Which files a checkpoint is: those next to its config.json, and the weights that it names wherever they lie in it.
 
 Not here: what they hold (`digests.py`), whether a config.json is one (`header.py`).
 """
@@ -53,7 +53,7 @@ def inside(folder: Path, where: str, name: str) -> str:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """What a JSON file holds; {} where that is nothing that could name a file."""
+    """The object that a JSON file holds; {} where that is nothing that could name a file."""
     try:
         found = json.loads(file.read_bytes()) if file.stat().st_size <= LONGEST_JSON else None
     except (OSError, ValueError, RecursionError):

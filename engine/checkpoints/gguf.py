@@ -196,7 +196,7 @@ def type_sizes() -> dict[int, tuple[int, int]]:
 
 
 def n_bytes(name: str, dims: tuple[int, ...], kind: int) -> int:
-    """What a tensor takes in the file."""
+    """Bytes that a tensor takes in the file."""
     try:
         block, size = type_sizes()[kind]
     except KeyError:

@@ -48,7 +48,7 @@ def header_shape(name: str, id: str, revision: str | None = None) -> ModelShape 
 
 
 def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape | None:
-    """From the values of a config.json."""
+    """Shape of a model from the values of a config.json."""
     keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "max_position_embeddings")
     counts: list[Any] = [config.get(key) for key in keys]
     if config.get("model_type") not in PLAIN or not all(is_positive(n) for n in counts):
@@ -64,7 +64,7 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape | None:
 
 
 def shape_of_gguf(fields: Mapping[str, Any], name: str) -> ModelShape | None:
-    """From the metadata of a GGUF file."""
+    """Shape of a model from the metadata of a GGUF file."""
     architecture = fields.get("general.architecture")
     keys = ("block_count", "attention.head_count", "attention.head_count_kv", "embedding_length", "context_length")
     counts: list[Any] = [fields.get(f"{architecture}.{key}") for key in keys]

@@ -29,13 +29,13 @@ from kvbench.engine.checkpoints.text import without_senses
 from kvbench.engine.errors import ConfigError, one_line
 from kvbench.engine.shapes import ModelShape
 
-HYBRID = "hybrid"  # full attention and a state beside it, in one layer
+HYBRID = "hybrid"  # full attention and a state in addition to it, in one layer
 COMPRESSED = ("full_attention", HYBRID)
 LOCAL = ("sliding_attention", "chunked_attention")
 WITH_STATE = ("linear_attention", "conv")
 WITHOUT = ("dummy", "moe", "mlp")  # layers without attention; transformers before 5.23 says which else they are
 KNOWN = (*COMPRESSED, *LOCAL, *WITH_STATE, *CHOOSING, *WITHOUT)
-# What an attention call may carry beside q, k, v, scale and window; everything else changes its result unseen.
+# What an attention call may carry besides q, k, v, scale and window; everything else changes its result unseen.
 UNDERSTOOD = frozenset(
     {
         *("dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"),
@@ -58,7 +58,7 @@ AGAIN = "copy or download its config.json again"
 
 @dataclass(frozen=True)
 class Asked:
-    """What one attention call was called with."""
+    """Sizes and arguments of one attention call."""
 
     layer: int
     h: int
@@ -165,18 +165,18 @@ def readers_of(text: Any, compressed: Iterable[int], name: str) -> tuple[tuple[i
 
 
 class Cached(NamedTuple):
-    """What a layer gives its cache of a token: so many heads, with numbers as keys and as values."""
+    """Heads and numbers, as keys and as values, that a layer gives its cache of a token."""
 
     heads: int
     d_k: int
     d_v: int
     is_one: bool = False  # both are the same numbers
-    more: int = 0  # numbers beside them of every token, by which the layer chooses
+    more: int = 0  # further numbers of every token, by which the layer chooses
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What the attention calls of one pass were called with; `why_not` where the pass did not come to its end."""
+    """Arguments of the attention calls of one pass; `why_not` where the pass did not come to its end."""
 
     calls: tuple[Asked, ...]
     why_not: str | None = None
@@ -272,12 +272,12 @@ def chooses(config: Any) -> bool:
 
 
 def states_of(layer: Any) -> list[Any]:
-    """What a cache layer holds beside keys and values."""
+    """What a cache layer holds besides keys and values."""
     return [x for name, x in vars(layer).items() if name not in ("keys", "values")]
 
 
 def bytes_in(x: Any) -> int:
-    """Of all tensors in it that are no counts."""
+    """Bytes of all tensors in it that are no counts."""
     if isinstance(x, Tensor):
         return x.nbytes if x.is_floating_point() else 0
     parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, list | tuple) else ()
@@ -409,12 +409,12 @@ def own_code(name: str, layer: int) -> ConfigError:
 
 
 def compressed_layers(kinds: Sequence[str]) -> tuple[int, ...]:
-    """Those of methods: none where the model itself chooses in some."""
+    """Layers that methods compress: none where the model itself chooses in some."""
     return () if choosing_layers(kinds) else tuple(i for i, kind in enumerate(kinds) if kind in COMPRESSED)
 
 
 def choosing_layers(kinds: Sequence[str]) -> tuple[int, ...]:
-    """Of a model that chooses by itself, those that choose and those that attend to everything."""
+    """Layers of a model that chooses by itself: those that choose and those that attend to everything."""
     mine = (*CHOOSING, *COMPRESSED) if is_choosing(kinds) else ()
     return tuple(i for i, kind in enumerate(kinds) if kind in mine)
 

@@ -146,7 +146,7 @@ def read_checkpoint(name: str, id: str, *, revision: str | None = None, trust_re
 
 
 def drawn_checkpoint(name: str, config: Any) -> Checkpoint:
-    """The same of a model whose weights are drawn."""
+    """The checkpoint of a model whose weights are drawn."""
     return Checkpoint(shape_of(config, name), (drawn_digest(config),), rotary_dims(empty_model(config)))
 
 
@@ -181,7 +181,7 @@ def load_random(
 
 
 def drawn_digest(config: Any) -> str:
-    """In place of the digest of files, where weights are drawn."""
+    """The digest of drawn weights, in place of that of files."""
     return f"{DRAWN}{hashlib.sha256(config.to_json_string().encode()).hexdigest()[:12]}"
 
 
@@ -226,7 +226,7 @@ def refuse_no_tokenizer(folder: Path, names: Collection[str], id: str) -> None:
 
 
 class Letters:
-    """In place of a tokenizer where weights are drawn: a token is a byte, and none ends an answer."""
+    """A tokenizer's stand-in where weights are drawn: a token is a byte, and none ends an answer."""
 
     chat_template = eos_token_id = None
 
@@ -320,7 +320,7 @@ def is_there(kind: str) -> bool:
 
 
 def torch_device(device: str) -> torch.device:
-    """The device with its number: that of a tensor there, and of what is made beside it."""
+    """The device with its number, as tensors there have it."""
     found = torch.device(resolve_device(device))
     if found.type == "cpu":
         return found

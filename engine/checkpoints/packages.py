@@ -1,4 +1,4 @@
-"""What is installed, beside what pyproject.toml asks for.
+"""What is installed, compared with what pyproject.toml asks for.
 
 Not here: which of it stops a run (`engine/checkpoints/load.py`) or the main job (`evals/screen/check.py`).
 """

@@ -60,7 +60,7 @@ def without_senses(whole: Any) -> Any:
 
         @classmethod
         def from_config(cls, config: Any, trust_remote_code: bool = False, **how: Any) -> Any:
-            """As an Auto class makes it; no code comes with a class of transformers."""
+            """Make the model as an Auto class does; no code comes with a class of transformers."""
             return cls._from_config(config, **{key: value for key, value in how.items() if value is not None})
 
     TextOnly.__name__, TextOnly.__qualname__, TextOnly.__module__ = whole.__name__, whole.__qualname__, whole.__module__

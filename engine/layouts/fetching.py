@@ -3,7 +3,7 @@
 Without an accelerator both tiers are the same RAM, and the accounting is the same. What leaves the window can be
 fetched from then on.
 
-Not here: the host's tokens (`engine/caches/host.py`), which of them lie on the device beside the slots
+Not here: the host's tokens (`engine/caches/host.py`), which of them lie on the device in addition to the slots
 (`engine/caches/recent.py`, `engine/caches/held.py`), a step of all rows (`engine/rows.py`).
 """
 

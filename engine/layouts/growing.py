@@ -11,7 +11,7 @@ from kvbench.kernels.rows.append import Ring
 
 
 class Growing(NamedTuple):
-    """What the steps to come do to a layer's memory."""
+    """How the steps to come change a layer's memory."""
 
     more: tuple[int, ...]  # tokens that each part of `resident` has more at every step
     places: tuple[tuple[Tensor, Tensor, int, Ring], ...]  # of the current token, and the slots that take turns there

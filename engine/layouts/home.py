@@ -23,7 +23,7 @@ from kvbench.kernels.gather import gather_tokens, move_both
 
 @dataclass(eq=False)
 class Home:
-    """Of one layer."""
+    """The prompt, memory, host and books that the engine gives to one layer."""
 
     trace: Trace
     layer: int
@@ -67,7 +67,7 @@ class Home:
         return host_of(self.trace, self.layer, self.host_code, self.n_new)
 
     def values_host(self) -> Host:
-        """The same with values alone."""
+        """The tier from which values of all tokens of the prompt can be fetched, and no keys."""
         self.trace.offload(self.layer)
         values = self.trace.host(self.layer)[1]
         return Host(values[..., :0], values, self.n_new)

@@ -16,7 +16,7 @@ from kvbench.engine.placement import Kept, Placement, Ragged
 from kvbench.kernels.topk import top_stable
 
 TILE = 1 << 22  # similarities at a time
-SMALLEST = 1e-6  # of a key's length, and beside a sum of values' lengths
+SMALLEST = 1e-6  # of a key's length, and added to a sum of values' lengths
 
 
 def kept_as(keeping: Keeping, trace: Trace, layer: int, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def kept_mask(placement: Placement, h_kv: int, s: int, device: torch.device) -> 
 def moved_up(k: Tensor, turn: Turn, kept: Tensor, counts: Tensor) -> Tensor:
     """Keys (1, h_kv, s, d_h) with those at `kept` (h_kv, n), ascending, turned to stand before position s in a row.
 
-    A head with fewer of them has others behind its `counts`, which stay.
+    A head with fewer of them has others after its `counts`, which stay.
     """
     s, n = k.shape[2], kept.shape[1]
     ranks = torch.arange(n, device=k.device)

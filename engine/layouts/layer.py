@@ -1,7 +1,7 @@
 """`Layer`: one compressed layer of one variant on one sample, as methods and the step see it; and its counting.
 
 A layer's tokens have *slots*. The first ones hold the *kept* tokens (sinks, or what a dropping method chose), the
-*window* behind them the latest tokens, as a ring where it slides. Order is irrelevant to attention, so nothing is ever
+*window* after them the latest tokens, as a ring where it slides. Order is irrelevant to attention, so nothing is ever
 shifted: where tokens are evicted, the newest ones take their slots. Which token has which slot is arithmetic, and
 stands here; what lies where is a layout's, in memory that one writer has (`engine/layouts/memory.py`). Another engine
 brings memory of its own (`engine/paged`).
@@ -69,7 +69,7 @@ class Layer(ABC):
 
     @abstractmethod
     def places(self, k_new: Tensor, v_new: Tensor) -> list[Place]:
-        """As `append`, but for the writing: the buffers of K and V that the token goes to, and the slot in each."""
+        """The buffers of K and V that the token goes to, and the slot in each: `append` without the writing."""
 
     def growing(self) -> Growing | None:
         """What becomes of `places` and of `resident` while only tokens come; None: a step may change more."""
@@ -80,7 +80,7 @@ class Layer(ABC):
         """Kept tokens and window as parts to attend to."""
 
     def change(self, change: Change) -> "Layer":
-        """What is left of the layer behind a step, in this layout or another."""
+        """What is left of the layer after a step, in this layout or another."""
         raise AssertionError(f"layer {self.index} has nothing that could leave: {type(change).__name__}")
 
     def close(self, step: int) -> Entry:
@@ -91,7 +91,7 @@ class Layer(ABC):
         return self.meter.close(step, self.index, self.n_seen, n_resident, 0, self.n_hidden, self.n_spare)
 
     def correction(self) -> Callable[[Entry], Entry] | None:
-        """What the step's entry is to become once it is read, for counts that would have to be waited for; None: it."""
+        """Correction of the step's entry once it is read, for counts that would need a wait; None: it stays."""
         return None
 
     # What methods read.
@@ -107,7 +107,7 @@ class Layer(ABC):
 
     @property
     def n_generated(self) -> int:
-        """Tokens behind the prompt, the current one included."""
+        """Tokens after the prompt, the current one included."""
         return self.n_seen - self.s_prompt
 
     def positions(self) -> Tensor:
@@ -154,7 +154,7 @@ class Layer(ABC):
         return place
 
     def leave(self) -> None:  # noqa: B027
-        """Let tokens go that were released behind the step before."""
+        """Let tokens go that were released after the step before."""
 
     def slide(self) -> None:  # noqa: B027  # most layouts have nothing to add to either
         """The window's oldest token leaves it, or the current one where there is no window."""

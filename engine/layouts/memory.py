@@ -19,7 +19,7 @@ class Memory(Protocol):
 
     @property
     def n_slots(self) -> int:
-        """How many there are."""
+        """How many slots there are."""
         ...
 
     @property
@@ -32,7 +32,7 @@ class Memory(Protocol):
         ...
 
     def scatter(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """The same for slots (n,) that lie apart."""
+        """Put tokens (1, h_kv, n, …) into the slots (n,), which may lie apart."""
         ...
 
     def part(self, start: int, stop: int) -> Part:
@@ -52,7 +52,7 @@ class Buffers:
     """A tensor for K and one for V. Where a value is the first numbers of its key, one tensor holds both."""
 
     def __init__(self, tokens: Sequence[Pair], n_free: int, joint: bool = False) -> None:
-        """Copies of the tokens behind each other, with room for `n_free` more."""
+        """Copies of the tokens one after the other, with room for `n_free` more."""
         self.joint, self.d_v = joint, tokens[0][1].shape[3]
         self.k = slots_of([k for k, _ in tokens], n_free)
         self.v = self.k[..., : self.d_v] if joint else slots_of([v for _, v in tokens], n_free)
@@ -67,7 +67,7 @@ class Buffers:
 
     @property
     def own(self) -> list[Tensor]:
-        """What is written to."""
+        """The tensors that are written to."""
         return [self.k] if self.joint else [self.k, self.v]
 
     def write(self, at: int, k: Tensor, v: Tensor) -> None:
@@ -98,7 +98,7 @@ class Buffers:
 
 
 def slots_of(tokens: Sequence[Tensor], n_free: int) -> Tensor:
-    """The tokens (1, h_kv, n, d) copied behind each other, with room for `n_free` more."""
+    """The tokens (1, h_kv, n, d) copied one after the other, with room for `n_free` more."""
     sizes = [each.shape[2] for each in tokens]
     _, heads, _, width = tokens[0].shape
     slots = tokens[0].new_empty(1, heads, sum(sizes) + n_free, width)

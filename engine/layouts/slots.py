@@ -1,4 +1,4 @@
-"""Slots in memory of a layer's own: what is kept, and behind it the window, a ring where it slides.
+"""Slots in memory of a layer's own: what is kept, and after it the window, a ring where it slides.
 
 What is kept need not be tokens of the trace: a method may put K and V of its own making there, each with a `bias` that
 is added to its logits; and query heads of a group may see tokens of their own.
@@ -47,7 +47,7 @@ class Slots(Layer):
     def holding(
         cls, home: Home, placement: Placement, kept: tuple[Tensor, Tensor], positions: Tensor | None = None
     ) -> Self:
-        """The kept tokens, the prompt's last ones behind them, and room for those to come."""
+        """The kept tokens, the prompt's last ones after them, and room for those to come."""
         _, n_window, capacity = placement.size(home.s_prompt, home.n_new)
         n_kept = kept[0].shape[2]
         assert n_kept + n_window <= home.s_prompt, (n_kept, n_window, home.s_prompt)
@@ -93,7 +93,7 @@ class Slots(Layer):
         return [self.memory.part(0, self.n_front + self.n_window)]
 
     def kept_and_window(self) -> tuple[Part, Part]:
-        """As `resident`, apart: for methods that turn the query for one of the two."""
+        """Kept tokens and window as two parts: for methods that turn the query for one of the two."""
         return self.memory.part(0, self.n_kept), self.memory.part(self.n_kept, self.n_kept + self.n_window)
 
     # Dropping.
@@ -111,7 +111,7 @@ class Slots(Layer):
         return self
 
     def evict(self, slots: Tensor) -> None:
-        """Drop the tokens in these slots: what stays is kept from then on, and the window begins anew behind it."""
+        """Drop the tokens in these slots: what stays is kept from then on, and the window begins anew after it."""
         self.assert_drops()
         assert self.n_window == self.n_seen - self.start > 0, f"layer {self.index} has a window that slid"
         positions = self.positions()  # (1, h_kv, n)
@@ -124,7 +124,7 @@ class Slots(Layer):
         self.kept_from_now_on(positions.scatter(-1, holes, last)[..., : n - k])
 
     def has_evicted(self, positions: Tensor, evicted: Tensor) -> None:
-        """As `evict` of one token per head, where a kernel has moved the newest token already.
+        """Evict one token per head (`evict`), where a kernel has moved the newest token already.
 
         `evicted` (1, h_kv, 1) are positions that left, `positions` (1, h_kv, n - 1) those that stayed, slot by slot.
         """
@@ -199,7 +199,7 @@ class Marked(Slots):
         return grown if grown is None or self.bias is None else grown._replace(more=(0, *grown.more))
 
     def hide(self, mask: Tensor) -> None:
-        """Where this is False (1, h, n_kept), a query head does not see a kept token."""
+        """Hide kept tokens from a query head where `mask` (1, h, n_kept) is False."""
         hidden = ~mask
         self.mask = torch.nn.functional.pad(mask, (0, self.capacity), value=True)
         self.n_hidden = int(hidden.sum())
@@ -248,7 +248,7 @@ def moves(slots: Tensor, n: int) -> tuple[Tensor, Tensor | None]:
 
 
 def union_of(chosen: Tensor, h_kv: int, s: int) -> tuple[Tensor, Tensor]:
-    """Of tokens that query heads chose (1, h, k) those that their KV head has to keep, and who sees which of them.
+    """Tokens that a KV head has to keep of those that its query heads chose (1, h, k), and who sees which of them.
 
     Ascending positions (1, h_kv, n), filled up with tokens that nobody chose, and (1, h, n) bool.
     """

@@ -1,7 +1,7 @@
 """A prompt that stays as a view of the trace, with slots for the window alone; and one of which each KV head keeps as
 many tokens as it likes.
 
-Where KV heads keep different counts, what they keep of the prompt lies head behind head, without spare rows in between;
+Where KV heads keep different counts, what they keep of the prompt lies head after head, without spare rows in between;
 `spans` says where. Heads that roll hold their first and latest tokens alone, while the others of the layer grow.
 
 Not here: slots for all that is kept (`engine/layouts/slots.py`).
@@ -77,7 +77,7 @@ class View(Slots):
 
 
 class RaggedView(View):
-    """Of each KV head tokens of its own number."""
+    """A view in which each KV head has tokens of its own number."""
 
     def __init__(self, home: Home, view: Part, memory: Memory, capacity: int, positions: Tensor) -> None:
         super().__init__(home, view, memory, capacity, positions)
@@ -153,7 +153,7 @@ class RaggedView(View):
 
 
 class DelayedView(RaggedView):
-    """As `RaggedView`, but later tokens too leave heads one by one, once `delay` newer ones are there.
+    """A `RaggedView` in which later tokens too leave heads one by one, once `delay` newer ones are there.
 
     Memory for them was taken when the prompt ended, for as many as may come: who leaves is hidden, and counted out.
     """

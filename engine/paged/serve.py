@@ -22,7 +22,7 @@ MakeRow = Callable[..., Any]  # a variant's row on a trace, for so many new toke
 
 @dataclass
 class Request:
-    """A prompt that was read, and the row that answers behind it."""
+    """A prompt that was read, and the row that answers after it."""
 
     row: Any
     trace: PagedTrace
@@ -66,7 +66,7 @@ class Serving:
         return Request(row, row.trace, n_read, n_kept)
 
     def answer(self, request: Request, max_new_tokens: int, stop_ids: Iterable[int] = ()) -> list[int]:
-        """What the row says."""
+        """Token ids of the row's answer."""
         with torch.inference_mode(), self.model.hooked():
             done = decode(self.model, request.trace, [request.row], max_new_tokens=max_new_tokens, stop_ids=stop_ids)
         return done.answers[0].ids

@@ -63,7 +63,7 @@ class PagedTrace(Trace):
         """A host is made where a layer asks for one."""
 
     def hold(self, layer: int) -> None:
-        """What stays is what the method's placement says."""
+        """Do nothing: what stays is what the method's placement says."""
 
 
 class PagedHost(Host):
@@ -81,7 +81,7 @@ class PagedHost(Host):
 
     @property
     def late(self) -> Pair:
-        """What came behind them."""
+        """K and V of the tokens that came after the prompt."""
         return self.pages.read(torch.arange(self.n_prompt, self.n).unsqueeze(0))
 
     def write(self, at: int, k_new: Tensor, v_new: Tensor) -> None:
@@ -89,7 +89,7 @@ class PagedHost(Host):
         self.pages.write(self.n_prompt + at, k_new, v_new)
 
     def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
-        """Copies: query heads of a group that choose for themselves are read one behind the other."""
+        """Copies: query heads of a group that choose for themselves are read one after the other."""
         rows, h_kv = idx.shape[0], self.pages.pool.h_kv
         slots = idx.clamp(min=0).transpose(0, 1).reshape(h_kv, -1)  # (h_kv, heads of it * rows * k)
         k, v = (x.view(idx.shape[1], rows, idx.shape[2], -1).transpose(0, 1) for x in self.pages.read(slots))

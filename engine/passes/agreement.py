@@ -81,7 +81,7 @@ def check_attention(model: Model) -> None:
 def prompt_of(model: Model) -> Tensor:
     """Token ids that are no marks: from the middle of the vocabulary, the same each time, as many as the model reads.
 
-    Behind the last position that a model has learned there is none to look up.
+    After the last position that a model has learned there is none to look up.
     """
     n, length = model.hf.get_input_embeddings().weight.shape[0], min(N_PROMPT + N_STEPS, model.shape.window)
     first = n // 8
@@ -90,7 +90,7 @@ def prompt_of(model: Model) -> Tensor:
 
 
 def own_logits(model: Model, ids: Tensor, attention: str = "eager") -> Tensor:
-    """Of transformers' own attention, behind the prompt and each step: (steps + 1, vocabulary) float32.
+    """Logits by transformers' own attention, after the prompt and each step: (steps + 1, vocabulary) float32.
 
     Eagerly: that is the formula in the model's own file, while sdpa leaves out what torch's attention has no argument
     for, such as Gemma 2's cap in transformers before 5.21.
@@ -109,7 +109,7 @@ def own_logits(model: Model, ids: Tensor, attention: str = "eager") -> Tensor:
 
 
 def own_steps(hf: Any, ids: Tensor) -> Tensor:
-    """The same, read as it is generated: a model that chooses chooses otherwise among equals of another number."""
+    """Logits by generation in steps: a model that chooses chooses otherwise among equals of another number."""
     cache, found, before = None, list[Tensor](), 0
     for end in range(ids.shape[1] - N_STEPS, ids.shape[1] + 1):
         seen = torch.ones_like(ids[:, :end])
@@ -160,7 +160,7 @@ def takes(model: Model, attention: str) -> bool:
 
 
 def our_logits(model: Model, ids: Tensor, session: "Short") -> Tensor:
-    """Of our attention, (rows, steps + 1, vocabulary) float32."""
+    """Logits by our attention, (rows, steps + 1, vocabulary) float32."""
     n_prompt = ids.shape[1] - N_STEPS
     with model.hooked():
         cache = model.new_cache()
@@ -179,7 +179,7 @@ def farthest(found: Tensor, right: Tensor) -> float:
 
 
 class Short(HearsChoices):
-    """Stands in the model's attention: all tokens of a short prompt and of the steps behind it, nothing compressed."""
+    """Stands in the model's attention: all tokens of a short prompt and of the steps after it, nothing compressed."""
 
     def __init__(self, model: Model) -> None:
         self.model, self.position = model, 0

@@ -1,4 +1,4 @@
-"""Work on threads beside the pass over the prompt: on a GPU on a stream beside it, behind what the pass has written.
+"""Work on threads while the pass over the prompt runs: on a GPU on its own stream, after what the pass has written.
 
     threads = trace.once("clusters", lambda: Beside("clusters"))
     future = threads.ask("cluster", layer, device, lambda: cluster(keys), tensors=lambda made: [made.centroids])
@@ -50,7 +50,7 @@ def on_stream(
     name: str, layer: int, device: torch.device, written: "torch.cuda.Event", work: Callable[[], T],
     tensors: Callable[[T], Iterable[Tensor]],
 ) -> T:  # fmt: skip
-    """`work` behind `written`, on the stream for such work, and done on return."""
+    """Do `work` after `written`, on the stream for such work; it is done on return."""
     stream = stream_for("beside", device)
     stream.wait_event(written)
     with torch.cuda.stream(stream), span(name, layer):

@@ -1,4 +1,4 @@
-"""Capturing CUDA graphs so that nothing is left behind where it fails.
+"""Capturing CUDA graphs so that nothing of a capture remains where it fails.
 
 A capture that CUDA has broken off cannot be ended: `capture_end` raises before torch's allocator hears that it is over,
 and until then no cached memory can be given back. Most of what breaks a capture is waiting for the GPU, and that shows
@@ -18,12 +18,12 @@ WAIT = "called a synchronizing CUDA operation"  # as torch warns
 
 
 class Waits(RuntimeError):
-    """What was run waited for the GPU."""
+    """Raised where what was run waited for the GPU."""
 
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
-    """Raise `Waits` behind what waited for the GPU inside.
+    """Raise `Waits` after what waited for the GPU inside.
 
     torch only warns meanwhile: its mode holds for other threads too, and those may wait.
     """
@@ -48,7 +48,7 @@ def begin(graph: Any, pool: Any) -> None:
 
 
 def end(graph: Any, pool: Any, device: torch.device) -> None:
-    """As `capture_end`; where that fails, the allocator is told all the same.
+    """End a capture (`capture_end`); where that fails, the allocator is told all the same.
 
     `pool` is what it began with: a graph tells its own only once it was captured.
     """

@@ -59,7 +59,7 @@ def attend_seen(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, seen: Tensor) ->
 
 @dataclass
 class Choices:
-    """Of the layers of one pass, for who keeps books: which keys each query saw, (n, heads, s_q, s)."""
+    """Which keys each query saw in the layers of one pass, (n, heads, s_q, s), for who keeps books."""
 
     seen: dict[int, Tensor] = field(default_factory=dict)
 
@@ -87,7 +87,7 @@ class HearsChoices:
 class Held:
     """What a layer's cache has of one row, in bytes at 16 bits a number."""
 
-    n_entries: int  # made of several tokens each, behind the tokens that a query may see
+    n_entries: int  # made of several tokens each, after the tokens that a query may see
     kv_bytes: int
     index_bytes: int
     other_bytes: int  # of tokens that wait to become an entry

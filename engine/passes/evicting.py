@@ -1,9 +1,9 @@
 """A prompt that is read in chunks, between which its method drops tokens: `Evicting`.
 
-A chunk's tokens see what is held of those before it, and each other as ever. Behind a layer's attention the method
-chooses among all that the layer holds, as it does behind a whole prompt; what it drops is gone for the chunks to come.
+A chunk's tokens see what is held of those before it, and each other as ever. After a layer's attention the method
+chooses among all that the layer holds, as it does after a whole prompt; what it drops is gone for the chunks to come.
 So the layer never holds more than the budget and a chunk, and what is kept was made from a compressed past. That is
-another thing than compression behind an exact pass, and is named so wherever results are.
+another thing than compression after an exact pass, and is named so wherever results are.
 
 The method sees a prompt of as many tokens as the layer holds, numbered from 0 on (`Trace.as_held`). What the layer is
 made of knows the true positions again (`Layer.stand`).
@@ -49,7 +49,7 @@ class Evicting:
         self.pairs: dict[int, int] = {}  # of query and key, by layer: what was computed
 
     def read(self, model: "Model", ids: Tensor, n_chunk: int) -> Tensor:
-        """Read the prompt (1, s): logits of the token behind it, (vocabulary,) float32."""
+        """Read the prompt (1, s): logits of the token after it, (vocabulary,) float32."""
         s, self.trace.latents = ids.shape[1], model.latents
         for start in range(0, s, n_chunk):
             self.start, self.is_last = start, start + n_chunk >= s
@@ -85,7 +85,7 @@ class Evicting:
         return out
 
     def take_in(self, layer: int, k: Tensor, v: Tensor, soft: Softmax) -> int:
-        """Put a chunk's K and V behind what the layer holds: how many slots that is."""
+        """Put a chunk's K and V after what the layer holds: how many slots that is."""
         trace, m = self.trace, k.shape[2]
         new = torch.arange(self.start, self.start + m, device=k.device).expand(1, trace.shape.h_kv, -1)
         held = trace.slots.get(layer)
@@ -113,7 +113,7 @@ class Evicting:
             return self.row.goes(layer)
 
     def over_seen(self, layer: int, q: Tensor, soft: Softmax, goes: Tensor, delay: int) -> tuple[Tensor, Tensor]:
-        """The same where tokens that go are hidden once more than `delay` newer ones are there."""
+        """Attention of a chunk where tokens that go are hidden once more than `delay` newer ones are there."""
         keys, values, positions = self.trace.keys(layer), self.trace.values(layer), self.trace.slots[layer]
         (_, h, m, _), (_, h_kv, n, _) = q.shape, keys.shape
         g, n_rows = h // h_kv, rows_per_block(h // h_kv, n, q.device)
@@ -162,7 +162,7 @@ class Evicting:
         if mask is None:
             return
         most = int(mask.sum(-1).max())
-        slots = mask.byte().sort(dim=-1, stable=True).indices[None, :, n - most :]  # what stays is behind, in its order
+        slots = mask.byte().sort(dim=-1, stable=True).indices[None, :, n - most :]  # what stays is last, in order
         positions = trace.slots[layer].gather(-1, slots)
         trace.slots[layer] = positions.where(mask[None].gather(-1, slots), NOWHERE)
         trace.keep(layer, *move_both(lambda x: gather_tokens(x, slots), trace.keys(layer), trace.values(layer)))

@@ -1,7 +1,7 @@
 """One latent per token for all heads (MLA): how the heads of a layer ask latents as they lie in the cache.
 
-What is cached of a token is its latent, d_c numbers, and behind it a rotary key of d_r, one row for all heads. A head's
-key is a linear map of the latent with the rotary key behind it, and its value is a linear map of the latent:
+What is cached of a token is its latent, d_c numbers, and after it a rotary key of d_r, one row for all heads. A head's
+key is a linear map of the latent with the rotary key after it, and its value is a linear map of the latent:
 k_h = [A_h c ; r], v_h = B_h c. So q·k_h = [A_hᵀ q_nope ; q_rope] · [c ; r], and a sum of values is B_h of the sum of
 latents: attention with one KV head, whose value is the first d_c numbers of its key. Only what is asked and what comes
 out is mapped, however many tokens there are.

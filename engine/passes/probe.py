@@ -1,8 +1,8 @@
-"""A probe: tokens that the model reads behind a prompt's full cache, to see what they look at; nothing of them stays.
+"""A probe: tokens that the model reads after a prompt's full cache, to see what they look at; nothing of them stays.
 
 A method declares probes as it declares observations. They run once the prompt was read and before any variant
 completes, one after the other, and all variants that ask for the same one share it. A probe may take several passes;
-each starts behind the prompt's last token, and its own K and V are gone when it ends.
+each starts after the prompt's last token, and its own K and V are gone when it ends.
 
 Not here: which tokens, and what is noted of them (`engine/passes/repetition.py`).
 """
@@ -43,7 +43,7 @@ class Probe(ABC):
 
     @abstractmethod
     def observe(self, at: Pass, q: Tensor, near: Tensor, soft: Softmax, lse: Tensor) -> Tensor:
-        """Of one layer of a pass: q (1, h, r, d_h), the keys of the near tokens (1, h_kv, n, d_h).
+        """Note of one layer of a pass, from q (1, h, r, d_h) and the keys of the near tokens (1, h_kv, n, d_h).
 
         `lse` (1, h, r) has each query's log-sum-exp over the near tokens, the pass's own up to itself and the sinks.
         """

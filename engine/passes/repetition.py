@@ -1,7 +1,7 @@
 """The repetition of a context: what its tokens get, and what queries ask, while the model is made to repeat it.
 
 `Repetition` notes the most attention that each token gets. The context is cut into chunks. Each is asked for in words
-and then fed, so that its tokens are read as an answer is, behind the full cache. A token's number is its largest weight
+and then fed, so that its tokens are read as an answer is, after the full cache. A token's number is its largest weight
 from any of these queries, request included, over the prompt's prefix, the chunk itself and what was fed. Chunks of
 other places take part in the pass and not in this softmax, so that numbers of different chunks mean the same.
 `RepeatedQueries` notes some of the queries themselves.
@@ -33,7 +33,7 @@ NEXT = "\n\nRepeat the part of the previous context exactly, starting with "
 
 @dataclass(frozen=True)
 class Repetition(Probe):
-    """Of what lies between the frame's ends, (1, h_kv, n) float32, each number above 0 and at most 1."""
+    """Most attention of each token between the frame's ends, (1, h_kv, n) float32, above 0 and at most 1."""
 
     chunk: int  # tokens
     overlap: int  # tokens of the chunk before, which the request for a chunk repeats

@@ -1,6 +1,6 @@
 """How each layer of a model turns its queries, found by trying: `rotations`.
 
-A layer may turn all numbers of a head or some, by tables of its own kind of layer, before or behind a norm, or not at
+A layer may turn all numbers of a head or some, by tables of its own kind of layer, before or after a norm, or not at
 all; its attributes say so in as many ways as there are architectures. So the layer itself is asked: its attention
 module computes the queries of the same tokens at two places, and what turns one into the other is its rotation. Tables
 and formula are the model's own.
@@ -94,7 +94,7 @@ def behind(turn: Turn, d_c: int) -> Turn:
 def moved_queries(model: Runner) -> dict[int, tuple[Asking, Asking]]:
     """Queries and keys of the same input at two places, of each layer that asks for attention.
 
-    Of latents what lies behind them: they have no position, and would hide how small the rest is moved.
+    Of latents only the rotary part after them: they have no position, and would hide how small the rest is moved.
     """
     ids = torch.arange(1, N + 1, device=model.device).unsqueeze(0)
     here: dict[int, Call] = {}
@@ -113,7 +113,7 @@ def moved_queries(model: Runner) -> dict[int, tuple[Asking, Asking]]:
 
 
 def explains(turn: Turn, here: Asking, there: Asking) -> bool:
-    """Whether it moves queries and keys as the layer does, and not, say, up to a norm behind the rotation.
+    """Whether it moves queries and keys as the layer does, and not, say, up to a norm after the rotation.
 
     Only directions count: some layers scale queries by position.
     """
@@ -152,7 +152,7 @@ def in_halves(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def in_pairs(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Numbers that stand beside their partners, turned; the tables' first halves are those of the pairs."""
+    """Numbers that stand next to their partners, turned; the tables' first halves are those of the pairs."""
     cos, sin = (x[..., : x.shape[-1] // 2].repeat_interleave(2, -1).unsqueeze(1) for x in (cos, sin))
     return q * cos + torch.stack([-q[..., 1::2], q[..., ::2]], -1).flatten(-2) * sin
 
@@ -214,7 +214,7 @@ def forget_text(rotary: Any, kind: str | None) -> None:
 
 
 def switching_length(hf: Any) -> int:
-    """Tokens behind which a model reads its whole text again, turned by other tables; 0: it never does."""
+    """Tokens after which a model reads its whole text again, turned by other tables; 0: it never does."""
     from transformers import GenerationMixin
 
     usual: Any = GenerationMixin
@@ -251,7 +251,7 @@ def speeds(rotary: Any, kind: str | None) -> Tensor:
 
 
 def turner(formula: Callable[..., Any], tables: Tables, is_part: bool = False) -> Turn:
-    """A turn from tables and formula; `is_part`: the numbers behind the tables' width stay as they are."""
+    """A turn from tables and formula; `is_part`: the numbers after the tables' width stay as they are."""
     turns_keys = "k" in inspect.signature(formula).parameters  # in the same call
 
     def turn(q: Tensor, by: int | Tensor) -> Tensor:

@@ -44,9 +44,9 @@ class ThinnedSession(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """What a layer's attention was called with."""
+    """Input and arguments of a layer's attention."""
 
-    x: Tensor  # (n, s_q, D), behind the layer's input norm
+    x: Tensor  # (n, s_q, D), after the layer's input norm
     beside: dict[str, Any]  # positions, rotary embedding and whatever else this architecture passes
 
 

@@ -1,4 +1,4 @@
-"""Streams of a GPU for work beside the model's own: one for each kind of work and device, in the whole process.
+"""Streams of a GPU for work in addition to the model's own: one for each kind of work and device, in the whole process.
 
 torch gives memory that was taken on a stream to that stream alone: a stream for each layer or sample would keep what
 each of them once needed.
@@ -28,7 +28,7 @@ def made(kind: Any, work: str, device: torch.device) -> Any:
 
 
 def sent_so_far(device: torch.device) -> "torch.cuda.Event | None":
-    """What another thread can wait for before it reads what a GPU was asked to send home; None: nothing is sent."""
+    """Event to wait for before another thread reads what a GPU was asked to send home; None: nothing is sent."""
     if device.type != "cuda":
         return None
     event, stream = torch.cuda.Event(), stream_for("copies", device)
@@ -38,7 +38,7 @@ def sent_so_far(device: torch.device) -> "torch.cuda.Event | None":
 
 
 def sent_home(x: Tensor, homes: Homes = NO_HOMES) -> Tensor:
-    """A copy in pinned memory, once the device is done; it is made behind what was asked of the current stream so far,
+    """A copy in pinned memory, once the device is done; it is made after what was asked of the current stream so far,
     and what is asked of it from now on does not wait for the copy."""
     home, stream = homes.take(x.shape, x.dtype), stream_for("copies", x.device)
     stream.wait_stream(torch.cuda.current_stream(x.device))

@@ -1,4 +1,4 @@
-"""`Trace`: what one pass over a prompt leaves behind for all variants.
+"""`Trace`: what one pass over a prompt leaves for all variants.
 
 Of every layer that methods compress it has K and V as the attention saw them (after rotary embedding, not repeated
 over query heads), and what the variants asked to observe.
@@ -40,7 +40,7 @@ class Observer(Hashable, Protocol):
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a model."""
+    """Facts of a model by layer, and where they come from."""
 
     layers: Mapping[int, Tensor]  # of each compressed layer, on any device
     origin: Mapping[str, Any] = field(default_factory=dict)  # where it comes from, as JSON, for results
@@ -55,7 +55,7 @@ class Probed:
 
 
 class Trace:
-    """What one prefill leaves behind; read-only to everyone, because every variant of the sample shares it."""
+    """What one prefill leaves; read-only to everyone, because every variant of the sample shares it."""
 
     of_prompt: ClassVar = frozenset({"_device", "_host", "_shared"})  # K and V, and what was made of them
 
@@ -68,10 +68,10 @@ class Trace:
         self.n_read = s_prompt  # tokens of the prompt, always
         self.device = device  # of the tokens, and of most layers
         self.layer_devices = layer_devices
-        # A tier of its own beside a GPU of CUDA's; other accelerators have one memory for both.
+        # A tier of its own next to a GPU of CUDA's; other accelerators have one memory for both.
         self.host_device = torch.device("cpu") if device.type == "cuda" else device
         self.softmax: dict[int, Softmax] = {}  # what a layer makes weights of q·k with
-        self.logits: Tensor | None = None  # (vocabulary,) float32, of the token behind the prompt
+        self.logits: Tensor | None = None  # (vocabulary,) float32, of the token after the prompt
         self.rest: Any = None  # the model's own cache of the layers that nobody compresses
         self.turn: Mapping[int, Turn] | None = None  # how each layer moves queries and keys by so many positions
         self.ids: Sequence[int] = ()
@@ -127,7 +127,7 @@ class Trace:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """What is made once inside is not there any more behind it."""
+        """Forget afterwards what `once` has made inside."""
         before = dict(self._shared)
         try:
             yield
@@ -159,7 +159,7 @@ class Trace:
         return self.latents[layer].heads(k) if layer in self.latents else (k, v)
 
     def held_layers(self) -> list[int]:
-        """Those whose K and V are here."""
+        """Layers whose K and V are here."""
         return [*self._device]
 
     def keys(self, layer: int) -> Tensor:
@@ -265,7 +265,7 @@ class Trace:
         return torch.stack(self.gathered(self.shares)).mean().item() if self.shares else None
 
     def layer_shares(self) -> list[float]:
-        """The same of each layer that may be sparse; none where the pass was exact."""
+        """Share of the pairs that the pass computed in each layer that may be sparse; none where the pass was exact."""
         return torch.stack(self.gathered(self.shares)).tolist() if self.shares else []
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:

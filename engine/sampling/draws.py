@@ -25,7 +25,7 @@ N_FEW, N_SORTED = 64, 1024  # likeliest tokens that a CPU sorts first, and then:
 
 
 def seeded(*numbers: int) -> torch.Generator:
-    """What draws for this seed and whatever else tells one draw from another."""
+    """The generator for this seed and whatever else tells one draw from another."""
     import numpy as np  # slow to import, and a refused command draws nothing
 
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
@@ -66,7 +66,7 @@ def drawn(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Tensor:
 
 
 def drawn_from_few(scaled: Tensor, numbers: Tensor, top_p: float) -> Tensor:
-    """As `drawn`, with as few tokens sorted as the nucleus of each row allows."""
+    """Tokens drawn (`drawn`) with as few of them sorted as the nucleus of each row allows."""
     every = scaled.softmax(-1)
     tokens = torch.empty(len(every), dtype=torch.long)
     left = [*range(len(every))]

@@ -7,5 +7,5 @@ REMEDY = "its weights may be damaged, or too large for the dtype; check the chec
 
 
 def why_lost(n_said: int) -> str:
-    """Why an answer ended behind so many tokens."""
+    """Why an answer ended after so many tokens."""
     return f"after {n_said} generated tokens the logits are NaN or infinite, so that no token can be chosen; {REMEDY}"

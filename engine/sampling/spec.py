@@ -1,7 +1,7 @@
 """What a user may say of sampling, and the seed of each draw: arithmetic, without torch.
 
 Draw j of a prompt has a seed that follows from the run's seed, the prompt's id and j, and from nothing else: every
-method draws with the same numbers, whoever answers beside it and whatever was answered before.
+method draws with the same numbers, whoever else answers and whatever was answered before.
 
 Not here: drawing (`engine/sampling/draws.py`).
 """
@@ -49,7 +49,7 @@ class Sampling:
         return self.temperature == 0
 
     def identity(self) -> dict[str, Any]:
-        """What of it identifies a run: what is not as it always was."""
+        """The settings that identify a run: those that differ from the defaults."""
         usual = Sampling()
         return {key: value for key, value in vars(self).items() if value != getattr(usual, key)}
 
@@ -65,5 +65,5 @@ def draw_seed(run_seed: int, prompt_id: str, draw: int) -> int:
 
 
 def draw_id(prompt_id: str, draw: int | None) -> str:
-    """What the line of a draw is called."""
+    """Id of a draw's line."""
     return prompt_id if draw is None else f"{prompt_id}#{draw}"

@@ -43,7 +43,7 @@ class SparsePrefill(ABC):
 
     density: Fraction | None  # share of the causal pairs to compute; None: by the rule's own parameters
     dense_last: int  # queries at the prompt's end that see their whole past
-    layers: tuple[int, int] | None  # the first sparse layer, and the one behind the last; None: all
+    layers: tuple[int, int] | None  # the first sparse layer, and the one after the last; None: all
     observe: str  # of OBSERVED: what sums over all queries are made of
 
     title: ClassVar[str]
@@ -72,7 +72,7 @@ class SparsePrefill(ABC):
             )
 
     def data_digest(self) -> str | None:
-        """Of a file that the rule reads."""
+        """Digest of a file that the rule reads."""
         return None
 
     def is_exact(self, layer: int, s: int) -> bool:

@@ -60,7 +60,7 @@ def within(levels: Tensor, pairs: Tensor, n: int) -> Tensor:
 
 
 def spans(s: int, block: int, block_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The token behind each block of queries (n_q, 1), and that behind each block of keys (n_k,)."""
+    """The token after each block of queries (n_q, 1), and the one after each block of keys (n_k,)."""
     queries = torch.arange(1, -(-s // block) + 1, device=device).mul_(block).clamp_(max=s)
     keys = torch.arange(1, -(-s // block_k) + 1, device=device).mul_(block_k).clamp_(max=s)
     return queries.unsqueeze(-1), keys

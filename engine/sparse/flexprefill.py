@@ -5,7 +5,7 @@ hold a share gamma of the weights. Where the head's block means tell the same we
 the least of columns and distances, and of all pairs of block means the largest up to the same share.
 
 Symbols   paper block_size, gamma, tau, min_budget = `block`, `gamma`, `tau`, `min_budget`.
-Cost      `block` queries on all keys, 2 * block / s of all pairs; means of blocks beside it.
+Cost      `block` queries on all keys, 2 * block / s of all pairs; means of blocks in addition.
 Differs   the paper selects columns and diagonals of tokens; as in the authors' code their number counts, in blocks of
           `cover_unit` tokens, and whole blocks are taken. Theirs has 128 there whatever the block; null is the block.
           As in their code, diagonals of a prompt that is no multiple of `block` are pooled from its first token on.

@@ -94,7 +94,7 @@ class VerticalSlash(SparsePrefill):
         return Kept(s, self.block, s - self.n_dense(s), vertical=vertical, met=met_by(slash, self.block))
 
     def fitting(self, ranks: tuple[Tensor, Tensor], s: int) -> Kept:
-        """As many columns and diagonals, in the relation of the parameters, as `density` allows: by halving, unread."""
+        """Keep as many columns and diagonals, in the parameters' ratio, as `density` allows: by halving, unread."""
         asked, (h, device) = self.counts(s), (len(ranks[0]), ranks[0].device)
         low = torch.zeros((), dtype=finest(device), device=device)
         high = torch.ones_like(low)

@@ -119,7 +119,7 @@ class XAttention(BlockRule):
         return 1 / self.stride
 
     def level(self, layer: int, s: int, like: Tensor) -> Tensor | float:
-        """What is taken is below the threshold; all, where that is 1."""
+        """Bound of `levels`: blocks below the threshold are kept; all, where that is 1."""
         if isinstance(self.threshold, Fraction):
             return nextafter(float(self.threshold), -inf)
         of_heads = self.table()[layer] if isinstance(self.threshold, Path) else map(float, self.threshold)
@@ -182,6 +182,6 @@ class XAttention(BlockRule):
 
 
 def grouped(x: Tensor, stride: int, n_groups: int, turned: bool = False) -> Tensor:
-    """Tokens (heads, s, d_h), zeros behind them, side by side in groups: (heads, n_groups, stride * d_h) float32."""
+    """Tokens (heads, s, d_h), zeros after them, side by side in groups: (heads, n_groups, stride * d_h) float32."""
     x = torch.nn.functional.pad(x.float(), (0, 0, 0, n_groups * stride - x.shape[1])).unflatten(1, (n_groups, stride))
     return (x.flip(2) if turned else x).flatten(2)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WIDTH = 100  # columns, where no terminal says how many there are
-# Sentences name a checkout's commands. Behind `kvbench` they are these; outside a checkout `OUTSIDE` too.
+# Sentences name a checkout's commands. After `kvbench` they are these; outside a checkout `OUTSIDE` too.
 RENAMED = {
     "python run.py --check": "kvbench check",
     "python run.py --list": "kvbench ls",
@@ -64,7 +64,7 @@ def printable(text: str) -> str:
 
 
 def lines_of(text: str) -> str:
-    """As `printable`, of a text of several lines, whose ends and tabs stay."""
+    """A text of several lines that is `printable`; line ends and tabs stay."""
 
     def line(words: str) -> str:
         end = "\r" if words.endswith("\r") else ""
@@ -75,7 +75,7 @@ def lines_of(text: str) -> str:
 
 
 def say(*words: object, file: TextIO | None = None, end: str = "\n") -> None:
-    """As `print`: to standard output, or another stream. Where its reader has left (`| head`), the command ends."""
+    """Print words to standard output, or another stream. Where its reader has left (`| head`), the command ends."""
     stream = sys.stdout if file is None else file
     try:
         print(lines_of(as_started(" ".join(map(str, words)))), file=stream, end=end, flush=True)
@@ -122,7 +122,7 @@ def refuse_without_packages() -> None:
 
 
 def refuse_missing(kind: type[BaseException], error: BaseException, trace: "TracebackType | None") -> None:
-    """As `sys.excepthook`; a module that is missing from a package that is there is a fault, not a package."""
+    """A `sys.excepthook`: a module that is missing from a package that is there is a fault, not a package."""
     if not isinstance(error, ModuleNotFoundError) or find_spec(str(error.name).partition(".")[0]) is not None:
         return sys.__excepthook__(kind, error, trace)
     say(lacks(error), file=sys.stderr)

@@ -115,7 +115,7 @@ def over(q: Tensor, part: Part, soft: Softmax, hide: Tensor | None) -> tuple[Ten
 
 
 def moments(at: Layer, m: int) -> list[Moment]:
-    """Those of the next `m` tokens."""
+    """Moments of the next `m` tokens."""
     return [Moment(at.n_seen + t, min(at.capacity, at.n_window + t)) for t in range(1, m + 1)]
 
 

@@ -31,5 +31,5 @@ class Feed:
 
     @property
     def queries(self) -> Tensor:
-        """One behind the other, as if they were rows: (m, h, 1, d_h)."""
+        """Queries one after the other, as if they were rows: (m, h, 1, d_h)."""
         return self.q.transpose(1, 2).transpose(0, 1).transpose(1, 2)

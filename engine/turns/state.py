@@ -102,7 +102,7 @@ class _Copier:
         return self.copy(self.row)
 
     def share(self, thing: Any) -> None:
-        """What can be reached from here stands in the copy as it is."""
+        """Leave what can be reached from here as it is in the copy."""
         left = [thing]
         while left:
             one = left.pop()
@@ -182,7 +182,7 @@ class _Copier:
         return made
 
     def tensor(self, x: Tensor) -> Tensor:
-        """The same view of copied memory."""
+        """This view of copied memory."""
         if x.layout != torch.strided or x.numel() == 0:
             return x.clone()
         where = x.untyped_storage()

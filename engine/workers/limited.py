@@ -42,7 +42,7 @@ class Limited:
         self._ends: weakref.finalize[..., Limited] | None = None
 
     def ask(self, question: Mapping[str, Any], limit_s: float | None = None) -> tuple[str, Any]:
-        """The reply behind "ok"; None behind "timeout", or behind "died" where the worker ended.
+        """The reply after "ok"; None after "timeout", or after "died" where the worker ended.
 
         One that may take longer, or less, says its own limit.
         """

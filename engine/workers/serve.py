@@ -22,7 +22,8 @@ def serve(
 ) -> None:
     """Answer until the input ends; `warm_up` imports and compiles what the first reply needs, before its clock runs.
 
-    Memory is what replies may take beside it: some libraries reserve gigabytes that they never touch.
+    Memory is what replies may take in addition to what is reserved by then: some libraries reserve gigabytes that they
+    never touch.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -49,7 +49,7 @@ void list_keys(const Rule &r, int64_t head, const Item &item, std::vector<int32_
     }
 }
 
-// The query behind the last that sees a key.
+// The query after the last that sees a key.
 INLINE int64_t until(const Rule &r, const Item &item, int64_t key) {
     return item.is_dense || key < r.n_init ? item.stop : std::min(item.stop, key + r.n_local);
 }
@@ -233,7 +233,7 @@ struct Tiled {
             for (int64_t c = r.d; c < d; c++) keys[i * d + c] = 0;
         }
         written();
-        for (int64_t i = 0; i < n; i += 2 * SIDE)  // rows behind the last are of an earlier tile, and nobody reads them
+        for (int64_t i = 0; i < n; i += 2 * SIDE)  // rows after the last are of an earlier tile, and nobody reads them
             for (int64_t j = 0; j < CHUNK; j += 2 * SIDE) {
                 sum_32(keys.data() + i * d, queries.data() + j * d, d);
                 float *to = out + i * CHUNK + j;
@@ -358,7 +358,7 @@ static void attend_item(const Rule &r, int64_t head, const Item &item, const T *
         for (size_t start = 0; start < tokens.size(); start += TILE) {
             const int32_t *some = tokens.data() + start;
             const int64_t n = std::min<int64_t>(TILE, tokens.size() - start);
-            if (some[0] >= first + n_queries) break;  // and so are all behind it
+            if (some[0] >= first + n_queries) break;  // and so are all after it
             products.logits(k, some, n, logits.data());
             const bool hides = bound(r, item, first, some, n, r.s, scale, logits.data());
             vf shrink[NQ];

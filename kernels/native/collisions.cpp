@@ -4,7 +4,7 @@
 
 #include "simd.h"
 
-// Inner products with the planes of all tables, (n, tables * bits) -> codes, table behind table at `stride`: bit i of a
+// Inner products with the planes of all tables, (n, tables * bits) -> codes, table after table at `stride`: bit i of a
 // code is whether the product with its plane i is above zero.
 extern "C" void pack_codes(int64_t n, int64_t tables, int64_t bits, const float *x, int16_t *codes, int64_t stride) {
     constexpr int64_t BLOCK_ROWS = 32;  // a cache line of codes
@@ -97,7 +97,7 @@ void weigh(int64_t h, int64_t h_kv, int64_t d, int64_t n, int64_t bits, int64_t 
 
 }  // namespace
 
-// Positions (h, room) of what was found, -1 behind the last, and the logarithms of their weights; q (h, d) float32, keys
+// Positions (h, room) of what was found, -1 after the last, and the logarithms of their weights; q (h, d) float32, keys
 // from the first token of the tables on, means (h_kv, d) and norms (h_kv, n) of centred keys.
 extern "C" void weigh_found(int64_t dtype, int64_t h, int64_t h_kv, int64_t d, int64_t n, int64_t bits, int64_t tables,
                             double least, int64_t first, const float *q, const void *keys, int64_t stride,

@@ -1,5 +1,5 @@
 // Attention that keys get from queries, given the queries' log-sum-exps: products, exponentials and sums of a tile stay
-// in registers, so that no logit is ever stored. Two forms: sums over the queries behind a key, or the nearest of them,
+// in registers, so that no logit is ever stored. Two forms: sums over the queries after a key, or the nearest of them,
 // and the largest over all.
 #include "pairs.h"
 #include "tiles.h"
@@ -93,7 +93,7 @@ INLINE void bring(const T *from, int64_t n, float *to) {
 INLINE void bring(const pair *from, int64_t n, pair *to) { memcpy(to, from, n * sizeof *to); }
 #endif
 
-// Keys [first, first + KEYS) of one head; the r queries are the last of s tokens, or stand behind all s. T is what memory
+// Keys [first, first + KEYS) of one head; the r queries are the last of s tokens, or stand after all s. T is what memory
 // holds, N what products are of.
 template <bool LARGEST, class N, class T>
 void sums_of(int64_t s, int64_t r, int64_t d, const T *q, const T *k, const float *lse, const float *row_weights,

@@ -1,10 +1,10 @@
 // Attention of one query per head over packed K and V: codes become numbers in registers, never in memory.
 //
-// A code stands for code * scale + zero, or for an entry of a table times a scale, where a token's entries may be brought
-// to length 1 first. Codes of one group lie beside each
-// other, the first in the lowest bits. Keys are grouped over tokens, channel by channel, or within a token; values
-// within a token. Behind the packed tokens come exact ones. The tokens of a KV head are cut into chunks, which are
-// joined by their largest logits and sums, always in the same order.
+// A code stands for code * scale + zero, or for an entry of a table times a scale, where a token's entries may be
+// brought to length 1 first. Codes of one group lie next to each other, the first in the lowest bits. Keys are grouped
+// over tokens, channel by channel, or within a token; values within a token. After the packed tokens come exact ones.
+// The tokens of a KV head are cut into chunks, which are joined by their largest logits and sums, always in the same
+// order.
 #include <memory>
 #include <type_traits>
 

@@ -119,7 +119,7 @@ extern "C" void pq_codes(int64_t dtype, int64_t heads, int64_t m, int64_t n, int
         nearest_of(heads, m, n, c, d, (const f16 *)keys, head_stride, row_stride, centroids, codes, n_threads);
 }
 
-// Codes (rows, n_new) behind the first n tokens of rows of `stride` bytes, whose bits behind them are zeros.
+// Codes (rows, n_new) after the first n tokens of rows of `stride` bytes, whose bits after them are zeros.
 extern "C" void pq_append(int64_t rows, int64_t b, int64_t n, int64_t n_new, const uint8_t *codes, uint8_t *data,
                           int64_t stride) {
     for (int64_t row = 0; row < rows; row++, codes += n_new, data += stride) {

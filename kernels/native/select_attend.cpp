@@ -24,7 +24,7 @@ struct Part {
     const int64_t *idx;               // (heads, n) rows, below 0: none; null: rows 0 to n
     const char *k_late, *v_late;      // rows from n_rows on; null: there are none
     int64_t k_late_stride, v_late_stride, n_rows;  // bytes from head to head; rows of k and v
-    int64_t kv_heads;                 // heads of k and v, or 1 where all heads' rows lie behind each other
+    int64_t kv_heads;                 // heads of k and v, or 1 where all heads' rows follow each other
     const int64_t *starts, *counts;   // (heads), a head's first row and its rows, at most n; null: rows 0 to n
     const float *bias;                // (heads, n), added to logits; null: nothing is
     int64_t bias_stride;              // numbers from head to head

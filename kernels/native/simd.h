@@ -87,7 +87,7 @@ INLINE vf load(const f16 *p) {
 
 INLINE void store(float *p, vf x) { memcpy(p, &x, sizeof x); }
 
-// The first n < WIDTH values, zeros behind them.
+// The first n < WIDTH values, zeros after them.
 template <class T>
 INLINE vf load_some(const T *p, int n) {
     T padded[WIDTH];
@@ -169,7 +169,7 @@ INLINE void four_sums(const vf *x, float factor, float *out) {
 #endif
 }
 
-// WIDTH values of a row of d from `at` on, zeros behind its end.
+// WIDTH values of a row of d from `at` on, zeros after its end.
 template <class T>
 INLINE vf load_part(const T *row, int64_t at, int64_t d) {
     return at + WIDTH <= d ? load(row + at) : load_some(row + at, d - at);

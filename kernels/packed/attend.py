@@ -1,4 +1,4 @@
-"""Attention of one query per head over packed K and V, and the exact tokens behind them.
+"""Attention of one query per head over packed K and V, and the exact tokens after them.
 
 Shapes    q (1, h, 1, d_h); codes, scales and zeros as in `kernels/packed/codes.py`; exact (1, h_kv, rows, d_h), whose
           first row is the first token that is not packed. K and V may be packed to different lengths.
@@ -29,7 +29,7 @@ FEWEST_BYTES = 4  # of a group, so that a load holds codes of one group alone
 
 
 class Side(NamedTuple):
-    """K or V of a layer: packed tokens, and exact ones behind them."""
+    """K or V of a layer: packed tokens, and exact ones after them."""
 
     kind: int
     bits: int
@@ -107,7 +107,7 @@ def attend_packed(q: Tensor, packed: Packed, scale: float, cap: float = 0.0) -> 
 
 
 def attend_packed_ref(q: Tensor, packed: Packed, scale: float, cap: float = 0.0) -> tuple[Tensor, Tensor]:
-    """From rebuilt numbers, in float32."""
+    """Attention from rebuilt numbers, in float32."""
     h = q.shape[1]
     k, v = (x.repeat_interleave(h // x.shape[1], 1).float() for x in packed.rebuilt(packed.v.exact.shape[3]))
     logits = capped((q.float() @ k.mT) * scale, cap)
@@ -138,7 +138,7 @@ def native() -> Any:
 
 
 def attend_packed_native(q: Tensor, packed: Packed, scale: float, cap: float = 0.0) -> tuple[Tensor, Tensor]:
-    """In C++."""
+    """Attention in C++ (`native/packed.cpp`)."""
     _, h, _, d_h = q.shape
     q = q.contiguous()
     numbers = [*packed.k.numbers(), *packed.v.numbers()]

@@ -2,7 +2,7 @@
 
 Shapes    x (h_kv, n, d_h); by channel: codes (h_kv, n / g, d_h, g * b / 8), scales and zeros (h_kv, n / g, d_h);
           by token: codes (h_kv, n, d_h * b / 8), scales and zeros (h_kv, n, d_h / g), best with those of one group
-          beside each other; all codes uint8, packed, the first code of a group in the lowest bits.
+          next to each other; all codes uint8, packed, the first code of a group in the lowest bits.
 Checks    tests/kernels/test_packed.py.
 
 Not here: attention over codes (`kernels/packed/attend.py`).
@@ -48,7 +48,7 @@ def quantise_tokens(x: Tensor, bits: int, group: int) -> Quantised:
 
 
 def by_group(x: Tensor) -> Tensor:
-    """The same numbers (h_kv, n, groups), those of one group beside each other, as attention to values reads them."""
+    """The numbers (h_kv, n, groups) with those of one group next to each other, as attention to values reads them."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

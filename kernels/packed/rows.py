@@ -1,7 +1,7 @@
 """Attention over packed K and V on a GPU, for all rows of a batch: codes become numbers in registers.
 
 The tokens of a row fall into three stretches: K and V packed, one of them packed, none. The first two are read here, in
-a launch for each form of codes that occurs; the exact ones behind them are tokens as any others, and the join with them
+a launch for each form of codes that occurs; the exact ones after them are tokens as any others, and the join with them
 is `attend_rows_triton`'s.
 
 Shapes    as in `kernels/packed/attend.py`.
@@ -32,7 +32,7 @@ from kvbench.kernels.packed.attend import Packed, Side
 from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE
 from kvbench.kernels.select_attend import RECORD, STAGES, Piece, Table, Tokens, elements, find_item
 
-EXACT = -1  # beside the kinds of codes: not packed
+EXACT = -1  # in addition to the kinds of codes: not packed
 WIDE = 256  # numbers of a head whose tiles four warps have no registers for
 # Of heads that are wider: query heads of a program, numbers that it reads at once and those that it looks up, tokens.
 WIDE_ROWS, PART, LOOKED_UP_PART, WIDE_TILE = 16, 128, 64, 16
@@ -102,7 +102,7 @@ class CodedRows:
         return [Tokens(k.exact[:, :, either - k.n : n - k.n], v.exact[:, :, either - v.n : n - v.n], q=q)]
 
     def pieces(self, q: Tensor) -> list[list[Piece]]:
-        """As `Others` says: a kernel for each form of codes."""
+        """Pieces of each row (`Others`): a kernel for each form of codes."""
         found: list[list[Piece]] = [[] for _ in range(self.n_rows)]
         self.even: list[bool] = []
         for kernel, some in enumerate(self.by_form.values(), 1):
@@ -149,7 +149,7 @@ class LaunchForm(NamedTuple):
 
 @cache
 def launch_form(k: Form, v: Form, g: int, d_h: int, size: int) -> LaunchForm:
-    """For exact numbers of so many bytes."""
+    """The launch for exact numbers of so many bytes."""
     whole, tile, looks_up = power_of_2(d_h, 16), tile_of(k, v), k.kind == BY_UNIT_TABLE
     if size == 4:
         width, most = min(EXACT_PART, whole), EXACT_LOOKED_UP_TILE if looks_up else EXACT_TILE
@@ -174,7 +174,7 @@ def form_of(side: Side, last: int) -> Form:
 
 
 def row_bytes(form: Form, d_h: int) -> int:
-    """Of a token's codes, or of a channel's in a group of tokens."""
+    """Bytes of a token's codes, or of a channel's in a group of tokens."""
     return -(-(form.group if form.kind == BY_CHANNEL else d_h) * form.bits // 8)
 
 

@@ -33,7 +33,7 @@ class Ageing(NamedTuple):
 
 
 class Book(NamedTuple):
-    """What keys are made codes with; values by their range."""
+    """Rotation and midpoints by which keys become codes; values become codes by their range."""
 
     rotation: Tensor  # (d_h, d_h) float32
     midpoints: Tensor  # float32, ascending
@@ -61,7 +61,7 @@ def packs(d_h: int, group: int) -> bool:
 
 
 class RangePacking:
-    """As `quantise_tokens`, in the tokens' own arithmetic; at later steps the tokens behind them, and places."""
+    """Packing like `quantise_tokens`, in the tokens' own arithmetic, of later tokens to later places at later steps."""
 
     def __init__(self, tokens: Sequence[Ageing], bits: int, group: int) -> None:
         self.x, self.to, _ = tokens[0]
@@ -72,7 +72,7 @@ class RangePacking:
         self.form = group, FIELDS, bits, power_of_2(group, 8), power_of_2(self.d_h // group)
 
     def take(self, k_new: Tensor, v_new: Tensor, since: Since) -> None:
-        """As the tokens to pack stand for the step behind the one that was told."""
+        """Pack what the tokens to pack are at the step after the one that was told."""
         self.pack(since.later(1))
 
     def pack(self, since: Since | None = None) -> None:
@@ -94,11 +94,11 @@ class UnitPacking:
         self.table = upload(numbers, x[0].device)
 
     def take(self, k_new: Tensor, v_new: Tensor, since: Since) -> None:
-        """With the current tokens of all rows."""
+        """Pack with the current tokens of all rows."""
         self.pack(k_new[self.row :], v_new[self.row :], since)
 
     def pack(self, k: Tensor, v: Tensor, since: Since | None = None) -> None:
-        """With tensors that begin at the first token, to places that are as many further on as steps have passed."""
+        """Pack tensors that begin at the first token, to places that are as many further on as steps have passed."""
         book, since = self.book, now(k.device) if since is None else since
         code_units[self.grid](
             k, v, self.k.codes, self.v.codes, self.k.scales, self.v.scales, book.rotation, book.midpoints, self.table,

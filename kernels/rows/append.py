@@ -71,7 +71,7 @@ class Places(NamedTuple):
         return cls(upload(numbers, device), grid, d_h, d_v, (power_of_2(d_h), power_of_2(d_v)))
 
     def take(self, k_new: Tensor, v_new: Tensor, since: Since | None = None) -> None:
-        """Write the current token, at a step behind the one that the slots are for."""
+        """Write the current token, at a step after the one that the slots are for."""
         since = now(k_new.device) if since is None else since
         (k_row, k_head, *_), (v_row, v_head, *_) = k_new.stride(), v_new.stride()
         write_tokens[self.grid](

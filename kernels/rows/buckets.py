@@ -64,7 +64,7 @@ def find_rows(q: Tensor, rows: Sequence[Hidden], least: float) -> tuple[list[tup
             tokens.shape[2], tokens.shape[1], row.tables.bits + (row.first << 8),
         ]  # fmt: skip
     table = upload(numbers, q.device)
-    met = torch.zeros(n, h, longest + 1, dtype=torch.int32, device=q.device)  # and behind the tokens the entries read
+    met = torch.zeros(n, h, longest + 1, dtype=torch.int32, device=q.device)  # and after the tokens the entries read
     most_bits = power_of_2(max(row.tables.bits for row in rows))
     width, g = power_of_2(d_h), h // h_kv
     meet[(n, h, most_tables)](q, table, met, longest + 1, d_h, g, ROW, width, most_bits, TILE)
@@ -133,7 +133,7 @@ def weigh(
 
 @jit
 def chance(cosine, bits, n_tables):
-    """That a key at this cosine shares a bucket in at least two tables, in float64: it may be far below 1."""
+    """Chance that a key at this cosine shares a bucket in at least two tables, in float64: it may be far below 1."""
     x = tl.minimum(tl.maximum(cosine.to(tl.float64), -1.0), 1.0)
     size = tl.abs(x)
     # The arc cosine by formula 4.4.46 of Abramowitz and Stegun, to 2e-8.

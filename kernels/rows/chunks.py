@@ -1,7 +1,7 @@
 """RocketKV's search on a GPU: the current token joins its chunk, a few channels bound the chunks, tokens get keys.
 
 Shapes    q (n, h, 1, d_h); bounds (h_kv, 2 * d_h, chunks), maxima above minima; keys (n, h_kv, s) int64 as
-          `kernels/topk.py` says, for all tokens of a row, the largest int64 behind its last.
+          `kernels/topk.py` says, for all tokens of a row, the largest int64 after its last.
 Checks    tests/kernels/test_chunks.py.
 
 Not here: a CPU's way (`methods/retrieving/rocketkv.py`).
@@ -48,7 +48,7 @@ class Table(NamedTuple):
 
 
 def table_of(rows: Sequence[Chunked], device: torch.device, ahead: int = 0) -> Table:
-    """With room for so many steps to come."""
+    """The table of rows, with room for so many steps to come."""
     start, numbers = rows[0].bounds, list[int]()
     for bounds, n, chunk, r in rows:
         both, room = bounds.shape[1:]

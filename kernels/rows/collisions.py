@@ -4,7 +4,7 @@ A token's code in a table is a whole number below 2^bits. A table is the tokens'
 code's bucket begins. A find weighs one over its chance to be found, so that a sum over what was found has the
 expectation of the sum over all.
 
-Shapes    codes (h_kv, tables, n) int16; a query head's own (h, tables) int16; positions (1, h, most), -1 behind a
+Shapes    codes (h_kv, tables, n) int16; a query head's own (h, tables) int16; positions (1, h, most), -1 after a
           head's last, their log-weights the same in float32.
 Paths     C++ on a CPU, else torch. Tables lie in the host's memory wherever the model is.
 Checks    tests/kernels/test_collisions.py.
@@ -42,22 +42,22 @@ class Hashed(NamedTuple):
 
 
 def chance(cosine: Tensor, bits: int, tables: int) -> Tensor:
-    """That a key at this cosine to the query shares a bucket with it in at least two tables."""
+    """Chance that a key at this cosine to the query shares a bucket with it in at least two tables."""
     return chance_of_two(one_table(cosine, bits), tables)
 
 
 def one_table(cosine: Tensor, bits: int) -> Tensor:
-    """That it does in one table."""
+    """Chance that a key at this cosine shares a bucket with the query in one table."""
     return (1 - cosine.clamp(-1, 1).arccos() / pi) ** bits
 
 
 def chance_of_two(one: Tensor, tables: int) -> Tensor:
-    """That an event of chance `one` happens at least twice in so many tables."""
+    """Chance that an event of chance `one` happens at least twice in so many tables."""
     return 1 - (1 - one) ** (tables - 1) * (1 + (tables - 1) * one)
 
 
 def pack_codes(products: Tensor, bits: int, codes: Tensor) -> None:
-    """Codes of vectors by their inner products with planes (n, tables * bits), a table's beside each other.
+    """Codes of vectors by their inner products with planes (n, tables * bits), a table's next to each other.
 
     Written to `codes` (tables, n) int16: bit i of a code is whether the product with its table's plane i is above 0.
     """
@@ -69,7 +69,7 @@ def pack_codes(products: Tensor, bits: int, codes: Tensor) -> None:
 
 
 def pack_codes_ref(products: Tensor, bits: int, codes: Tensor) -> None:
-    """As a sum of powers."""
+    """Write codes of vectors as sums of powers of 2."""
     powers = 2 ** torch.arange(bits, device=products.device)
     codes.copy_(((products > 0).unflatten(-1, (-1, bits)) * powers).sum(-1).mT)
 
@@ -93,7 +93,7 @@ def build_tables(codes: Tensor, bits: int) -> Tables:
 
 
 def build_tables_ref(codes: Tensor, bits: int) -> Tables:
-    """By a stable sort, and bisection for where buckets begin."""
+    """Build tables by a stable sort, and bisection for where buckets begin."""
     by_table = codes.contiguous().int()
     found = by_table.sort(dim=-1, stable=True)
     borders = torch.arange((1 << bits) + 1, dtype=torch.int32).expand(*by_table.shape[:2], -1).contiguous()

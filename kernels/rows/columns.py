@@ -42,13 +42,13 @@ class Columns(NamedTuple):
     mean: Tensor | None  # (1, h_kv, 1, d_h) float32 of V, which takes in the current token
     n: int  # tokens, the current one included
     start: int  # the first candidate
-    stop: int  # behind the last one
+    stop: int  # after the last one
     k: int  # candidates to choose
     grows: bool = False  # with every token there is a candidate more
 
 
 def table_of(rows: Sequence[Columns], device: torch.device, ahead: int = 0) -> Table:
-    """With room for so many steps to come."""
+    """The table of rows, with room for so many steps to come."""
     start = rows[0].late
     numbers = [
         number

@@ -1,6 +1,6 @@
 """Inner products of every row's queries with what it searches, on a GPU: as logits, or as keys to choose by.
 
-`token_logits` are those with all keys of a row, the prompt's and behind them its generated ones, bent towards `cap` if
+`token_logits` are those with all keys of a row, the prompt's and after them its generated ones, bent towards `cap` if
 it is not 0; `weigh_logits` makes keys of their softmax, in which `sink` (h,) takes part if there is one. `channel_keys`
 are those of a few channels of every key, `block_keys` of means of blocks.
 
@@ -40,7 +40,7 @@ class Searched(NamedTuple):
     late: Tensor  # (1, h_kv, …, d_h), tokens from s on
     n: int  # tokens
     start: int  # the first candidate
-    stop: int  # behind the last one
+    stop: int  # after the last one
     grows: bool = False  # with every token there is a candidate more
 
 
@@ -54,7 +54,7 @@ class Table(NamedTuple):
 
 
 def table_of(rows: Sequence[Searched], device: torch.device, ahead: int = 0) -> Table:
-    """With room for so many steps to come."""
+    """The table of rows, with room for so many steps to come."""
     start = rows[0].k
     numbers = [
         number
@@ -143,7 +143,7 @@ def block_keys(q: Tensor, told: Blocks, n_blocks: int, per_head: bool, keys: Ten
     if keys is None:
         keys = torch.empty(n, h if per_head else 1, n_blocks, dtype=torch.int64, device=q.device)
     width = power_of_2(d_h)
-    blocks, n_warps = fit_rows(width, 32, 16384 if per_head else 8192)  # a total beside them
+    blocks, n_warps = fit_rows(width, 32, 16384 if per_head else 8192)  # a total in addition
     multiply_blocks[(n, cdiv(n_blocks, blocks), heads if per_head else 1)](
         q, told.start, told.numbers, keys, n_blocks, heads, h // heads, d_h, per_head, blocks, width, told.lanes,
         num_warps=n_warps,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Rotation(NamedTuple):
-    """What turning a key to a position does: number * own + its partner's number * other, float32."""
+    """Factors that turn a key to a position: number * own + its partner's number * other, float32."""
 
     partners: Tensor  # (d_h,) int64
     own: Tensor  # (s, d_h)

@@ -179,7 +179,7 @@ class Bringing:
     """What both launches are told of rows that ask at every step, from where they asked: `epochs` later each time."""
 
     def __init__(self, asks: Sequence[Ask], far: Sequence[Far], ages: int, epochs: int, ahead: int) -> None:
-        """There is room for the counts of `ahead` steps."""
+        """Take rows that ask, with room for the counts of `ahead` steps."""
         self.start, h_kv = far[0].k_near, far[0].k_near.shape[1]
         device, numbers = self.start.device, [number for ask in asks for number in ask_numbers(ask, h_kv)]
         self.asked, (told, self.sizes) = upload(numbers, device), far_numbers(asks, far)

@@ -1,7 +1,7 @@
 """Rows that lie far away, such as values on the host, copied to where the device reads them.
 
 Shapes    values (1, h_kv, s, d_h), on the device or pinned on the host; idx (1, h_kv, k) int64, of which the lower half
-          counts; result (1, h_kv, k, d_h) beside idx.
+          counts; result (1, h_kv, k, d_h) next to idx.
 Checks    tests/kernels/test_values.py.
 
 Not here: tokens that several heads ask for, or that stay for later steps (`kernels/rows/union.py`).

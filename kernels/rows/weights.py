@@ -38,7 +38,7 @@ class Held(NamedTuple):
     v: Tensor
     kept: Tensor | None  # positions (1, h_kv, n_kept) of the first slots; None: the slots' own numbers
     n_kept: int
-    start: int  # position in the slot behind them
+    start: int  # position in the slot after them
     left: Tensor | None = None  # where positions of those that stay are written, which may be over `kept`
 
 
@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of one row."""
+    """Sums of one row, and what left it where it evicted."""
 
     sums: Tensor  # (1, owners, n); where it evicted, the last column is nobody's
     positions: Tensor | None = None  # (1, h_kv, n - 1) of the tokens that stayed, slot by slot
@@ -111,7 +111,7 @@ class Receiving:
     """What tokens receive, as the kernels are told once: steps later a row may have more tokens, or evicts again.
 
     At each of the steps to come the positions that may go, that of the newest token and the first slot that receives
-    are those behind the last.
+    are those after the last.
     """
 
     def __init__(self, rows: Sequence[Row], more: Sequence[int] = (), n_steps: int = 0) -> None:
