@@ -25,7 +25,7 @@ from kvbench.engine.books.stopwatch import Stopwatch
 from kvbench.engine.caches.forks import fork, select_rows
 from kvbench.engine.causal import Chunk
 from kvbench.engine.errors import ConfigError, LengthError
-from kvbench.engine.layouts.portions import Portion, may_be_steady, portions_of, runs
+from kvbench.engine.layouts.sub_batches import SubBatch, can_be_planned, runs, sub_batches_of
 from kvbench.engine.passes.chosen import Choices, HearsChoices
 from kvbench.engine.passes.replay import Replay
 from kvbench.engine.passes.trace import Trace
@@ -67,7 +67,7 @@ class Answer:
 
 
 class Watch(Protocol):
-    """Looks on while rows decode, and changes nothing. `order` names the batch's row behind each row of a tensor."""
+    """Looks on while rows decode, and changes nothing. `order` names the row of the batch for each row of a tensor."""
 
     def attended(self, layer: int, order: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """A compressed layer of the step has ended: q and out (n, h, 1, d_h), the token's k and v (n, h_kv, 1, d_h)."""
@@ -87,15 +87,15 @@ class Batch(HearsChoices):
     def __init__(
         self, model: "Model", trace: Trace, rows: Sequence[Row], cache: Any = None, watch: Watch | None = None
     ) -> None:
-        """`cache` is the model's own of its layers that nobody compresses, by default that behind the prompt."""
+        """`cache` is the model's own of its layers that nobody compresses, by default that of the prompt."""
         self.model, self.trace, self.rows, self.watch = model, trace, list(rows), watch
         self.cache = fork(trace.rest, len(rows)) if cache is None else cache
         self.has_own_layers = trace.shape.n_own > 0
         self.compressed = frozenset(trace.shape.attention_layers)
-        self.are_steady = [takes_all(trace.device) and may_be_steady(row) for row in rows]
+        self.are_planned = [takes_all(trace.device) and can_be_planned(row) for row in rows]
         # Rows of one class stand together, so that a class can work on all of its rows at once that are at one
         # position. In all passes rows have this order, which is that of the cache.
-        self.order = sorted(range(len(rows)), key=lambda i: (not self.are_steady[i], name_of(type(rows[i]))))
+        self.order = sorted(range(len(rows)), key=lambda i: (not self.are_planned[i], name_of(type(rows[i]))))
         self.positions = [trace.s_prompt] * len(rows)  # of each row's next token
         self.doubt = torch.zeros(len(rows), device=trace.device)  # NaN: of rows whose logits were, as they read
         self.time, self.readers = Stopwatch(), Readers(trace.shape)
@@ -106,12 +106,12 @@ class Batch(HearsChoices):
         self.growing: dict[int, Variant] = {}  # rows that hold a feed within a budget of this length once it is read
         self.asked: dict[tuple[int, int], list[Tensor]] = {}  # by row and layer the feed's queries, of those rows
         self.which: list[int] = []  # rows of the pass
-        self.portions: list[Portion] = []
+        self.sub_batches: list[SubBatch] = []
         self.replay: Replay | None = None  # of these rows' steps, where they may be alike
         self.is_last = False  # while rows answer that nobody asks again
 
     def fork(self) -> "Batch":
-        """The same rows a second time, to go on from here."""
+        """Copies of the rows, which go on from here."""
         batch = Batch(self.model, self.trace, [fork_of(row) for row in self.rows], fork(self.cache, 1))
         batch.positions = list(self.positions)
         return batch
@@ -212,13 +212,13 @@ class Batch(HearsChoices):
             logits = self.step(speaking, ids.unsqueeze(1), on_step=on_step)
 
     def seconds(self) -> list[float]:
-        """Of every pass so far."""
+        """Seconds of every pass so far."""
         return self.time.seconds()
 
     def settle(self) -> None:
         """Bring all steps into the books."""
-        for portion in self.portions:
-            portion.unwritten.settle()
+        for sub_batch in self.sub_batches:
+            sub_batch.unwritten.settle()
 
     # A pass of the model.
 
@@ -284,8 +284,9 @@ class Batch(HearsChoices):
         self.looks_ahead = any(row.wants_lookahead for row in self.active)
         self.hears = any(row.wants_input for row in self.active)
         self.runs: dict[tuple[int, ...], list[tuple[type[Row], slice]]] = {}
-        self.portions = portions_of(self.active, self.apart, [self.are_steady[i] for i in which], self.clock)
-        self.whole = self.portions[0] if len(self.portions) == 1 else Portion(self.active, self.apart, self.clock)
+        self.sub_batches = sub_batches_of(self.active, self.apart, [self.are_planned[i] for i in which], self.clock)
+        is_one = len(self.sub_batches) == 1
+        self.whole = self.sub_batches[0] if is_one else SubBatch(self.active, self.apart, self.clock)
         self.replay = (
             Replay(self.model, self.model.graphs, self.whole, which, self.clock) if self.may_be_replayed else None
         )
@@ -294,8 +295,8 @@ class Batch(HearsChoices):
     def may_be_replayed(self) -> bool:
         """Whether steps of these rows may be alike for all that the batch knows."""
         differs = self.looks_ahead or self.hears or self.readers.last or self.watch is not None
-        is_steady = len(self.portions) == 1 and self.are_steady[self.which[0]]
-        return is_steady and not differs and self.model.graphs.why_not is None
+        is_planned = len(self.sub_batches) == 1 and self.are_planned[self.which[0]]
+        return is_planned and not differs and self.model.graphs.why_not is None
 
     def places(self, ids: Tensor) -> int | Tensor:
         """The positions of ids (n, m): that of the first one where all rows are at it."""
@@ -306,7 +307,7 @@ class Batch(HearsChoices):
 
     @contextmanager
     def listening(self, on_gpu: bool) -> Iterator[None]:
-        """Inside, rows get what they want beside queries: of the layer below, or of their own layer's input."""
+        """Inside, rows get what they want besides queries: that of the layer below, or their own layer's input."""
         foresees = self.looks_ahead and on_gpu and not any(self.apart)
         with self.model.foreseen(self.foresees) if foresees else nullcontext():
             with nullcontext() if foresees and not self.hears else self.model.watched(self.calls):
@@ -340,14 +341,14 @@ class Batch(HearsChoices):
                 self.active[i].x_now = self.calls[layer].x[i : i + 1, j : j + 1]
 
     def attend_one(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
-        """A step of all rows. Queries that look ahead stand behind those of all rows."""
+        """A step of all rows. Queries that look ahead follow those of all rows."""
         once, n = layer not in self.readers.last and takes_all(q.device), len(self.active)
         outs: list[Tensor] = []
-        for portion in self.portions if once else [self.whole]:
-            steady = portion.steady_of(layer) if once else None
-            at = slice(portion.at.start, len(q) if portion.at.stop == n else portion.at.stop)
+        for sub_batch in self.sub_batches if once else [self.whole]:
+            plan = sub_batch.plan_of(layer) if once else None
+            at = slice(sub_batch.at.start, len(q) if sub_batch.at.stop == n else sub_batch.at.stop)
             own = (q, k, v) if at == slice(0, len(q)) else (q[at], k[at], v[at])
-            outs.append(attend_groups(portion.groups, portion.rows, layer, *own, soft, self.readers, steady))
+            outs.append(attend_groups(sub_batch.groups, sub_batch.rows, layer, *own, soft, self.readers, plan))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def attend_several(

@@ -30,7 +30,7 @@ class Decoded:
     by_graphs: int | None = None  # steps of a GPU that replayed captured ones
     why_no_graphs: str | None = None  # of a GPU where they cannot be captured
     by_whole_graphs: int | None = None  # of the replayed steps those that were one graph
-    why_in_parts: str | None = None  # of a GPU where whole steps cannot be captured
+    why_in_parts: str | None = None  # why none was, where parts of steps were replayed
 
 
 def decode(
@@ -73,4 +73,11 @@ def decode(
     if model.device.type != "cuda":
         return Decoded(answers, batch.seconds())
     by_graphs, whole = graphs.n_replayed - n_replayed, graphs.n_whole - n_whole
-    return Decoded(answers, batch.seconds(), by_graphs, graphs.why_not, whole, graphs.why_in_parts)
+    why = None if whole or not by_graphs else graphs.why_in_parts or why_in_parts(rows)
+    return Decoded(answers, batch.seconds(), by_graphs, graphs.why_not, whole, why)
+
+
+def why_in_parts(rows: Sequence[Row]) -> str | None:
+    """What methods of a batch do at each step that no graph of a whole step could hold."""
+    said = dict.fromkeys(f"{row.title} {row.eager}" for row in rows if row.eager and not row.variant.is_full)
+    return "; ".join(said) or None

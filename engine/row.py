@@ -46,6 +46,7 @@ class Row(Protocol):
     pads: ClassVar[Any]
     of_answers: ClassVar[Any]
     rolls_back: ClassVar[Any]
+    eager: ClassVar[Any]
     wants_weights: bool
     wants_lookahead: bool
     q_ahead: Tensor

@@ -3,7 +3,7 @@
 A unit is as many tokens as any other (`Units`). Of units with equal scores the first are chosen.
 
 Not here: scores (`methods/indexed.py`), fetching (`engine/step.py`), where nothing is told anew
-(`engine/layouts/steady.py`).
+(`engine/layouts/launch_plan.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class Units(NamedTuple):
     """Which units of an index compete for a step, and how many of them are fetched."""
 
     k: int
-    stop: int  # position behind the last token that competes
+    stop: int  # position after the last token that competes
     start: int = 0  # position of the first one
     length: int = 1  # tokens of a unit
     origin: int = 0  # position of the first token of unit 0
@@ -42,7 +42,7 @@ class Units(NamedTuple):
 
     @property
     def behind(self) -> int:
-        """The unit behind the last one."""
+        """The unit after the last one."""
         return ceil((self.stop - self.origin) / self.length)
 
     @property
@@ -79,7 +79,7 @@ class Search:
     """A search of some rows at steps that are alike: those do nothing but take in tokens and fetch as many others."""
 
     idx: Sequence[Tensor]  # of each row (1, heads, k), where the positions of every step come to lie
-    more: Sequence[int] = ()  # so many more at each step, head by head behind those of `idx`; none: nowhere
+    more: Sequence[int] = ()  # so many more at each step, head by head after those of `idx`; none: nowhere
     n_steps: int = ALWAYS  # for so many
     corrects: bool = False  # True: `correct` has something to do
     is_repeatable: bool = False  # True: a step may be searched twice
@@ -94,11 +94,11 @@ class Search:
         raise NotImplementedError
 
     def costs(self, age: int) -> Sequence[Cost]:
-        """What each row's search took so many steps behind the one it was told, whose tokens its layer has taken in."""
+        """What each row's search took so many steps after the one it was told, whose tokens its layer has taken in."""
         raise NotImplementedError
 
     def enter(self, age: int) -> None:
-        """What the host does behind the launches of that step, for what rows count for themselves."""
+        """What the host does after the launches of that step, for what rows count for themselves."""
 
     def chosen(self, age: int) -> Sequence[Tensor]:
         """`idx` of that step."""
@@ -161,7 +161,7 @@ class KernelSearch(Search):
 
 
 class Searches(Search):
-    """Those of rows that are searched apart."""
+    """Several searches, for rows that are searched apart."""
 
     def __init__(self, each: Sequence[tuple[Search, Sequence[int], Tensor]]) -> None:
         """Each with its rows, and the same on the device."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.engine.attend import Part, attend_rows
 from kvbench.engine.books.audit import count_parts
 from kvbench.engine.books.spans import span
-from kvbench.engine.layouts.steady import Steady
+from kvbench.engine.layouts.launch_plan import LaunchPlan
 from kvbench.engine.placement import Change
 from kvbench.engine.readers import Held, Readers, end
 from kvbench.engine.row import Row
@@ -34,7 +34,7 @@ def step_rows(
 
 
 def fetched_rows(kind: type[Row], rows: Sequence[Row], layer: int, q: Tensor) -> list[list[Part]]:
-    """What each row attends to beside what is resident."""
+    """What each row attends to in addition to what is resident."""
     parts: list[list[Part]] = [[] for _ in rows]
     fetching = [i for i, row in enumerate(rows) if row.store[layer].can_fetch]
     if not fetching:
@@ -84,37 +84,37 @@ def cut(row: Row) -> None:
 
 def attend_groups(
     groups: Sequence[tuple[type[Row], slice]], rows: Sequence[Row], layer: int,
-    q: Tensor, k: Tensor, v: Tensor, soft: Softmax, readers: Readers | None = None, steady: Steady | None = None,
+    q: Tensor, k: Tensor, v: Tensor, soft: Softmax, readers: Readers | None = None, plan: LaunchPlan | None = None,
 ) -> Tensor:  # fmt: skip
     """One layer of one step for rows that stand by class: their parts, attention, the books; (n, h, 1, d_h).
 
-    Where other layers read this one's K and V, `readers` ends its step; `steady` is what kernels were told at the last
-    ones.
+    Where other layers read this one's K and V, `readers` ends its step; `plan` has its
+    launches on an accelerator.
     """
-    again = steady is not None and steady.holds(q)
-    if steady is not None and again and steady.is_still:
-        return steady.take_step(q, k, v, soft)
+    again = plan is not None and plan.holds(q)
+    if plan is not None and again and plan.is_still:
+        return plan.take_step(q, k, v, soft)
     is_read = readers is not None and layer in readers.last
     resident, parts = list[list[Part]](), list[list[Part]]()
     out, weights = None, list[Tensor | None]([None] * len(rows))
     with span("append", layer):
-        if steady is not None and again:
-            steady.append(k, v)
+        if plan is not None and again:
+            plan.append(k, v)
         else:
             append_rows([row.store[layer] for row in rows], k, v)
             resident = residents(groups, rows, layer, q)
     fetched = [part for kind, at in groups for part in fetched_rows(kind, rows[at], layer, q[at])]
     with span("attention", layer):
-        if steady is not None and again:
-            out = steady.attend(q, fetched, soft)
+        if plan is not None and again:
+            out = plan.attend(q, fetched, soft)
         if out is None:
             parts = [
                 [*own, *more] for own, more in zip(resident or residents(groups, rows, layer, q), fetched, strict=True)
             ]
             count_parts(rows, layer, parts)
             out, weights = attend_rows(q, parts, soft, [row.wants_weights for row in rows], rows[0].store[layer].work)
-            if steady is not None:
-                steady.tell(parts, fetched, q)
+            if plan is not None:
+                plan.make(parts, fetched, q)
     with span("after", layer):
         for i, row in enumerate(rows):
             if (queries := row.store[layer].queries) is not None:
@@ -123,8 +123,8 @@ def attend_groups(
         changes: list[tuple[Row, Change]] = []
         for kind, at in groups:
             changes += behind_rows(kind, rows[at], layer, out if len(groups) == 1 else out[at], weights[at], on_gpu)
-        if steady is not None:
-            steady.forget() if changes else steady.learn()
+        if plan is not None:
+            plan.forget() if changes else plan.learn()
         held = Held(rows, parts, changes)
         if readers is not None:
             readers.hold(layer, held)

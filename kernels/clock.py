@@ -8,7 +8,7 @@ Shapes    a clock is (1,) int64.
 Checks    tests/kernels/test_clock.py.
 
 Not here: who ticks it (`engine/batch.py`), for how many steps what kernels were told holds
-(`engine/layouts/steady.py`).
+(`engine/layouts/launch_plan.py`).
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -32,7 +32,7 @@ class Since(NamedTuple):
     start: int
 
     def later(self, n: int) -> Since:
-        """Since a step that came so many behind it."""
+        """Since a step that came so many after it."""
         return self._replace(start=self.start + n)
 
 
@@ -57,11 +57,11 @@ class Clock:
         self.tick_devices()
 
     def tick_host(self) -> None:
-        """As `tick`, where a captured graph has advanced the devices' counts."""
+        """Advance the host's count alone, where a captured graph has advanced the devices'."""
         self.now += 1
 
     def tick_devices(self, n: int = 1) -> None:
-        """As `tick`, but for the host's own count: what a graph captures."""
+        """Advance the devices' counts alone: what a graph captures."""
         with torch.inference_mode():  # in which counts may have been made
             for count in self.counts.values():
                 count.add_(n)
@@ -74,7 +74,7 @@ def zero(device: torch.device) -> Tensor:
 
 
 def now(device: torch.device) -> Since:
-    """Of a launch on its own, at the step that it was told."""
+    """The moment of a launch on its own."""
     return Since(zero(device), 0)
 
 

@@ -84,6 +84,7 @@ class Rules:
     judges: ClassVar[str] = ""  # of a scorer: by what it scores a single new token, "keys" or "input"; "": it cannot
     no_widths: ClassVar[str] = ""  # why it makes no sense where keys and values have other widths; "": it does
     no_latents: ClassVar[str] = ""  # why it makes no sense where a token is one latent for all heads
+    eager: ClassVar[str] = ""  # what its steps do that no CUDA graph of a whole step could hold; "": nothing
     attends_current: ClassVar[bool] = True  # False: the current token has to be selected like all others
 
     @classmethod

@@ -1,7 +1,8 @@
 """Steps of rows that are not in their books yet: those are written all at once, when somebody asks for one.
 
-A step that is like the one before it (`engine/layouts/steady.py`) needs neither ledgers nor where its layers stand, and
-Python's time there is a GPU's time to wait. Who asks a store for a layer or for the ledger finds both complete.
+A step that is like the one before it (`engine/layouts/launch_plan.py`) needs neither ledgers nor where its layers
+stand, and Python's time there is a GPU's time to wait. Who asks a store for a layer or for the ledger finds both
+complete.
 
 Not here: what a step's books are (`engine/store.py`).
 """
@@ -17,7 +18,7 @@ class Books(Protocol):
 
 
 class Unwritten:
-    """Of rows that take their steps together."""
+    """Pending steps of rows that take them together."""
 
     def __init__(self, stores: Sequence[Books]) -> None:
         self.stores = stores

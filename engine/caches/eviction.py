@@ -30,7 +30,7 @@ class Learning(NamedTuple):
     owners: int  # heads that have sums of their own
     reduce: str  # one of `REDUCTIONS`: how a step's weights of an owner's query heads are added to its sums
     before: Tensor | None = None  # (1, owners, n - 1), what its tokens had received before
-    most: int = NEVER  # tokens that a head holds; of more it evicts one behind the step
+    most: int = NEVER  # tokens that a head holds; of more it evicts one after the step
     candidates: tuple[int, int] = ALL  # positions, the last one exclusive, of which it does
     token_bytes: int = 0  # of what is learnt of one token, for all heads
     keep: Callable[[Tensor], None] | None = None  # takes sums (1, owners, tokens), as slots are from then on
@@ -47,7 +47,7 @@ class Learning(NamedTuple):
 
 
 def learn_rows(rows: Sequence[Learning]) -> None:
-    """Of a step that was just made."""
+    """Let rows learn from the step that was just made."""
     found = receive_rows([asked(row) for row in rows]) if rows else ()
     for row, (sums, positions, evicted) in zip(rows, found, strict=True):
         note(row, row.n, positions, evicted)
@@ -56,7 +56,7 @@ def learn_rows(rows: Sequence[Learning]) -> None:
 
 
 def asked(row: Learning) -> Row:
-    """As the kernels take it."""
+    """What the kernels take."""
     at = row.layer
     if not row.evicts:
         return Row(row.weights, row.owners, row.reduce, row.before, sums=row.sums, first=row.first)
@@ -103,7 +103,7 @@ class Learner:
         return sums
 
     def asked(self, row: Learning, sums: Tensor) -> Row:
-        """As the kernels take it at the next step."""
+        """What the kernels take at the next step."""
         at, before = row.layer, None if row.before is None else sums[..., : row.n - 1]
         if not row.evicts:
             return Row(row.weights, row.owners, row.reduce, before, sums=sums, first=row.first)
@@ -112,11 +112,11 @@ class Learner:
         return Row(row.weights, row.owners, row.reduce, before, held, *row.candidates, sums)
 
     def take(self, since: Since) -> None:
-        """Learn, at a step behind the one that was told; the kernels were told of the first such step."""
+        """Learn, at a step after the one that was told; the kernels were told of the first such step."""
         self.told.take(since.later(1))
 
     def write(self, age: int) -> None:
-        """Bring the step so many behind it into the books of layers that have taken in its token."""
+        """Bring the step so many after it into the books of layers that have taken in its token."""
         outcomes = zip(self.rows, self.more, self.sums, self.told.outcomes, strict=True)
         for row, grows, sums, (_, positions, evicted) in outcomes:
             if row.layer.is_over:

@@ -1,6 +1,6 @@
 """`Growing`: what steps that only take in tokens do to a layer's memory.
 
-Not here: who takes such steps (`engine/layouts/steady.py`).
+Not here: who takes such steps (`engine/layouts/launch_plan.py`).
 """
 
 from typing import NamedTuple

@@ -11,7 +11,6 @@ Not here: which tokens (`methods`), what a placement says (`engine/placement.py`
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +58,6 @@ class Layer(ABC):
         self.evictions: Tensor | None = None  # positions (1, h_kv, k) that this step dropped
         self.queries: QueryRing | None = None  # the latest, for methods that ask them once more
         self.work = Work()  # what attention was told of the rows that this layer's stands in front of
-        self.steady: Any = None  # the same for steps that are alike (engine/layouts/steady.py)
 
     # A step, in this order.
 

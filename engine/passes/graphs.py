@@ -38,7 +38,7 @@ class Call:
     """An attention call between two parts; tensors are where the graphs read and write."""
 
     layer: int
-    qkv: Tensor  # q, k and v one behind the other, flat
+    qkv: Tensor  # q, k and v one after the other, flat
     shapes: tuple[torch.Size, torch.Size, torch.Size]
     soft: Softmax
     window: int | Chunk | None

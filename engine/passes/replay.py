@@ -1,9 +1,9 @@
 """A whole decode step as one CUDA graph: the model, and of all its layers what is appended, searched and attended to.
 
-Kernels that were told of a step (`engine/layouts/steady.py`) read the step's number on the device, so that nothing of
-what the host hands them changes from step to step. Once all layers have made such a step it is captured, and those
-after it are replayed: one launch each. At an event, such as a block that is full, room that ends or rows that leave, a
-step is made without the graph and told anew, and the next one is captured.
+The launches of a layer's step are planned once (`engine/layouts/launch_plan.py`): kernels read the step's number on the
+device, so that nothing of what the host hands them changes from step to step. Once all layers have made such a step it
+is captured, and those after it are replayed: one launch each. At an event, such as a block that is full, room that ends
+or rows that leave, a step is made without the graph and planned anew, and the next one is captured.
 
 Rows that end before the others go on in the graph, unheard, until half of them have ended; who asks these rows again
 does without.
@@ -12,7 +12,8 @@ What is captured is the step just made. Where it may be made twice, it is replay
 the same logits. Where capturing fails steps are made by parts (`engine/passes/graphs.py`), and
 `StepGraphs.why_in_parts` says why.
 
-Not here: which steps are alike (`engine/layouts/steady.py`), the books of replayed ones (`engine/books/unwritten.py`).
+Not here: which steps are alike (`engine/layouts/launch_plan.py`), the books of replayed ones
+(`engine/books/unwritten.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from kvbench.engine.books.spans import is_recording
 from kvbench.engine.causal import Chunk
-from kvbench.engine.layouts.portions import Portion
-from kvbench.engine.layouts.steady import Steady
+from kvbench.engine.layouts.launch_plan import LaunchPlan
+from kvbench.engine.layouts.sub_batches import SubBatch
 from kvbench.engine.passes.capturing import Waits, begin, end, without_waiting
 from kvbench.engine.passes.graphs import StepGraphs, check_close, first_cause
 from kvbench.engine.passes.session import Runner
@@ -37,9 +38,9 @@ LEAST = 3  # replays that a captured step is worth
 
 
 class Launching:
-    """A session that makes the step of each layer as kernels were told, and writes nothing down."""
+    """A session that launches the step of each layer as planned, and writes nothing down."""
 
-    def __init__(self, layers: dict[int, Steady]) -> None:
+    def __init__(self, layers: dict[int, LaunchPlan]) -> None:
         self.layers = layers
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
@@ -47,13 +48,13 @@ class Launching:
 
 
 class Replay:
-    """Steps of one portion, which is all of its batch."""
+    """Steps of one sub_batch, which is all of its batch."""
 
     def __init__(
-        self, model: Runner, graphs: StepGraphs, portion: Portion, which: Sequence[int], clock: Clock
+        self, model: Runner, graphs: StepGraphs, sub_batch: SubBatch, which: Sequence[int], clock: Clock
     ) -> None:  # fmt: skip
-        """`which` are the batch's numbers of the portion's rows."""
-        self.model, self.graphs, self.portion, self.clock = model, graphs, portion, clock
+        """`which` are the batch's numbers of the sub_batch's rows."""
+        self.model, self.graphs, self.sub_batch, self.clock = model, graphs, sub_batch, clock
         self.which, self.live = list(which), list(which)
         self.graph: Any = None
         self.has_captured = False
@@ -72,9 +73,9 @@ class Replay:
             self.ids.index_copy_(0, self.at, ids)
         self.graph.replay()
         self.clock.tick_host()
-        for steady in self.told.values():
-            steady.enter()
-        self.n_settled = self.portion.unwritten.n_settled
+        for plan in self.plans.values():
+            plan.enter()
+        self.n_settled = self.sub_batch.unwritten.n_settled
         self.graphs.n_replayed += 1
         self.graphs.n_whole += 1
         self.model.count_token(cache)
@@ -84,9 +85,9 @@ class Replay:
         """Whether the next step is like the captured one."""
         if self.clock.now >= self.until:
             return False
-        if self.portion.unwritten.n_settled != self.n_settled:
-            self.n_settled = self.portion.unwritten.n_settled
-            return all(steady.is_as_it_was(steady.age) for steady in self.told.values())
+        if self.sub_batch.unwritten.n_settled != self.n_settled:
+            self.n_settled = self.sub_batch.unwritten.n_settled
+            return all(plan.is_as_it_was(plan.age) for plan in self.plans.values())
         return True
 
     def hears(self, which: Sequence[int], are_last: bool) -> bool:
@@ -95,15 +96,15 @@ class Replay:
             return True
         if not are_last or 2 * len(which) < len(self.which) or not {*which} <= {*self.live}:
             return False
-        self.portion.unwritten.settle()
-        self.n_settled = self.portion.unwritten.n_settled
+        self.sub_batch.unwritten.settle()
+        self.n_settled = self.sub_batch.unwritten.n_settled
         left = [i for i, one in enumerate(self.which) if one in which]
         if [self.which[i] for i in left] != which:
             return False
         self.live, self.at = list(which), constants(tuple(left), self.model.device)
-        self.portion.unwritten.stores = [self.portion.rows[i].store for i in left]
-        for steady in self.told.values():
-            for i, at in enumerate(steady.layers):
+        self.sub_batch.unwritten.stores = [self.sub_batch.rows[i].store for i in left]
+        for plan in self.plans.values():
+            for i, at in enumerate(plan.layers):
                 at.is_over = i not in left
         return True
 
@@ -121,7 +122,7 @@ class Replay:
             waits = ""
         except Waits as error:
             waits = str(error)
-        if self.is_due() and all(steady.age for steady in self.told.values()):
+        if self.is_due() and all(plan.age for plan in self.plans.values()):
             if waits:
                 self.graphs.why_in_parts = waits
             else:
@@ -129,22 +130,22 @@ class Replay:
         return logits
 
     def is_due(self) -> bool:
-        """Whether all layers were told of a step that goes on for some more."""
+        """Whether the launches of all layers are planned for some more steps."""
         if self.graphs.why_in_parts is not None or is_recording():
             return False
-        self.told = dict(self.portion.steady)
-        if {*self.told} != {*self.model.shape.attention_layers}:
+        self.plans = dict(self.sub_batch.plans)
+        if {*self.plans} != {*self.model.shape.attention_layers}:
             return False
-        if not all(steady.is_replayable for steady in self.told.values()):
+        if not all(plan.is_replayable for plan in self.plans.values()):
             return False
-        self.until = min(steady.start + steady.n_steps for steady in self.told.values())
+        self.until = min(plan.start + plan.n_steps for plan in self.plans.values())
         return self.until - self.clock.now >= LEAST
 
     def prepare(self, ids: Tensor, position: int | Tensor, logits: Tensor) -> None:
         """Capture the step that was just made of `ids` and gave these logits."""
         try:
             self.capture(ids, position)
-            if all(steady.is_repeatable for steady in self.told.values()):
+            if all(plan.is_repeatable for plan in self.plans.values()):
                 self.check(logits)
         except (RuntimeError, NotImplementedError) as error:  # out of memory is one, too
             self.graph = None
@@ -153,7 +154,7 @@ class Replay:
     def capture(self, ids: Tensor, position: int | Tensor) -> None:
         """The graph of the step after the one at `position`."""
         model, device = self.model, self.model.device
-        self.ids, self.at, self.n_settled = ids.clone(), None, self.portion.unwritten.n_settled
+        self.ids, self.at, self.n_settled = ids.clone(), None, self.sub_batch.unwritten.n_settled
         self.positions = torch.full_like(ids, position) if isinstance(position, int) else position.clone()
         pool, stream, graph = self.graphs.pool_of_all(), stream_for("capture", device), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -162,7 +163,7 @@ class Replay:
             try:
                 self.clock.tick_devices()
                 self.positions.add_(1)
-                self.logits = model.forward(self.ids, self.positions, model.new_cache(), Launching(self.told))
+                self.logits = model.forward(self.ids, self.positions, model.new_cache(), Launching(self.plans))
             finally:
                 end(graph, pool, device)
         torch.cuda.current_stream(device).wait_stream(stream)

@@ -134,6 +134,7 @@ def per_layer_head(scores: Tensor, h_kv: int, reduce: str) -> Tensor:
 class TriAttention(NeedsCalibration, CuttingMethod):
     calibration = "queries"
     title = "TriAttention"
+    eager = "enters into the books after each layer what it holds besides tokens"
 
     @dataclass(frozen=True)
     class Params:

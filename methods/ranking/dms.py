@@ -35,6 +35,7 @@ from kvbench.methods.rules import Scorer
 
 class DMS(OverScorer):
     title = "Delayed eviction"
+    eager = "judges each new token before it is kept"
     takes = ()  # it runs at what comes out
     is_scorer = False
     reads_inputs = True

@@ -104,6 +104,7 @@ def common_count(logits: Tensor, alpha: float) -> int:
 
 class InfiniGen(Indexed):
     title = "InfiniGen"
+    eager = "asks each layer for a query from the input of the one below"
     no_growth = "fetches by a threshold, up to a number that follows from the context's length"
     skips = True
     ops = ("logits", "topk")

@@ -156,6 +156,7 @@ def binned(x: Tensor) -> tuple[Tensor, Tensor]:
 
 class MagicPIG(SelectiveAttention):
     title = "MagicPIG"
+    eager = "fetches as many tokens as collide, which each step decides"
     no_growth = "samples tokens by tables whose size follows from the context's length"
     drops = False
     keeps_budget_in = "mean"

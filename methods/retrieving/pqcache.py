@@ -93,6 +93,7 @@ MOST_BITS = 8  # of one code
 
 class PQCache(SelectiveAttention):
     title = "PQCache"
+    eager = "copies codes of the next layers while a layer is searched"
     drops = False
     fetches_more = True
     packs_host = True

@@ -145,6 +145,7 @@ def tokens_of(chunks: Tensor, length: int) -> Tensor:
 
 class ShadowKV(SelectiveAttention):
     title = "ShadowKV"
+    eager = "rebuilds keys of the chunks that each step chooses"
     no_growth = "makes keys again from a product that is fitted to the context"
     no_latents = "keeps keys as a product of low rank: a latent is one already"
     drops = False

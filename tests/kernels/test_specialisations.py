@@ -100,7 +100,7 @@ def search_codes() -> Step:
     q, new = torch.zeros(1, H, 1, D), torch.zeros(1, H_KV, 1, D)
 
     def step(age: int) -> None:
-        """Told anew, as where a block of tokens ends."""
+        """PlannedSearch anew, as where a block of tokens ends."""
         KeySearch(q, [row._replace(n=n_first + age)], 1.0).find(q, new)
 
     return step

@@ -10,7 +10,7 @@ from kvbench.benchmarks.pretend.cuda import Machine
 from kvbench.engine.books.ledger import Entry
 from kvbench.engine.checkpoints.load import load_random
 from kvbench.engine.decode import decode
-from kvbench.engine.layouts.steady import Steady
+from kvbench.engine.layouts.launch_plan import LaunchPlan
 from kvbench.engine.model import Model
 from kvbench.engine.prefill import prefill
 from kvbench.evals.studies.hardware import method_of
@@ -89,17 +89,17 @@ def test_steps_over_codes_are_told_once(
     Queries are rotated to packed keys, or reordered to thin ones.
     """
     model = load_random("small", config_of(2), dtype="float32", device="cpu")
-    expected, ages, keep = answers(model, asked, n_new), list[int](), Steady.keep
+    expected, ages, keep = answers(model, asked, n_new), list[int](), LaunchPlan.keep
 
-    def noting(steady: Steady, k_new: torch.Tensor, v_new: torch.Tensor) -> None:
-        keep(steady, k_new, v_new)
-        assert steady.coded is not None
-        ages.append(steady.age)
+    def noting(plan: LaunchPlan, k_new: torch.Tensor, v_new: torch.Tensor) -> None:
+        keep(plan, k_new, v_new)
+        assert plan.coded is not None
+        ages.append(plan.age)
 
-    monkeypatch.setattr(Steady, "keep", noting)
+    monkeypatch.setattr(LaunchPlan, "keep", noting)
     on_gpu = replace(moved(model, "cuda:0"), allows_graphs=False)
     assert answers(on_gpu, asked, n_new) == expected
     assert max(ages) >= 2, ages
     ages.clear()
-    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    monkeypatch.setattr(LaunchPlan, "holds", lambda *_: False)
     assert answers(on_gpu, asked, n_new) == expected and not ages

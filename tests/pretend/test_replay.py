@@ -12,7 +12,7 @@ from kvbench.benchmarks.pretend.cuda import Machine
 from kvbench.engine.batch import Batch
 from kvbench.engine.books.ledger import Entry
 from kvbench.engine.decode import Decoded, decode
-from kvbench.engine.layouts import steady
+from kvbench.engine.layouts import launch_plan
 from kvbench.engine.model import Model
 from kvbench.engine.passes.replay import Replay
 from kvbench.kernels.clock import Clock
@@ -82,12 +82,10 @@ def test_a_replayed_step_is_one_launch_beside_the_choice_of_its_token(machine: M
 
 
 def test_steps_behind_an_event_are_told_and_captured_anew(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steady, "MOST_AHEAD", 5)
+    monkeypatch.setattr(launch_plan, "MOST_AHEAD", 5)
     names = ("snapkv", "quest")
     ids, books, done = answered(names, n_new=16)
-    assert (
-        done.by_whole_graphs == 2 * 4
-    )  # told at steps 1, 7 and 13, captured at 2 and 8: after 14 there is too little left
+    assert done.by_whole_graphs == 2 * 4  # told at steps 1, 7 and 13, captured at 2 and 8: too little follows 14
     assert (ids, books) == answered(names, whole=False, n_new=16)[:2]
 
 

@@ -1,40 +1,40 @@
 """Rows of a batch, divided by how they may take their steps, so that no row makes others wait.
 
-On an accelerator what kernels were told at a step holds for the next one where all rows of a launch only take in
-tokens and search as they did (`engine/layouts/steady.py`). A row that does more, such as one that evicts by the weights
-of each step, would have them all told anew. So these rows stand behind the others, with launches of their own.
+On an accelerator the plan of a layer's launches holds for the next step where all rows of a launch only take in tokens
+and search as they did (`engine/layouts/launch_plan.py`). A row that does more would have it made anew for all. So these
+rows follow the others, with launches of their own.
 
-Not here: a step of a portion (`engine/step.py`).
+Not here: a step of a sub_batch (`engine/step.py`).
 """
 
 from collections.abc import Sequence
 
 from kvbench.engine.books.unwritten import Unwritten
-from kvbench.engine.layouts.steady import Steady, is_fixed
+from kvbench.engine.layouts.launch_plan import LaunchPlan, is_fixed
 from kvbench.engine.row import Row
 from kvbench.kernels.clock import Clock
 from kvbench.kernels.scratch import Scratch
 
 
-class Portion:
-    """Rows that stand beside each other in a batch, and what kernels were told of them."""
+class SubBatch:
+    """Rows that follow each other in a batch, and the plans of their layers' launches."""
 
     def __init__(self, rows: Sequence[Row], apart: Sequence[int], clock: Clock, start: int = 0) -> None:
         """`clock` counts the steps of the batch; rows are so many tokens `apart` from its first one."""
         self.rows, self.at, self.groups = rows, slice(start, start + len(rows)), runs(rows, apart)
         self.clock = clock
-        self.steady: dict[int, Steady] = {}  # by layer
+        self.plans: dict[int, LaunchPlan] = {}  # by layer
         self.scratch, self.unwritten = Scratch(), Unwritten([row.store for row in rows])  # of steps that are alike
 
-    def steady_of(self, layer: int) -> Steady | None:
+    def plan_of(self, layer: int) -> LaunchPlan | None:
         """What the layer's kernels were told; None where each step tells them anew."""
-        if layer not in self.steady:
-            self.steady[layer] = Steady(self.groups, self.rows, layer, self.scratch, self.unwritten, self.clock)
-        return self.steady[layer] if self.steady[layer].is_of_use else None
+        if layer not in self.plans:
+            self.plans[layer] = LaunchPlan(self.groups, self.rows, layer, self.scratch, self.unwritten, self.clock)
+        return self.plans[layer] if self.plans[layer].is_of_use else None
 
 
 def runs(rows: Sequence[Row], apart: Sequence[int]) -> list[tuple[type[Row], slice]]:
-    """Rows of one class that stand beside each other, so many tokens apart, and can be worked on together."""
+    """Slices of rows of one class at one position, which can be worked on together."""
     found: list[tuple[type[Row], slice]] = []
     start = 0
     for i in range(1, len(rows) + 1):
@@ -44,14 +44,16 @@ def runs(rows: Sequence[Row], apart: Sequence[int]) -> list[tuple[type[Row], sli
     return found
 
 
-def portions_of(rows: Sequence[Row], apart: Sequence[int], are_steady: Sequence[bool], clock: Clock) -> list[Portion]:
-    """Rows that may take steady steps, which stand first, and the others."""
-    n = sum(are_steady)
+def sub_batches_of(
+    rows: Sequence[Row], apart: Sequence[int], are_planned: Sequence[bool], clock: Clock
+) -> list[SubBatch]:
+    """Rows that may take plan steps, which stand first, and the others."""
+    n = sum(are_planned)
     some = [slice(0, n), slice(n, len(rows))]
-    return [Portion(rows[at], apart[at], clock, at.start) for at in some if at.start < at.stop]
+    return [SubBatch(rows[at], apart[at], clock, at.start) for at in some if at.start < at.stop]
 
 
-def may_be_steady(row: Row) -> bool:
+def can_be_planned(row: Row) -> bool:
     """Whether steps of all layers may be like those before them."""
     if not (row.repeats and row.is_stored) or row.store.checked_for:
         return False

@@ -1,9 +1,9 @@
-"""A layer's step on an accelerator that is like the one before it: what kernels were told there holds but for lengths.
+"""A plan of one layer's launches on an accelerator, made at one step for some like it.
 
 While rows only take in tokens, each goes to the next slot, some parts have one token more, and everything else that
-kernels read stays as it is. So they are told once, for some steps to come, and read from a clock (`kernels/clock.py`)
-which of these it is: no parts are made, nothing is sent, and every launch is the same as at the step before. What a row
-fetches has to lie where it lay before; positions may be others, and more of them at every step.
+kernels read stays as it is. So kernels get it once and read from a clock (`kernels/clock.py`) which step it is: no
+parts are made, nothing is sent, and every launch is the same as at the step before. What a row fetches has to lie where
+it lay before; positions may be others, and more of them at every step.
 
 Not here: which parts grow (`Layer.growing`), a step of any kind (`engine/step.py`).
 """
@@ -51,7 +51,7 @@ class Chosen:
 
 
 @dataclass
-class Told:
+class PlannedSearch:
     """How rows of one class search, and bring what they find where attention does not read it where it is."""
 
     search: Search
@@ -65,7 +65,7 @@ class Told:
         return self.search.holds()
 
     def counts(self, age: int) -> list[Tensor | None]:
-        """Of each row what was brought at that step."""
+        """Counts of what was brought for each row at that step."""
         counts: list[Tensor | None] = [None] * len(self.search.idx)
         for bringer, rows in self.bringers:
             for i, own in zip(rows, bringer.counts(age).unbind(), strict=True):
@@ -73,8 +73,8 @@ class Told:
         return counts
 
 
-class Steady:
-    """Of one layer of the same rows."""
+class LaunchPlan:
+    """Launches of one layer for a fixed set of rows."""
 
     def __init__(
         self, groups: Sequence[tuple[type[Row], slice]], rows: Sequence[Row], layer: int, scratch: Scratch,
@@ -88,9 +88,12 @@ class Steady:
         self.clock, self.start, self.n_steps = clock, 0, 0  # when it was told, and for how many steps that holds
         self.learner: Learner | None = None
         self.softening: Softening | None = None  # where rows want weights
-        self.searches, self.is_still = list[Told](), False  # True: rows take in tokens, search, and do nothing else
+        self.searches, self.is_still = (
+            list[PlannedSearch](),
+            False,
+        )  # True: rows take in tokens, search, and do nothing else
 
-    def tell(self, parts: Sequence[Sequence[Part]], fetched: Sequence[Sequence[Part]], q: Tensor) -> None:
+    def make(self, parts: Sequence[Sequence[Part]], fetched: Sequence[Sequence[Part]], q: Tensor) -> None:
         """Remember the step at hand for those to come: all parts of each row, the fetched ones last."""
         self.forget()
         self.n_misses += 1
@@ -104,7 +107,7 @@ class Steady:
         growing = [each for each in found if each is not None]
         if len(growing) < len(found):
             return
-        if any(len(got) > 1 or not all(map(is_told, got)) for got in fetched) or not q.is_contiguous():
+        if any(len(got) > 1 or not all(map(is_refetchable, got)) for got in fetched) or not q.is_contiguous():
             return
         each = zip(parts, fetched, strict=True)
         if not all(is_fixed(part) for own, got in each for part in own[: len(own) - len(got)]):
@@ -124,7 +127,7 @@ class Steady:
                 for own, n in zip(more[told.at], told.search.more, strict=True):
                     own[-1] = n
         wants = any(row.wants_weights for row in self.rows)
-        # Of a row's parts the last resident one alone grows, so that logits lie beside each other.
+        # Of a row's parts the last resident one alone grows, so that logits lie next to each other.
         grown = zip(self.rows, growing, chosen, strict=True)
         moves = any(row.wants_weights and (n or any(at.more[:-1])) for row, at, n in grown)
         if wants and (moves or not self.is_still):
@@ -218,7 +221,7 @@ class Steady:
         return room, [x if x is None else x[:, :n] for x, n in zip(room, counts, strict=True)]
 
     def learn(self) -> None:
-        """Tell kernels, behind the step that was told, what rows learn from those to come."""
+        """Tell kernels, after the step that was planned, what rows learn from those to come."""
         if not self.n_steps or self.softening is None:
             return
         rows, more = list[Learning](), list[int]()
@@ -238,11 +241,11 @@ class Steady:
 
     def searching(
         self, fetched: Sequence[Sequence[Part]], q: Tensor
-    ) -> list[Told] | None:  # fmt: skip
+    ) -> list[PlannedSearch] | None:  # fmt: skip
         """How rows search, class by class, that do nothing but take in tokens and fetch; None where one does more."""
         if any(at.queries is not None and len(at.queries) < at.queries.w for at in self.layers):
             return None
-        found: list[Told] = []
+        found: list[PlannedSearch] = []
         for kind, at in self.groups:
             rows, layers = self.rows[at], self.layers[at]
             if not any(layer.can_fetch for layer in layers):
@@ -257,7 +260,7 @@ class Steady:
             brought = bringers(layers, fetched[at], search.idx, self.ahead)
             if brought and any(search.more):
                 return None
-            found.append(Told(search, at, brought))
+            found.append(PlannedSearch(search, at, brought))
         return found
 
     @property
@@ -342,7 +345,7 @@ class Steady:
                     begin("fetch")
                     bringer.take(self.since)
             begin("attention")
-            out = self.attend_told(q, soft)
+            out = self.attend_planned(q, soft)
             for told in self.searches:
                 if told.search.corrects:
                     begin("after")
@@ -404,9 +407,9 @@ class Steady:
                 self.at[told.piece], moved = at, True
         if moved:
             point_to(self.table, self.at)
-        return self.attend_told(q, soft)
+        return self.attend_planned(q, soft)
 
-    def attend_told(self, q: Tensor, soft: Softmax) -> Tensor:
+    def attend_planned(self, q: Tensor, soft: Softmax) -> Tensor:
         """Attention of all rows over what kernels were told."""
         self.n_misses = 0
         for asking, room in self.asking:
@@ -440,14 +443,14 @@ def is_fixed(part: Part) -> bool:
     return part.q is None or part.asked is not None
 
 
-def is_told(part: Part) -> bool:
-    """The same of what was fetched, but for positions."""
+def is_refetchable(part: Part) -> bool:
+    """Whether the same holds for a fetched part but for its positions."""
     return is_fixed(part) and part.packed is part.bias is None and (part.mask is None or part.idx is not None)
 
 
 def lying(part: Part) -> tuple[Any, ...]:
     """Equal where fetched tokens lie in the same memory; what is made anew for each step equals nothing."""
-    if not is_told(part):
+    if not is_refetchable(part):
         return (object(),)
     late, near = part.late or (None, None), part.near or (None, None, None)
     return (id(part.k), id(part.v), *map(id, late), *map(id, near), part.spans)

@@ -19,7 +19,7 @@ from kvbench.engine.books.ledger import Entry
 from kvbench.engine.caches import rolling
 from kvbench.engine.caches.eviction import Learner
 from kvbench.engine.decode import decode
-from kvbench.engine.layouts.steady import Steady
+from kvbench.engine.layouts.launch_plan import LaunchPlan
 from kvbench.engine.row import Row
 from kvbench.engine.search import KernelSearch, Search
 from kvbench.kernels import select_attend
@@ -99,7 +99,7 @@ def test_a_step_like_the_one_before_sends_nothing_and_says_the_same(
 ) -> None:
     ids, books, sent = steps(machine, *names)
     assert sent[-2:] == [0, 0], sent
-    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    monkeypatch.setattr(LaunchPlan, "holds", lambda *_: False)
     expected_ids, expected, told = steps(machine, *names)
     assert ids == expected_ids and books == expected
     assert min(told) > 0
@@ -125,7 +125,7 @@ def test_a_graph_of_a_step_would_do_the_next_ones(machine: Machine, monkeypatch:
     from triton.runtime.interpreter import InterpretedFunction
 
     launched, by_step, replayable = list[Any](), list[list[Any]](), set[bool]()
-    run, enter = InterpretedFunction.run, Steady.enter
+    run, enter = InterpretedFunction.run, LaunchPlan.enter
 
     def noting(kernel: Any, *args: Any, grid: Any, **kwargs: Any) -> Any:
         names = inspect.signature(kernel.fn).parameters
@@ -136,16 +136,16 @@ def test_a_graph_of_a_step_would_do_the_next_ones(machine: Machine, monkeypatch:
         launched.append((kernel.fn.__name__, grid, given))
         return run(kernel, *args, grid=grid, **kwargs)
 
-    def entering(steady: Steady) -> None:
-        replayable.add(steady.is_replayable)
-        enter(steady)
+    def entering(plan: LaunchPlan) -> None:
+        replayable.add(plan.is_replayable)
+        enter(plan)
 
     def note(n_steps: int, _: Sequence[Row]) -> None:
         by_step.append([*launched])
         launched.clear()
 
     monkeypatch.setattr(InterpretedFunction, "run", noting)
-    monkeypatch.setattr(Steady, "enter", entering)
+    monkeypatch.setattr(LaunchPlan, "enter", entering)
     steps(machine, name, asks=note, ratio="1" if name == "turboquant" else "0.3")
     assert replayable == {True}
     *_, before, last, after = by_step
@@ -159,16 +159,16 @@ def test_queries_that_are_asked_once_more_lie_in_their_ring(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
 ) -> None:
     """Between two cuts kernels write them, and at a cut they are those of the latest steps."""
-    entered, enter = list[bool](), Steady.enter
+    entered, enter = list[bool](), LaunchPlan.enter
 
-    def entering(steady: Steady) -> None:
-        entered.append(steady.rings is not None)
-        enter(steady)
+    def entering(plan: LaunchPlan) -> None:
+        entered.append(plan.rings is not None)
+        enter(plan)
 
-    monkeypatch.setattr(Steady, "enter", entering)
+    monkeypatch.setattr(LaunchPlan, "enter", entering)
     ids, books, _ = steps(machine, *names, n_new=14)
     assert len(entered) > 6 and all(entered)
-    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    monkeypatch.setattr(LaunchPlan, "holds", lambda *_: False)
     assert (ids, books) == steps(machine, *names, n_new=14)[:2]
 
 
@@ -192,16 +192,16 @@ def test_the_third_step_and_those_behind_it_compile_nothing(machine: Machine, na
 def test_heads_roll_beyond_the_rows_that_were_worked_out(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two or three steps' rows lie behind each other here, and those behind them are others."""
     monkeypatch.setattr(rolling, "AHEAD", 3)
-    told, tell = list[int](), Steady.tell
+    told, tell = list[int](), LaunchPlan.make
 
-    def telling(steady: Steady, *more: object) -> None:
-        tell(steady, *more)  # type: ignore[arg-type]
-        told.append(steady.n_steps)
+    def telling(plan: LaunchPlan, *more: object) -> None:
+        tell(plan, *more)  # type: ignore[arg-type]
+        told.append(plan.n_steps)
 
-    monkeypatch.setattr(Steady, "tell", telling)
+    monkeypatch.setattr(LaunchPlan, "make", telling)
     ids, books, _ = steps(machine, "duo_attention")
     assert max(told) == 2, told
-    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    monkeypatch.setattr(LaunchPlan, "holds", lambda *_: False)
     assert (ids, books) == steps(machine, "duo_attention")[:2]
 
 
@@ -238,45 +238,45 @@ def test_a_part_that_needs_one_split_more_has_its_item_from_the_outset(
         return fit(work, rows, q, h_kv, d_v, ahead)
 
     told, n_items, lengths = list[tuple[int, int]](), list[int](), set[int]()
-    tell, attend = Steady.tell, Steady.attend_told
+    tell, attend = LaunchPlan.make, LaunchPlan.attend_planned
 
-    def telling(steady: Steady, *more: object) -> None:
-        tell(steady, *more)  # type: ignore[arg-type]
-        told.append((steady.index, steady.n_steps))
+    def telling(plan: LaunchPlan, *more: object) -> None:
+        tell(plan, *more)  # type: ignore[arg-type]
+        told.append((plan.index, plan.n_steps))
 
-    def attending(steady: Steady, *more: object) -> Tensor:
-        n_items.append(steady.table.n_items[0])
-        pieces = zip(*(steady.table.numbers.tolist()[i * steady.table.n_pieces :] for i in (0, 7)), strict=False)
-        longest = max(n + steady.age for n, grows in [*pieces][: steady.table.n_pieces] if grows)
+    def attending(plan: LaunchPlan, *more: object) -> Tensor:
+        n_items.append(plan.table.n_items[0])
+        pieces = zip(*(plan.table.numbers.tolist()[i * plan.table.n_pieces :] for i in (0, 7)), strict=False)
+        longest = max(n + plan.age for n, grows in [*pieces][: plan.table.n_pieces] if grows)
         lengths.add(-(-longest // ends[0]))
-        assert steady.age <= steady.n_steps
-        return attend(steady, *more)  # type: ignore[arg-type]
+        assert plan.age <= plan.n_steps
+        return attend(plan, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(select_attend, "table_of", short)
-    monkeypatch.setattr(Steady, "tell", telling)
-    monkeypatch.setattr(Steady, "attend_told", attending)
+    monkeypatch.setattr(LaunchPlan, "make", telling)
+    monkeypatch.setattr(LaunchPlan, "attend_planned", attending)
     ids, books, _ = steps(machine, *names)
     first = [n_steps for index, n_steps in told if index == told[0][0]]
     assert first == [N_NEW - 1], first
     assert len(set(n_items)) == 1 and lengths == {1, 2}, (n_items, lengths)
-    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    monkeypatch.setattr(LaunchPlan, "holds", lambda *_: False)
     assert (ids, books) == steps(machine, *names)[:2]
 
 
 def test_rows_that_fetch_are_told_where_positions_lie(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     found = list[bool]()
-    attend = Steady.attend
+    attend = LaunchPlan.attend
 
-    def noting(steady: Steady, q: Tensor, *more: object) -> Tensor | None:
-        out = attend(steady, q, *more)  # type: ignore[arg-type]
+    def noting(plan: LaunchPlan, q: Tensor, *more: object) -> Tensor | None:
+        out = attend(plan, q, *more)  # type: ignore[arg-type]
         found.append(out is not None)
         return out
 
-    monkeypatch.setattr(Steady, "attend", noting)
+    monkeypatch.setattr(LaunchPlan, "attend", noting)
     names = "oracle method.lost_mass=spread", "snapkv"
     ids, books, _ = steps(machine, *names)
     assert sum(found) >= 2
-    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    monkeypatch.setattr(LaunchPlan, "holds", lambda *_: False)
     assert (ids, books) == steps(machine, *names)[:2]
 
 
@@ -287,19 +287,19 @@ def test_rows_that_look_ahead_bring_more_queries_than_rows(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
 ) -> None:
     n_queries = list[int]()
-    keep = Steady.keep
+    keep = LaunchPlan.keep
 
-    def noting(steady: Steady, k_new: Tensor, v_new: Tensor) -> None:
-        keep(steady, k_new, v_new)
-        n_queries.append(len(k_new) - len(steady.rows))
-        if not steady.is_still:
-            assert all(len(layer.newest[0]) == 1 for layer in steady.layers)
+    def noting(plan: LaunchPlan, k_new: Tensor, v_new: Tensor) -> None:
+        keep(plan, k_new, v_new)
+        n_queries.append(len(k_new) - len(plan.rows))
+        if not plan.is_still:
+            assert all(len(layer.newest[0]) == 1 for layer in plan.layers)
 
-    monkeypatch.setattr(Steady, "keep", noting)
+    monkeypatch.setattr(LaunchPlan, "keep", noting)
     ids, books, sent = steps(machine, *names)
     assert max(n_queries) > 0
     assert sent[-2:] == [0, 0] or len(names) > 1, sent
-    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    monkeypatch.setattr(LaunchPlan, "holds", lambda *_: False)
     expected_ids, expected, _ = steps(machine, *names)
     assert ids == expected_ids and books == expected
 
@@ -324,7 +324,7 @@ def test_rows_search_by_codes_as_they_were_told(
     ids, books, _ = steps(machine, *names)
     assert max(ages) >= 2, ages
     assert (ids, books) == steps(machine, *names, device="cpu")[:2]
-    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    monkeypatch.setattr(LaunchPlan, "holds", lambda *_: False)
     assert (ids, books) == steps(machine, *names)[:2]
 
 
@@ -354,7 +354,7 @@ def test_rows_search_and_bring_as_they_were_told(
     ids, books, sent = steps(machine, *names)
     assert sent[-2:] == [0, 0], sent
     assert sum(entry.moved_kv_bytes for entry in books[0]) > 0
-    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    monkeypatch.setattr(LaunchPlan, "holds", lambda *_: False)
     assert (ids, books) == steps(machine, *names)[:2]
 
 
@@ -387,7 +387,7 @@ def test_rows_learn_and_evict_as_they_were_told(
     assert max(ages) >= 3 and sent[-2:] == [0, 0], (ages, sent)
     assert (ids, books) == steps(machine, *names, asks=hold)[:2]
     found, held = held, {}
-    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    monkeypatch.setattr(LaunchPlan, "holds", lambda *_: False)
     assert (ids, books) == steps(machine, *names, asks=hold)[:2]
     assert [*found] == [*held]
     for mine, anew in zip([*found.values()], [*held.values()], strict=True):
@@ -414,7 +414,7 @@ def test_weights_go_to_local_tokens_until_they_become_a_block(
     assert max(ages) >= 6 and 0 < len([i for i in told_anew if i > 1]) <= 3, (ages, sent)
     assert (ids, books) == steps(machine, *names, asks=hold, n_new=n_new)[:2]
     found, held = held, {}
-    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    monkeypatch.setattr(LaunchPlan, "holds", lambda *_: False)
     assert (ids, books) == steps(machine, *names, asks=hold, n_new=n_new)[:2]
     for n_steps, mine in found.items():
         assert all(torch.equal(one, other) for one, other in zip(mine, held[n_steps], strict=True)), n_steps
@@ -424,7 +424,7 @@ def test_a_row_that_is_told_anew_has_launches_of_its_own(machine: Machine, monke
     ages, names = ages_of(KernelSearch, monkeypatch), ("quest method.page_generated=true", "quest")
     ids, books, _ = steps(machine, *names)
     assert max(ages) >= 3, ages
-    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    monkeypatch.setattr(LaunchPlan, "holds", lambda *_: False)
     assert (ids, books) == steps(machine, *names)[:2]
 
 
@@ -432,7 +432,7 @@ def test_the_mean_of_values_stands_in_where_other_layers_read_the_same_tokens(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There no launch of all rows corrects what was attended to: each row does."""
-    monkeypatch.setattr(Steady, "holds", lambda *_: False)
+    monkeypatch.setattr(LaunchPlan, "holds", lambda *_: False)
     attend, outs = kvbench.engine.batch.attend_groups, list[Tensor]()
 
     def noting(*args: Any) -> Tensor:
