@@ -93,7 +93,7 @@ class Evicting(SelectiveAttention):
         return m if evicts else super().at_once(layer, m)
 
     def read_feed(self, layer: int, feed: Feed) -> Tensor | None:
-        """As one by one: scores add up, and once the cache is full the lowest one leaves it."""
+        """Read a feed's tokens as one by one: scores add up, and the lowest leaves once the cache is full."""
         rule = self.eviction()
         if rule is None or self.variant.is_full:
             return None

@@ -35,7 +35,7 @@ class ScoringMethod(SelectiveAttention):
 
     Every head keeps the protected tokens, which are the prompt's first and last ones, and of those between them the
     best by `scores`, as many as the allocator says. Scorers are in `methods/scorers.py`, allocators in
-    `methods/dropping/allocators.py`; `allocator=NAME` puts another one behind a scorer.
+    `methods/dropping/allocators.py`; `allocator=NAME` puts another one after a scorer.
     """
 
     drops = True
@@ -99,7 +99,7 @@ class ScoringMethod(SelectiveAttention):
         return self.budget.tokens - sum(self.ends())
 
     def n_summed(self) -> int:
-        """Of how many queries a score adds up the weights; 1 where it is a mean, or no weight."""
+        """How many queries' weights a score adds up; 1 where it is a mean, or no weight."""
         return 1
 
     def scorer(self) -> Hashable:
@@ -186,7 +186,7 @@ class ScoringMethod(SelectiveAttention):
         return Kept(best, n_window=self.ends()[1])
 
     def place_ragged(self, layer: int, best: Sequence[Tensor]) -> Placement:
-        """The same where each head has tokens of its own number, counted from behind the first protected ones."""
+        """Where the best tokens go, a different number for each head, counted from after the first protected ones."""
         (n_first, n_last), s, device = self.ends(), self.trace.s_prompt, best[0].device
         first, last = torch.arange(n_first, device=device), torch.arange(s - n_last, s, device=device)
         chosen = [torch.cat([first, each.sort().values + n_first, last]) for each in best]

@@ -123,7 +123,7 @@ def place(kind: str, digest: str) -> Path:
 
 
 def kept(kind: str, model: Checkpoint) -> Calibration | None:
-    """What the cache folder has of this user; None where that is nothing, or damaged, or of others."""
+    """The calibration in this user's cache folder; None where there is none, or a damaged one, or another user's."""
     for digest in model.digests:
         path = place(kind, digest)
         with suppress(OSError, ConfigError):

@@ -40,7 +40,7 @@ class Target(NamedTuple):
 
 
 class BiasRule(NamedTuple):
-    """How the weights exp(bias) of kept keys are fitted: projected gradients behind clamped least squares."""
+    """How the weights exp(bias) of kept keys are fitted: clamped least squares, then projected gradients."""
 
     lowest: float  # bounds of the weights
     highest: float
@@ -167,7 +167,7 @@ def least_squares(system: System, y: Tensor) -> Tensor:
 
 
 def plain(system: System, y: Tensor) -> Tensor:
-    """As `least_squares`, without a ridge: not finite where columns are alike, whatever the library does then."""
+    """`least_squares` without a ridge: not finite where columns are alike, whatever the library does then."""
     found = system.solved(y)
     if found is not None:
         return found
@@ -226,7 +226,7 @@ class Products:
         self.n = 0
 
     def add(self, columns: Tensor) -> None:
-        """Behind those that are there."""
+        """Append columns to those that are there."""
         first, self.n = self.n, self.n + columns.shape[1]
         self.columns[:, first : self.n] = columns
         new, every = self.columns[:, first : self.n], self.columns[:, : self.n]
@@ -242,7 +242,7 @@ class Products:
         self.wanted[: self.n] = self.wanted[of]
 
     def rest(self, weights: Tensor) -> Tensor:
-        """What weights (n,) leave of the mass, float32."""
+        """The mass that weights (n,) leave over, float32."""
         return (self.mass - self.columns[:, : self.n] @ finer(weights)).float()
 
     def solved(self) -> Tensor | None:

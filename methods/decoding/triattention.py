@@ -191,14 +191,14 @@ class TriAttention(NeedsCalibration, CuttingMethod):
         return self.trace.s_prompt if self.params.protect_prompt else 0
 
     def scores(self, layer: int, keys: Tensor) -> Tensor:
-        """What the tokens behind the fixed ones are worth to each query head: (h, n) float32."""
+        """What the tokens after the fixed ones are worth to each query head: (h, n) float32."""
         known, params = self.trace.observed(statistics(self.params), layer), self.params
         n_seen = self.store[layer].n_seen
         found = key_scores(known, keys[:, :, self.n_fixed :], n_seen, params.n_offsets, params.aggregate)
         return standardised(found) if params.normalize else found
 
     def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
-        """Of a layer by itself, where no other has a say."""
+        """Slots that stay in a layer that is judged by itself."""
         return self.chosen([self.scores(layer, keys)], positions)
 
     def cuts(self, layers: Sequence[int]) -> Sequence[tuple[int, Tensor]]:
@@ -241,5 +241,5 @@ class TriAttention(NeedsCalibration, CuttingMethod):
 
 
 def statistics(params: TriAttention.Params) -> Calibrated:
-    """What the model has to be calibrated for."""
+    """The calibration that the method needs."""
     return Calibrated("queries", "statistics", params.calibration_file, params.calibrate == "missing")

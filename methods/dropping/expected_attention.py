@@ -84,7 +84,7 @@ def average_rotation(turn: Turn | None, d_h: int, start: int, n: int, device: to
 
 
 def turned_statistics(statistics: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean (h, d_h) and covariance (h, d_h, d_h) of queries behind a linear map, from (h, 1 + d_h, d_h) before it."""
+    """Mean (h, d_h) and covariance (h, d_h, d_h) of queries after a linear map, from (h, 1 + d_h, d_h) before it."""
     mean, covariance = statistics[:, 0], statistics[:, 1:]
     return mean @ rotation.T, rotation @ covariance @ rotation.T
 
@@ -246,7 +246,7 @@ class ExpectedAttention(ScoringMethod):
         )
 
     def statistics(self, layer: int) -> Tensor:
-        """Of the queries before rotary embedding, (h, 1 + d_h, d_h)."""
+        """Mean and covariance of the queries before rotary embedding, (h, 1 + d_h, d_h)."""
         trace, path = self.trace, self.params.stats_file
         if path is None:
             return trace.observed(QueryStatistics(self.plan.n_sink, self.params.rotary == "model"), layer)
@@ -255,7 +255,7 @@ class ExpectedAttention(ScoringMethod):
 
 
 def header_of(path: Path) -> dict[str, Any]:
-    """What a safetensors file says of its tensors, and its `__metadata__`."""
+    """A safetensors file's header: its tensors and its `__metadata__`."""
     with opened(path) as file:
         n_bytes = int.from_bytes(file.read(8), "little")
         text = file.read(n_bytes) if n_bytes <= LONGEST_HEADER else b""

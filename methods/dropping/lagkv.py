@@ -1,8 +1,8 @@
 """LagKV (Liang et al., 2025): what a partition holds that the next one does not foretell. No attention is looked at.
 
-The tokens behind the sinks are cut into partitions. A partition's keys and values are rescaled, channel by channel, by
+The tokens after the sinks are cut into partitions. A partition's keys and values are rescaled, channel by channel, by
 the range that the next partition has there; tokens whose rescaled channels then vary most stay, equally many of every
-partition. The last partition has no successor and stays whole, with the remainder behind it. As published it goes on
+partition. The last partition has no successor and stays whole, with the remainder after it. As published it goes on
 while decoding: whenever a further partition is complete, the one before it is compressed.
 
 Paper     arXiv:2504.04704, 2025; Liang, Manlai; LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens
@@ -22,7 +22,7 @@ Differs   - `budget_rule: fair` keeps the budget's tokens exactly: sinks, last p
             may be divided by over heads.
           - of equal scores the lower position stays.
 Fails     on prompts of few partitions, of which sinks and last partition take most of the budget, and where what is
-          asked for is phrased like the text behind it.
+          asked for is phrased like the text after it.
 Figures   drop by keys and values: #7B6C01, hourglass, :
 """
 
@@ -99,7 +99,7 @@ def ranks(scores: Tensor) -> Tensor:
 def quota(scores: Tensor, n: int) -> Tensor:
     """The `n` best of (1, heads, n_parts, lag), of each partition equally many, the first ones one more: (1, heads, n).
 
-    Ascending places of the partitions behind each other.
+    Ascending places of the partitions, one partition after the other.
     """
     n_parts, lag = scores.shape[2:]
     m, n_more = divmod(n, n_parts)
@@ -202,7 +202,7 @@ class LagKV(ScoringMethod):
         return n_sink, self.plan.n_last
 
     def scores(self, layer: int) -> Tensor:
-        """Of the tokens between the ends, partition behind partition."""
+        """Scores of the tokens between the ends, partition after partition."""
         if self.plan.n_parts == 0:  # the ends are all that is kept
             n = self.trace.s_prompt - sum(self.ends())
             return torch.zeros(1, self.trace.shape.h_kv, n, device=self.trace.keys(layer).device)
@@ -263,10 +263,10 @@ class LagKV(ScoringMethod):
         return Evict(self.leaving(layer, base)) if plan.m < plan.lag else None
 
     def leaving(self, layer: int, base: int) -> Tensor:
-        """Slots of the partition right behind `base` without its `m` best tokens: (1, h_kv, lag - m)."""
+        """Slots of the partition right after `base` without its `m` best tokens: (1, h_kv, lag - m)."""
         plan, at = self.plan, self.store[layer]
         (held,) = at.resident()
-        in_order = at.positions().argsort(-1)  # slots; behind `base` their positions are the same for all heads
+        in_order = at.positions().argsort(-1)  # slots; after `base` their positions are the same for all heads
         slots = in_order[..., base : base + plan.lag]
         tokens = partial(self.trace.of_heads, layer)
         k, v = tokens(*move_both(lambda x: gather_tokens(x, slots), held.k, held.v))

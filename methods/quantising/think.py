@@ -13,7 +13,7 @@ Differs   - a KV head has one set, by its group's squared queries, as kvpress ha
           - kvpress sets channels of all tokens to 0 and saves nothing; `recent: 0` makes the same numbers.
           - with `memory` alone, n is the fewest that fit; values stay, so that half and the mask is the least.
           - equal scores: the lower channel goes. Logits are divided by sqrt(d_h) of the whole head, as in both codes.
-          - behind a method that drops, norms are those of the keys that it keeps, queries the prompt's.
+          - after a method that drops, norms are those of the keys that it keeps, queries the prompt's.
 Fails     where a question's queries lean on other channels than the context's last ones.
 Figures   keep fewer bits, or made keys: #DB3ACD, hourglass, -.
 """

@@ -1,4 +1,4 @@
-"""CUR (CurDKV; Sengupta et al., 2025): keep tokens whose keys and values are long beside those of their neighbours.
+"""CUR (CurDKV; Sengupta et al., 2025): keep tokens whose keys and values are long compared with their neighbours'.
 
 A row's squared length stands for its leverage, its share in what the matrix of all keys, or values, spans. Each is
 taken as a share of its window of neighbours, and those of key and value are multiplied. No query is asked.
@@ -116,7 +116,7 @@ class CUR(ScoringMethod):
         return self.leverages(layer)[..., self.plan.n_sink :]
 
     def leverages(self, layer: int) -> Tensor:
-        """Of all tokens, sinks too, head by head, since each is made float32: (1, h_kv, s)."""
+        """Leverages of all tokens, sinks too, head by head, since each is made float32: (1, h_kv, s)."""
         of_heads = self.trace.of_heads(layer, self.trace.keys(layer), self.trace.values(layer))
         heads = zip(*(x.split(1, 1) for x in of_heads), strict=True)
         found = torch.cat([leverages(k, v, self.params) for k, v in heads], 1)

@@ -153,7 +153,7 @@ class Oracle(Indexed):
 
     @property
     def repeats(self) -> bool:
-        """Mass that is spread is corrected behind every step."""
+        """Mass that is spread is corrected after every step."""
         return self.variant.is_full or self.params.lost_mass == "renormalise"
 
     def selects_feeds(self, layer: int) -> bool:

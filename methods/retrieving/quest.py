@@ -53,7 +53,7 @@ AGGREGATES = ("query_head", "group_mean", "group_max")
 
 @dataclass
 class Bounds:
-    """Of every page the smallest and largest keys, (1, h_kv, n_pages, d_h); of generated tokens too, where paged.
+    """The smallest and largest keys of every page, (1, h_kv, n_pages, d_h); of generated tokens too, where paged.
 
     The keys' own values, held in float32 on a CPU, where to convert them at every step took longer than to score them.
     """
