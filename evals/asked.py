@@ -315,7 +315,7 @@ def class_and_params(choice: Choice) -> tuple[Any, Any]:
 
 
 def sparsity_of(settings: Settings, rules: type[Rules]) -> "SparsePrefill | None":
-    """What the prefill leaves out; None where that is nothing."""
+    """The rule by which the prefill leaves out pairs; None where it computes all."""
     chosen = settings.prefill
     if chosen is None:
         return None
@@ -377,7 +377,7 @@ def early_shape(settings: Settings) -> ModelShape | None:
 
 
 def architecture(spec: ModelSpec) -> dict[str, Any] | None:
-    """What conf/architecture has of a model."""
+    """A model's file in conf/architecture."""
     names = (spec.name, spec.name.removesuffix("-instruct"))
     file = next((path for name in names if (path := ARCHITECTURES / f"{name}.yaml").is_file()), None)
     return None if file is None else yaml.safe_load(file.read_text())

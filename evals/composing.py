@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 
 
 class FilesReadOnce(CachingConfigRepository):
-    """Those of conf/ and of Hydra. What a file of a user says (`outside.store`) may be something else next time."""
+    """Keeps the files of conf/ and of Hydra. A user's file (`outside.store`) may say something else next time."""
 
     def __init__(self, files: IConfigRepository) -> None:
         super().__init__(files)

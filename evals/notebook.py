@@ -65,7 +65,7 @@ class Wanted:
 
     @property
     def label(self) -> str:
-        """As tables print it."""
+        """The cell's label as tables print it."""
         return self.cell.label
 
     def on(self, model: Model, s_prompt: int) -> Variant:
@@ -120,7 +120,7 @@ def question(model: Model, task: str, number: int = 0, **params: Any) -> Questio
 class Look:
     """One layer at one step: the tokens so far, the current one last."""
 
-    step: int  # 1 for the first token that is fed behind the prompt
+    step: int  # 1 for the first token that is fed after the prompt
     attended: Tensor  # (h, n) bool
     weights: Tensor  # (h, n) float32: what exact attention of the same query gives every token; sums to 1
 

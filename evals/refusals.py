@@ -84,7 +84,7 @@ class CellRefused(ConfigError):
 
 @contextmanager
 def staying(targets: Iterable[str]) -> Iterator[None]:
-    """Where methods run, nothing ends the process: run.py would say that all is done."""
+    """Let nothing end the process where methods run: run.py would say that all is done."""
     try:
         yield
     except SystemExit as error:

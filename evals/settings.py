@@ -190,7 +190,7 @@ class Settings(Plain):
     model: ModelSpec
     prefill: Choice | None  # None: exact attention
     chunk: int | None  # tokens that a prefill's MLPs read at a time; None: all
-    evicts: bool  # whether a method drops tokens of the prompt behind each of those chunks
+    evicts: bool  # whether a method drops tokens of the prompt after each of those chunks
     budget: BudgetRequest
     sampling: Sampling
     compose: Choice | None  # what makes codes of the tokens that the method keeps, or has on the host
@@ -497,7 +497,7 @@ def chunk(tree: Any) -> int | None:
 
 
 def evicts(tree: Any) -> bool:
-    """Whether a method drops tokens of the prompt behind each chunk."""
+    """Whether a method drops tokens of the prompt after each chunk."""
     given = tree.get("evict", False) if isinstance(tree, Mapping) else False
     return convert(given, bool, "prefill.evict")
 
@@ -529,7 +529,7 @@ def unless(given: Any, default: Any) -> Any:
 
 
 def default_comm(*, _root_: DictConfig) -> str | None:
-    """`${default_comm:}`: 1/64; off beside `memory`; 0 where prompt and answer are compressed together."""
+    """`${default_comm:}`: 1/64; off with `memory`; 0 where prompt and answer are compressed together."""
     if compresses_answers(f"{OmegaConf.select(_root_, 'method._target_')}"):
         return "0"
     return "1/64" if OmegaConf.select(_root_, "memory") is None else None

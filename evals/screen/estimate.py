@@ -104,7 +104,7 @@ class Present:
 
 
 class Estimate:
-    """Of the samples that wait, in their order; every call says what time it is."""
+    """Estimates the seconds of the samples that wait, in their order; every call says what time it is."""
 
     def __init__(self, loads: Sequence[Load], bends: Bends | None = None) -> None:
         self.loads, self.bends = loads, bends or Bends()
@@ -112,7 +112,7 @@ class Estimate:
         self.reading, self.step = Line(), Line()
         self.used: dict[int, list[float]] = {}  # shares of an allowance that answers took, by allowance
         self.n_reads = 1  # passes over a prompt: variants with a prefill of their own take another
-        self.later: float | None = None  # seconds of the samples behind the present one, until something is learnt
+        self.later: float | None = None  # seconds of the samples after the present one, until something is learnt
 
     def begin(self, now: float) -> None:
         self.started = now
@@ -207,12 +207,12 @@ class Estimate:
         return load.n_new * (sum(alike) + usual) / (len(alike) + 1)
 
     def seconds(self, load: Load) -> float:
-        """Of a whole sample."""
+        """Seconds of a whole sample."""
         answering = self.n_steps(load) * self.step(*self.step_parts(load)) if self.step.rates else 0.0
         return self.reading(*self.reading_parts(load)) + answering
 
     def rest(self, load: Load, now: float) -> float:
-        """Of the present sample: as foretold and as it went so far, the latter the more the further it is."""
+        """Seconds left of the present sample, as foretold and as it went so far, which counts the more the further it is."""
         present = self.present
         is_reading, n = present.kind == READING, present.units[ANSWERING]
         part = present.done / present.total if is_reading and present.total else 0.0

@@ -48,10 +48,10 @@ class Counts:
     moved_meta_bytes: float
     resident_bytes: float  # on the device
     offloaded_bytes: float  # to the host during the prefill
-    build_flops: float  # on the host, beside the prefill
+    build_flops: float  # on the host, during the prefill
     observe_flops: float  # on the device, within it
     searched_numbers: float = 0.0  # made on the way to the chosen tokens
-    probed_tokens: float = 0.0  # that the model reads behind the prompt before the first step
+    probed_tokens: float = 0.0  # that the model reads after the prompt before the first step
 
 
 def count(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, model: ModelShape, s: int) -> Counts:

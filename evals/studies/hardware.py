@@ -15,7 +15,7 @@ Step      linear layers, search, a blocking fetch of the chosen tokens, attentio
 Prefill   three lanes, as PQCache draws them: layers compute one after another; each layer's K and V leave for the host
           when it is done; its clustering starts when they are there. A step waits for a layer's clusters before it
           searches there, so what the lanes are late by shows in the time to the second token. So does what a method
-          lets the model read once more behind the prompt, as KVzip does.
+          lets the model read once more after the prompt, as KVzip does.
 
 Peaks are the makers' (`conf/hardware`). The shares of them that work reaches, and the fixed prices, are typical values
 and the least certain part: `benchmarks/bench_hardware.py` measures them on a real machine, and says how far the
@@ -119,7 +119,7 @@ class Predicted:
 
 
 def predict(counts: Counts, layers: Layers, hardware: Hardware, s: int, batch: int = 1) -> Predicted:
-    """Times of a prompt of `s` tokens and the steps behind it."""
+    """Times of a prompt of `s` tokens and the steps after it."""
     parts = step_parts(counts, layers, hardware, s, batch)
     tpot = sum(parts.values())
     ends, computed = prefill_ends(counts, layers, hardware, s)
