@@ -123,7 +123,7 @@ def books_of(row: SelectiveAttention) -> dict[str, float | int | bool | None]:
 
 
 def prefill_columns(row: SelectiveAttention, cell: Cell) -> dict[str, Any]:
-    """Columns for a prompt of which a part was computed: the share, a sparse prefill's rule, and what the method saw."""
+    """Columns for a prompt that was computed in part: the share, a sparse prefill's rule, what the method saw."""
     shares, rule = row.trace.layer_shares(), cell.sparsity
     if not shares:
         return {}
