@@ -150,7 +150,7 @@ SPLIT = frozenset(asked.others_of for asked in SETS if asked.others_of)
 
 @dataclass(frozen=True)
 class Costs:
-    """Of an answer; mean over a sample's turns and draws, and over samples."""
+    """Costs of an answer; mean over a sample's turns and draws, and over samples."""
 
     device_bytes: float
     tokens: float = 0.0
@@ -174,7 +174,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Scores:
-    """What was asked of one task."""
+    """Scores of one task, with what was asked."""
 
     asked: Asked
     model: str
@@ -185,11 +185,11 @@ class Scores:
     labels: Mapping[Place, str] = field(default_factory=dict[Place, str])
 
     def label(self, place: Place) -> str:
-        """What readers call a variant, with all that warns of what it is."""
+        """A variant's name for readers, with all that warns of what it is."""
         return self.labels.get(place) or title(place[2])
 
     def name(self, method: str, columns: Sequence[tuple[str, str]] = ()) -> str:
-        """What a row is called that holds a method's variants of some columns, or of all."""
+        """The name of a row that holds a method's variants of some columns, or of all."""
         asked = [(s, m) for s, m in columns or self.columns if (s, m, method) in self.of]
         return row_name([(self.label((*at, method)), at[0], self.asked.column(*at)) for at in asked]) or title(method)
 
@@ -259,7 +259,7 @@ class Scores:
 
     @cached_property
     def hiding(self) -> dict[Place, Corrected]:
-        """Of each variant, with the question hidden less with the question shown; corrected over all variants."""
+        """Each variant's score with the question hidden less with the question shown; corrected over all variants."""
         mine = [p for p in self.variants if p[0] == HIDDEN and (SHOWN, *p[1:]) in self.of]
         return corrected({p: less(self.of[p], self.of[SHOWN, p[1], p[2]]) for p in mine})
 
@@ -289,9 +289,9 @@ def less(one: Mapping[str, float], other: Mapping[str, float]) -> Paired:
 
 
 def row_name(labels: Sequence[tuple[str, str, str]]) -> str:
-    """What a row is called whose cells are of variants with these labels, each with its scope and its column's words.
+    """The name of a row whose cells are of variants with these labels, each with its scope and its column's words.
 
-    The first one's, and where it is another: "KVzip, whole prompt (question hidden: KVzip)".
+    The first label, and where another differs: "KVzip, whole prompt (question hidden: KVzip)".
     """
     columns: dict[str, list[tuple[str, str]]] = {}
     for label, scope, words in labels:
@@ -313,7 +313,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def title(method: str) -> str:
-    """What its file calls a method. A variant's name says more (`Scores.label`)."""
+    """A method's title in its file. A variant's name says more (`Scores.label`)."""
     file = own_methods().get(method)
     found = None if file is None else re.search(r'^    title = "(.+)"$', file.read_text(encoding="utf-8"), re.MULTILINE)
     return method if found is None else found[1]

@@ -59,7 +59,7 @@ def dataset_words(runs: Iterable[Run]) -> str:
 
 
 def run_sets(runs: Iterable[Run], keep: Callable[[Run], bool] = lambda run: True) -> list[RunSet]:
-    """Those that may share a figure, the largest first."""
+    """Sets of runs that may share a figure, the largest first."""
     found: dict[tuple[Any, ...], list[Run]] = {}
     for run in filter(keep, runs):
         params = json.dumps(run.setting("task", "params"), sort_keys=True)

@@ -29,7 +29,7 @@ def sample(row: SampleRow) -> str:
 
 
 def metric_of(rows: Sequence[SampleRow]) -> str:
-    """What the scores of these samples are."""
+    """The name of what these samples' scores are."""
     return next((str(row.fields["metric"]) for row in rows if "metric" in row.fields), "score")
 
 
@@ -78,7 +78,7 @@ class Scored:
 
     @cached_property
     def mean(self) -> float | None:
-        """As in result.json; of several datasets the mean of theirs."""
+        """The mean as in result.json; of several datasets the mean of theirs."""
         if self.is_of_result:
             return combined(self.rows, self.metric)
         parts = [fsum(values.values()) / len(values) for values in self.values.values()]

@@ -31,7 +31,7 @@ from kvbench.results.summary import combined_ci95
 
 MODES = ("query_aware", "independent", "golden", "dialogue")
 MOST_INTERVALS = 8  # of a panel, that can be told apart
-WIDTH = 0.3  # of a turn, over which lines stand beside each other, so that their intervals can be seen
+WIDTH = 0.3  # of a turn, over which lines stand next to each other, so that their intervals can be seen
 Point = tuple[float, list[float] | None]  # a mean, and its interval
 
 

@@ -43,7 +43,7 @@ COMMANDS = {"bold": r"\textbf{%s}", "tie": r"\underline{%s}", "small": r"{\scrip
 
 @dataclass(frozen=True)
 class Word:
-    """A cell whose number is marked: "bold", "tie", "small" or "code"; `more` stands behind it."""
+    """A cell whose number is marked: "bold", "tie", "small" or "code"; `more` stands after it."""
 
     number: str
     mark: str = ""

@@ -1,6 +1,6 @@
 """`python -m kvbench.serving.serve model=… method=snapkv ratio=0.2`: an OpenAI-compatible server, with a method in it.
 
-The words are those of `run.py`. Beside them: `rung=` (dropping where the method drops, visible where it retrieves),
+The words are those of `run.py`. In addition: `rung=` (dropping where the method drops, visible where it retrieves),
 `host=`, `port=`, `as_shipped=true` (vLLM without a method), and vLLM's own flags as `vllm.max_model_len=4096`.
 `/v1/models` has the model's name with the method and its budget.
 

@@ -59,12 +59,12 @@ class OfDatasets:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that are chosen."""
+        """Names of the chosen datasets."""
         return chosen(self.datasets, self.lists)
 
     @property
     def listed(self) -> str:
-        """As they are called together."""
+        """One name for the chosen datasets together."""
         return self.datasets if isinstance(self.datasets, str) else "+".join(self.names)
 
 
@@ -95,7 +95,7 @@ def check_lengths(lengths: Sequence[int], shape: ModelShape) -> None:
 
 
 def prompt_room(window: int, n_new: int) -> int:
-    """Tokens that a window leaves for the prompt, beside an answer of up to `n_new`."""
+    """Tokens that a window leaves for the prompt, besides an answer of up to `n_new`."""
     return window - n_new - SLACK
 
 

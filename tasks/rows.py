@@ -99,7 +99,7 @@ def numbered_items(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def parse(line: bytes | None) -> Any:
-    """What a line holds."""
+    """The value that a line holds."""
     if line is None:
         raise BadRow(f"the line is longer than {LONGEST_LINE >> 20} MB")
     try:

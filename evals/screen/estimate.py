@@ -212,7 +212,7 @@ class Estimate:
         return self.reading(*self.reading_parts(load)) + answering
 
     def rest(self, load: Load, now: float) -> float:
-        """Seconds left of the present sample, foretold and as it went so far: the further it is, the more that counts."""
+        """Seconds left of the present sample: foretold, and as it went so far, which counts more and more."""
         present = self.present
         is_reading, n = present.kind == READING, present.units[ANSWERING]
         part = present.done / present.total if is_reading and present.total else 0.0

@@ -16,7 +16,7 @@ from kvbench.plots.style import Canvas, Picture
 from kvbench.results import interval
 
 WIDTH = 4.2  # inches: on a phone its words are as large as the page's
-SMALL = 6.5  # points, of names and ranks beside rows
+SMALL = 6.5  # points, of names and ranks next to rows
 ROW = 0.16  # inches of a method
 PANEL = 0.42  # of a panel's title and numbers
 BESIDE = 0.18  # of a row, by which a hollow mark stands above its filled one

@@ -263,7 +263,7 @@ def packed(text: str) -> str:
 
 
 def unpacked(data: str) -> Any:
-    """What `packed` made, for tests and for who reads a page by a script."""
+    """The data that `packed` packed, for tests and for who reads a page by a script."""
     return json.loads(gzip.decompress(base64.b64decode(data)).decode("utf-8", "surrogatepass"))
 
 

@@ -1,4 +1,4 @@
-"""vLLM's attention on a CPU with a method behind it: `Backend`, its `Builder` of a step and its `Impl` of a layer.
+"""vLLM's attention on a CPU with a method inside: `Backend`, its `Builder` of a step and its `Impl` of a layer.
 
 Where no desk stands (`serving/adapter/worker.py`), such as while vLLM warms up, all is vLLM's own.
 

@@ -1,6 +1,6 @@
 """LongBench's datasets, LongBench-E's, and the embedded ones: category, metric, answer length, and named lists of them.
 
-Not here: their prompts (`prompts.py` beside this file), and how embedded rows are made (`embedded.py`).
+Not here: their prompts (`prompts.py` next to this file), and how embedded rows are made (`embedded.py`).
 """
 
 from dataclasses import dataclass

@@ -34,7 +34,7 @@ class Dialogue:
 
 
 def dialogue(pieces: Sequence[Piece], format: str, topic: str, wanted: int, start: str) -> Dialogue:
-    """All pieces one behind the other, then the question."""
+    """All pieces one after the other, then the question."""
     messages = list[dict[str, str]]()
     for piece in pieces:
         a = "an" if piece.format[0] in "aeiou" else "a"

@@ -79,7 +79,7 @@ class Room:
 
 
 def n_tokens(tokenizer: Any, sample: Sample) -> int:
-    """Of a sample's prompt, chat template included."""
+    """Number of tokens of a sample's prompt, chat template included."""
     return len(encode(tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt"))
 
 
