@@ -102,7 +102,7 @@ class Answering:
     def behind(
         self, one: PreparedSample, cells: Sequence[Cell], forced: ForcedContinuation | None
     ) -> Iterator[Reply | Profile]:
-        """One prefill; one batch after it for all cells, or one per wave of those that fit into memory."""
+        """Decode after one prefill: one batch after it for all cells, or one per wave of those that fit into memory."""
         model, settings = self.model, self.first.settings
         stop_ids = self.stop_ids(one)
         with recording(model.device) if settings.profile else nullcontext() as record:

@@ -71,7 +71,7 @@ class AskedMethod(NamedTuple):
 
 
 class Lookups:
-    """What is looked up of models, each once; what refuses a model refuses it again without another look."""
+    """Facts on models, each looked up once; a refusal of a model is kept too."""
 
     def __init__(self) -> None:
         self.found: dict[Any, Any] = {}
@@ -328,7 +328,7 @@ def sparsity_of(settings: Settings, rules: type[Rules]) -> "SparsePrefill | None
 
 
 def coding_of(settings: Settings, rules: type[Rules], params: Any) -> Coding | None:
-    """Who makes codes of what the method keeps; `ConfigError` where the two cannot be composed."""
+    """The method that makes codes of what is kept; `ConfigError` where the two cannot be composed."""
     chosen = settings.compose
     if chosen is None or not rules.has_budget:
         if rules.has_budget and not rules.adapts(params) and settings.compose_order != ORDERS[0]:

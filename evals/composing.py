@@ -62,6 +62,6 @@ def composing(conf: Path) -> Iterator[None]:
 
 @cache
 def composition(conf: Path, words: tuple[str, ...]) -> DictConfig:
-    """To be read only: keys of several groups are looked up in the same one."""
+    """A composed configuration, to be read only: keys of several groups are looked up in the same one."""
     with composing(conf):
         return compose("config", [*words], return_hydra_config=True)

@@ -197,7 +197,7 @@ def own_columns(sample: Sample) -> dict[str, Any]:
 
 
 def draw_columns(sample: Sample, cell: Cell) -> dict[str, Any]:
-    """Whose answer a line is, where a prompt has several."""
+    """Columns that say whose answer a line is, where a prompt has several."""
     return {} if cell.draw is None else {"sample": sample.id, "draw": cell.draw}
 
 
@@ -237,7 +237,7 @@ def chosen_of(cell: Cell, rows: Sequence[SampleRow]) -> list[str]:
 
 
 def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
-    """What is known of a run besides its scores."""
+    """Facts on a run besides its scores."""
     settings, notes = cell.settings, list(cell.task.notes)
     shares = [row.fields["prefill_share"] for row in rows if "prefill_share" in row.fields]
     if shares:

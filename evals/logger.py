@@ -45,7 +45,7 @@ LONGEST = 10_000  # characters of a text in the table
 
 
 class Logger(ABC):
-    """Where copies of runs go."""
+    """A place where copies of runs go."""
 
     Params: ClassVar[type]
 
@@ -116,7 +116,7 @@ def sweep_name(cells: Sequence[Settings], folders: Sequence[Path]) -> str:
 
 
 class Nothing(Logger):
-    """No copies."""
+    """Make no copies."""
 
     @dataclass(frozen=True)
     class Params:

@@ -78,7 +78,7 @@ def random_config(spec: ModelSpec) -> Any:
 
 
 def made_with(settings: Settings) -> dict[str, Any]:
-    """For env.json: what the order of sums depends on; of workers it is not known here."""
+    """What the order of sums depends on, for env.json; of workers it is not known here."""
     if settings.pool is not None:
         return {}
     choose(settings.kernels)

@@ -96,7 +96,7 @@ class Preparation:
         self.variants: dict[tuple[Path, int, Frame], Variant] = {}  # by cell, prompt length and frame
 
     def prepare(self, place: int, sample: Sample) -> PreparedSample:
-        """One sample; a cell that cannot answer it is refused, or left out of its sweep."""
+        """Prepare one sample; a cell that cannot answer it is refused, or left out of its sweep."""
         model = self.first.settings.model
         by = {"chat": model.chat, "system_prompt": model.system_prompt}
         prompt = prompt_of(self.tokenizer, sample, **by, scope=self.first.settings.scope)

@@ -78,7 +78,7 @@ def write_scores(folder: Path) -> Pairs:
 def scores_of(
     folder: Path, task: Task, rows: Sequence[SampleRow], before: dict[str, Score]
 ) -> Iterator[tuple[SampleRow, Score]]:
-    """Each row with its score: that of an earlier process, where it judged the same answer in the same version."""
+    """Rows with their scores: that of an earlier process, where it judged the same answer in the same version."""
     with Progress(f"scores of {folder.name}", len(rows), 0) as progress:
         for row in rows:
             score = before.get(row.id)

@@ -56,7 +56,7 @@ CHECKS = ("auto", "never")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model, before it is loaded; the keys of conf/model/any.yaml."""
+    """The model before it is loaded; the keys of conf/model/any.yaml."""
 
     name: str
     id: str
@@ -85,7 +85,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class RayPool:
-    """Where Ray runs shards; the keys of conf/hydra/launcher/ray.yaml."""
+    """The pool in which Ray runs shards; the keys of conf/hydra/launcher/ray.yaml."""
 
     package: ClassVar[str] = "ray"
     address: str | None
@@ -113,7 +113,7 @@ class RayPool:
 
 @dataclass(frozen=True)
 class SlurmPool:
-    """Where Slurm runs shards; the keys of conf/hydra/launcher/submitit_slurm.yaml."""
+    """The pool in which Slurm runs shards; the keys of conf/hydra/launcher/submitit_slurm.yaml."""
 
     package: ClassVar[str] = "submitit"
     cluster: str
@@ -358,7 +358,7 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
 
 
 def pool(name: str | None, launcher: Any) -> Pool | None:
-    """Where the chosen launcher asks samples; None for those that stay in this process."""
+    """The pool in which the chosen launcher asks samples; None for those that stay in this process."""
     if name not in POOLS:
         return None
     given = {key: value for key, value in launcher.items() if key != "_target_"}

@@ -263,7 +263,7 @@ def samples_of(shard: Shard, group: Group, tokenizer: Any) -> list[PreparedSampl
 
 @contextmanager
 def at(cwd: Path) -> Iterator[None]:
-    """In the folder where the command was given: relative paths count from there."""
+    """Work in the folder where the command was given: relative paths count from there."""
     if not cwd.is_dir():
         raise ConfigError(f"{socket.gethostname()} has no folder {cwd}; all machines must share the file system")
     with chdir(cwd):

@@ -32,7 +32,7 @@ class Began:
         self.at, self.cpu_s = datetime.now(UTC), process_time()
 
     def times(self) -> dict[str, Any]:
-        """For env.json."""
+        """Times of the group's work, for env.json."""
         return {
             "started": self.at.isoformat(timespec="seconds"),
             "ended": datetime.now(UTC).isoformat(timespec="seconds"),

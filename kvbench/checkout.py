@@ -26,7 +26,7 @@ os.path.isfile(f) and (exec(open(f, encoding="utf-8").read(), t), t["hide_rooms"
 
 
 def runs() -> str:
-    """Where runs go that are not told: into the checkout, or the working directory of an installed KVBench."""
+    """The folder where runs go by default: in the checkout, or the working directory of an installed KVBench."""
     return os.path.join(ROOT if ROOMS else os.getcwd(), "runs")
 
 

@@ -328,7 +328,7 @@ class SelectiveAttention(Rules, ABC):
     def after_rows(
         cls, rows: Sequence[Self], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> Sequence[Change | None]:
-        """Both for all rows of this class at once; out (n, h, 1, d_h) is corrected in place."""
+        """`after_attention` and `behind` for all rows of this class at once; out (n, h, 1, d_h) changes in place."""
         if cls.after_attention is not SelectiveAttention.after_attention:
             for i, row in enumerate(rows):
                 given = out[i : i + 1]
@@ -383,7 +383,7 @@ class SelectiveAttention(Rules, ABC):
         return float((n_full + (n_layers - n_full) * share) / n_layers)
 
     def shortened(self) -> dict[str, Any]:
-        """For the sample's `method_report`: the number of sinks, where the budget left room for fewer."""
+        """The number of sinks for `method_report`, where the budget left room for fewer than asked."""
         wanted, n_sink = getattr(self.params, "n_sink", None), getattr(self.plan, "n_sink", None)
         if wanted is None or n_sink is None or n_sink >= wanted or self.variant.is_full:
             return {}

@@ -41,7 +41,7 @@ class Evicting(SelectiveAttention):
     sums: dict[int, Tensor]  # per layer (1, h_kv or 1, n) float32, in the order of the store's slots
 
     def eviction(self) -> Eviction | None:
-        """None: no step changes anything."""
+        """The rule by which steps evict; None: no step changes anything."""
         raise NotImplementedError
 
     def setup(self) -> None:
@@ -118,7 +118,7 @@ def weakest(scores: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
 
 
 def grown_cache(row: SelectiveAttention, layer: int, tokens: int) -> Stay:
-    """All that the layer holds stays, with room for so many tokens in all before one has to leave again."""
+    """Keep all that the layer holds, with room for so many tokens in all before one has to leave again."""
     at, store = row.store[layer], row.store
     positions = at.positions()
     slots, n = positions.argsort(-1), positions.shape[-1]

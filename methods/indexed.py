@@ -59,7 +59,7 @@ class Indexed(SelectiveAttention):
         return self.params
 
     def arrange(self, layer: int) -> Placement | None:
-        """By default the whole prompt goes to the host, and what follows it stays on the device."""
+        """Place the whole prompt on the host by default, and what follows it on the device."""
         key = "index", type(self), layer, self.made_of()
         self.index[layer] = self.trace.once(key, lambda: self.make_index(layer))
         return Offloaded(0, 0)
@@ -214,7 +214,7 @@ class Indexed(SelectiveAttention):
     # A feed.
 
     def selects_feeds(self, layer: int) -> bool:
-        """Where tokens of a feed change nothing that the next ones find: what no method adds to its index."""
+        """Whether no token of a feed changes what the next ones find: none is added to the index."""
         return type(self).append is Indexed.append
 
     def generated_of_feed(self, layer: int, feed: Feed) -> Any:

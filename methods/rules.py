@@ -27,7 +27,7 @@ INDEX_PARTS = 32  # an index that is too large is made smaller by so many steps
 
 
 class Coding(NamedTuple):
-    """Who makes codes in a composition."""
+    """The method that makes codes in a composition."""
 
     rules: "type[Rules]"
     params: Any
@@ -379,7 +379,7 @@ class Rules:
         published, errors = budget.comm, list[ConfigError]()
 
         def with_index(part: int) -> tuple[Budget, Any] | None:
-            """With so many parts of the published index; None where there is no room."""
+            """Budget and plan with so many parts of the published index; None where there is no room."""
             try:
                 share = Fraction(part, INDEX_PARTS)
                 return cls.fit(params, replace(budget, comm=published * share, index_share=share), shape)

@@ -103,7 +103,7 @@ class ScoringMethod(SelectiveAttention):
         return 1
 
     def scorer(self) -> Hashable:
-        """All that the scores of a sample depend on: variants where it is equal share them."""
+        """A key of all that a sample's scores depend on: variants where it is equal share them."""
         return type(self).__qualname__, self.params, self.plan
 
     def shared_scores(self, layer: int) -> Tensor:
@@ -196,7 +196,7 @@ class ScoringMethod(SelectiveAttention):
         return Kept(padded.unsqueeze(0))  # query heads chose: their KV head keeps the union
 
     def report(self) -> dict[str, Any]:
-        """Where KV heads keep different counts: the fewest, the mean and the most of the prompt's tokens."""
+        """The fewest, the mean and the most of the prompt's tokens that KV heads keep, where these differ."""
         kept = [layer.kept_counts() for layer in self.store.layers.values()]
         counts = [count for layer in kept for count in layer]
         if not any(len(set(layer)) > 1 for layer in kept):

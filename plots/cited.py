@@ -316,7 +316,7 @@ def order(method: str, columns: Sequence[Column]) -> float:
 
 
 def verdicts(columns: Sequence[Column], against: Sequence[Mapping[str, Corrected]]) -> str:
-    """Who is shown to lose, by column."""
+    """Words on who is shown to lose, by column."""
     found = list[str]()
     for column, each in zip(columns, against, strict=True):
         if column.is_at_chance:

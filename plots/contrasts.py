@@ -91,7 +91,7 @@ def outcomes(sets: Sequence[Scores], contrasts: Sequence[Contrast] = CONTRASTS) 
 
 
 def looked_at(contrast: Contrast, scores: Scores) -> Corrected | None:
-    """On all samples, among all comparisons of its kind."""
+    """A contrast on all samples, among all comparisons of its kind."""
     scope, memory, method = contrast.place
     if contrast.against == FULL:
         return scores.against_full.get(contrast.place)

@@ -199,7 +199,7 @@ class Scores:
 
     @property
     def memories(self) -> list[str]:
-        """From the largest on."""
+        """Budgets from the largest on."""
         return sorted({memory for _, memory, _ in self.of}, key=Fraction, reverse=True)
 
     @property
@@ -213,7 +213,7 @@ class Scores:
 
     @cached_property
     def methods(self) -> list[str]:
-        """But full attention; the best at the smallest budgets first, and of equals by name."""
+        """All methods but full attention; the best at the smallest budgets first, and of equals by name."""
         found = dict.fromkeys(place[2] for place in self.variants)
         means = {name: [mean(s) for p, s in self.of.items() if p[2] == name] for name in found}
         return sorted(found, key=lambda name: (-fsum(means[name]) / len(means[name]), name))
@@ -229,7 +229,7 @@ class Scores:
         return sum(score > 0 for score in self.full(scope, memory).values())
 
     def least_lost(self, scope: str) -> int:
-        """On how many of them a method must do worse, and on none better, to be shown to be worse.
+        """Number of samples on which a method must do worse, and on none better, to be shown to be worse.
 
         Of so many differences that all point one way the sign-flip test finds 2 of 2^j signs as extreme.
         """
@@ -283,7 +283,7 @@ def mean(scores: Mapping[str, float]) -> float:
 
 
 def less(one: Mapping[str, float], other: Mapping[str, float]) -> Paired:
-    """One's scores less the other's on the samples that both have."""
+    """Scores less another's on the samples that both have."""
     both = [sample for sample in one if sample in other]
     return paired([one[sample] for sample in both], [other[sample] for sample in both])
 
@@ -341,7 +341,7 @@ def read(root: Path) -> list[Line]:
 
 
 def lines_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow], label: str) -> Iterator[Line]:
-    """One for each sample, of whose turns the mean counts."""
+    """Lines of a run, one for each sample, of whose turns the mean counts."""
     method = config["method"]["name"]
     memory = "" if method == FULL else str(config.get("budget" if asked.has_tokens else "memory") or "")
     place = asked.scope or config.get("compression_scope") or SHOWN, memory, method
@@ -369,7 +369,7 @@ def averaged(each: Sequence[Costs]) -> Costs:
 
 
 def gathered(lines: Sequence[Line]) -> list[Scores]:
-    """By task, with the samples that all variants of a scope and budget answered; a model with fewer is left out."""
+    """Scores by task, with samples that all variants of a scope and budget answered; a model with fewer is left out."""
     found = []
     for asked in SETS:
         own = [line for line in lines if line.asked == asked.key]
@@ -449,7 +449,7 @@ def renewed(kept: Sequence[Line], lines: Sequence[Line]) -> list[Line]:
 
 
 def by_place(lines: Sequence[Line]) -> dict[tuple[str, str, Place], dict[str, Line]]:
-    """By sample, those of each task, model and place; of two lines of a sample the later one counts."""
+    """Lines by sample, for each task, model and place; of two lines of a sample the later one counts."""
     found: dict[tuple[str, str, Place], dict[str, Line]] = {}
     for line in lines:
         found.setdefault((line.asked, line.model, line.place), {})[line.sample] = line

@@ -389,7 +389,7 @@ def cell(scores: Scores, place: tuple[str, str, str]) -> str:
 
 
 def groups(scores: Scores) -> list[str]:
-    """Who is ahead at each budget, with all that cannot be told from the best."""
+    """Words on who is ahead at each budget, with all that cannot be told from the best."""
     found = []
     for scope, memory in scores.columns:
         best, worse = scores.groups(scope, memory)

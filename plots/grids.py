@@ -20,7 +20,7 @@ MORE = 1.25
 
 
 def measure(name: str) -> Callable[[SampleRow], float | None]:
-    """One of the task's other figures."""
+    """A measure of one of the task's other figures."""
 
     def of(row: SampleRow) -> float | None:
         measures = row.fields.get("measures")

@@ -71,7 +71,7 @@ class Run:
 
     @property
     def file(self) -> dict[str, str]:
-        """Which state of the user's own file or package the method was, as if it were a parameter; {} for ours."""
+        """The state of the user's own file or package of the method, as if it were a parameter; {} for ours."""
         digest, package = self.setting("method", "digest"), self.setting("method", "package")
         if digest is None:
             return {}

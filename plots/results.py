@@ -92,7 +92,7 @@ def score_table(grid: Grid) -> str:
 
 
 def difference_table(grid: Grid) -> str:
-    """Each variant less full attention, sample by sample; "" without it."""
+    """A table of each variant less full attention, sample by sample; "" without it."""
     if grid.full is None or not grid.measure.against_full:
         return ""
     places = {(method, ratio): cell for method, cells in grid.cells.items() for ratio, cell in cells.items()}

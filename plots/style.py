@@ -107,7 +107,7 @@ class Picture:
         return " ".join(f"{part.rstrip('.')}." for part in (self.title, self.about, *self.notes, *self.said) if part)
 
     def finish(self, columns: int = 4, legend: bool = True) -> "Picture":
-        """With its title, and below all panels one legend and the notes; the panels keep their height."""
+        """Finish with a title, and below all panels one legend and the notes; the panels keep their height."""
         figure, fit = self.figure, int(self.figure.get_figwidth() * CHARACTERS)
         more = 0
         if self.titled:

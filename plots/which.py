@@ -96,7 +96,7 @@ class OfSkill:
 
     @property
     def distance(self) -> float:
-        """To full attention's score, of 100."""
+        """Distance to full attention's score, of 100."""
         return 100 * self.paired.mean
 
     @property
@@ -123,7 +123,7 @@ def shared(sets: Sequence[Scores]) -> list[Scores]:
 
 
 def standings(sets: Sequence[Scores], scope: str, memory: str, has_host: bool) -> dict[str, dict[str, OfSkill]]:
-    """By skill, of the methods that such a machine can run and that were asked all its tasks, the best first.
+    """Standings by skill, of the methods that such a machine can run and that were asked all its tasks, the best first.
 
     A task that full attention hardly does does not count.
     """
@@ -187,7 +187,7 @@ def labels(sets: Sequence[Scores], scope: str, memory: str) -> dict[str, str]:
 
 
 def first(standing: Mapping[str, OfSkill], labels: Mapping[str, str]) -> str:
-    """Who is in front; several that cannot be told apart are said to be."""
+    """Words on who is in front; several that cannot be told apart are said to be."""
     if len(standing) < 2:
         return ABSENT
     names = [f"{labels[name]} {one.words}" for name, one in standing.items() if one.is_in_front]

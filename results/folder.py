@@ -283,7 +283,7 @@ class RunFolder:
         return self._finished
 
     def _check_scores(self, rows: Sequence[SampleRow]) -> None:
-        """Where one of these has an answer without a score, none counts; all are kept for `scores_so_far`."""
+        """Check scores: where an answer has none, no score counts; all are kept for `scores_so_far`."""
         try:
             if self._scores is not None:
                 self._scores.lay_over(rows)
@@ -345,7 +345,7 @@ class RunFolder:
         self._append_line(row)
 
     def _remove_files(self, with_parent: bool = True) -> None:
-        """All that runs write, and the folder with it unless somebody else put something there."""
+        """Remove all that runs write, and the folder with it unless somebody else put something there."""
         self._remove_parts()
         remove_scratch(self.path)
         for name in FILES:

@@ -89,5 +89,5 @@ def of_sample(row: SampleRow) -> dict[str, Any]:
 
 
 def tidy(table: "DataFrame") -> "DataFrame":
-    """Without the columns that nothing has."""
+    """A table without the columns that nothing has."""
     return table.dropna(axis="columns", how="all")

@@ -101,7 +101,7 @@ def bounded_ends(values: Sequence[float], weights: Sequence[float], bounds: Boun
 
 
 def lower_end(values: Sequence[float], weights: Sequence[float], bound: float, exact: float) -> float:
-    """Where the mean lies below with a chance of `TAIL`, of ascending scores and one at their bound."""
+    """The value below which the mean lies with a chance of `TAIL`, from ascending scores and one at their bound."""
     import numpy as np
 
     if values[-1] <= bound + exact:
@@ -202,7 +202,7 @@ def root(of: Callable[[float], float], low: float, high: float, guess: float, st
 
 
 def student_ends(values: Sequence[float], weights: Sequence[float], bounds: Bounds) -> tuple[float, float]:
-    """By Student's t; of weighted samples by how far each moves the mean. As far as the mean can lie."""
+    """An interval by Student's t, of weighted samples by how far each moves the mean. As far as the mean can lie."""
     n, total = len(values), fsum(weights)
     mean = fsum(weight * value for value, weight in zip(values, weights, strict=True)) / total
     moved = fsum((weight * (value - mean)) ** 2 for value, weight in zip(values, weights, strict=True))

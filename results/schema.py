@@ -230,17 +230,17 @@ class SampleRow:
         return columns | columns.pop("fields")
 
     def to_json(self) -> str:
-        """One line without its newline; ASCII, so that no character of a text can break it."""
+        """The row as a line without its newline; ASCII, so that no character of a text can break it."""
         return json.dumps(self.to_dict(), ensure_ascii=True, allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """From a line with or without a seal; ValueError where it is no sample."""
+        """A row from a line with or without a seal; ValueError where it is no sample."""
         return cls.from_data(parse_json(unsealed(line.removesuffix("\n")), is_ours=True))
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
-        """From the object that a line holds, its seal taken off."""
+        """A row from the object that a line holds, its seal taken off."""
         data = check_keys(data, ROW_KEYS - {"fields"})
         if "crc32" in data:  # a seal that is damaged itself
             raise ValueError("key 'crc32' is not 8 hex digits at the line's start")
@@ -472,7 +472,7 @@ class RunResult(RunFacts):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """From a text with or without a seal; ValueError where it is no result."""
+        """A result from a text with or without a seal; ValueError where it is no result."""
         data = check_keys(parse_json(unsealed(text), is_ours=True), ["schema_version"])
         version = data["schema_version"]
         if not isinstance(version, int) or isinstance(version, bool):

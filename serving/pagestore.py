@@ -60,7 +60,7 @@ class PageTrace(Trace):
         return self.taken
 
     def offload(self, layer: int) -> None:
-        """Nothing moves."""
+        """Move nothing."""
 
     def hold(self, layer: int) -> None:
         """Pages stay until vLLM takes them."""
@@ -128,7 +128,7 @@ class Moved:
 
 
 class PageHost(Host):
-    """All tokens, which never left their pages."""
+    """A host tier of all tokens, which never left their pages."""
 
     def __init__(self, trace: PageTrace, layer: int) -> None:
         self.trace, self.index, self.n = trace, layer, trace.s_prompt
@@ -208,7 +208,7 @@ def whole(home: PageHome, placement: Whole) -> Layer:
 
 
 def ragged(home: PageHome, placement: Ragged) -> Layer:
-    """Each head's own tokens, and nothing where another head has more."""
+    """Place each head's own tokens, and nothing where another head has more."""
     if placement.rolls is not None:
         raise Unserved("lets some heads of a layer roll while others grow, which no table of pages says")
     chosen = torch.nn.utils.rnn.pad_sequence([*placement.chosen], batch_first=True, padding_value=-1).unsqueeze(0)

@@ -103,7 +103,7 @@ class Reader:
         self.row.store.close(layer)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One token: (1, h, 1, d_h)."""
+        """Attention of one token: (1, h, 1, d_h)."""
         rows = [self.row]
         return attend_groups([(type(self.row), slice(0, 1))], rows, layer, q, k, v, self.trace.softmax[layer])
 

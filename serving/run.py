@@ -31,7 +31,7 @@ FILE = "serving.json"
 
 
 def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
-    """Each cell's folder and result, in their order."""
+    """Run cells; each one's folder and result, in their order."""
     need_vllm()
     ready = prepare(cells)
     orders = {cell.path: order_of(cell) for cell in ready}
@@ -150,7 +150,7 @@ def line(
 
 
 def shown(figures: Mapping[str, Any]) -> str:
-    """One line."""
+    """The figures on one line."""
     ttft, tpot = figures["ttft_s"], figures["tpot_s"]
     return (
         f"{figures['at_once']} at once, {figures['preemptions']} preempted, up to {figures['blocks_most']} of "

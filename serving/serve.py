@@ -75,7 +75,7 @@ def model_of(words: Sequence[str]) -> tuple[str, str]:
 
 
 def served_name(name: str, order: Order | None) -> str:
-    """In `/v1/models`."""
+    """The model's name in `/v1/models`."""
     if order is None:
         return name
     return "-".join([name, *order.chosen.label.replace("ratio=", "").split()])

@@ -45,7 +45,7 @@ class ForcedWatch(Watch, Protocol):
     """Watches the decoding of one sample and gives the outcome of every variant."""
 
     def outcomes(self) -> list[Outcome]:
-        """One per variant, in the order of the rows that it was given."""
+        """Outcomes, one per variant, in the order of the rows that it was given."""
         ...
 
 

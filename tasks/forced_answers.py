@@ -90,7 +90,7 @@ class Agreed:
         self.step = 0
 
     def attended(self, layer: int, order: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Only what comes out at the top counts."""
+        """Take nothing of a layer: only what comes out at the top counts."""
 
     def predicted(self, order: Sequence[int], logits: Tensor) -> None:
         target, rows = self.targets[self.step], list(order)

@@ -85,7 +85,7 @@ class Pass:
 
     @property
     def tpot_mean_s(self) -> float:
-        """With those, and with what a method does in some steps alone."""
+        """Mean over steps, with those that compile, and those in which a method does more."""
         return statistics.fmean(self.step_seconds[1:])
 
 
@@ -180,7 +180,7 @@ class Latency(Task):
     def measure(
         self, model: Model, timed: Timed, sample: Sample, on_pass: Callable[[], None], run: Hashable
     ) -> Timing:  # fmt: skip
-        """All passes of one sample; `run` tells what is timed from other variants."""
+        """Make all passes of one sample; `run` tells what is timed from other variants."""
         ours: list[Pass] = []
         theirs: list[Pass] = []
         row, baseline = None, Timed(full_attention(model.shape, len(sample.ids or ())))

@@ -201,7 +201,7 @@ class Losses:
         self.step, self.bin_len, self.s_prompt = 0, bin_len, s_prompt
 
     def attended(self, layer: int, order: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Only what comes out at the top counts."""
+        """Take nothing of a layer: only what comes out at the top counts."""
 
     def predicted(self, order: Sequence[int], logits: Tensor) -> None:
         losses = logits.logsumexp(-1) - logits[:, self.targets[self.step]]

@@ -201,7 +201,7 @@ def encode(tokenizer: Any, sample: Sample, *, chat: str, system_prompt: str, sco
 
 
 def n_alike(some: Sequence[int], others: Sequence[int]) -> int:
-    """With how many tokens both begin: at a seam, tokens of two texts together are others than those of each."""
+    """Number of tokens with which both begin: at a seam, tokens of two texts together are others than those of each."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(some), len(others)))
 

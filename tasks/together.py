@@ -36,7 +36,7 @@ class Together:
         return None if self.tpot_s is None else self.n_rows / self.tpot_s
 
     def columns(self, full: "Together") -> dict[str, Any]:
-        """Its figures, with those of full attention at its own largest batch."""
+        """Figures of the largest batch, with those of full attention at its own largest batch."""
         ours, theirs = self.tokens_per_s, full.tokens_per_s
         return {
             "batch_run": self.n_rows,

@@ -156,7 +156,7 @@ class Conversation:
         return (answer.ids[-1], *feed)
 
     def grown(self, turns: Round, positions: Sequence[int], feeds: Sequence[tuple[int, ...]]) -> list[Variant]:
-        """Where budgets grow: the rows' variants on prompts as long as the conversation after their feeds."""
+        """The rows' variants where budgets grow: on prompts as long as the conversation after their feeds."""
         if self.asking.budget_base != "conversation":
             return []
         lengths = [n + len(feed) for n, feed in zip(positions, feeds, strict=True)]

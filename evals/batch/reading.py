@@ -36,7 +36,7 @@ def read(
     model: Model, one: PreparedSample, waves: Sequence[Sequence[Cell]], forced: ForcedContinuation | None,
     progress: Progress,
 ) -> Iterator[Wave]:  # fmt: skip
-    """One pass over the prompt, and each wave of cells after it."""
+    """Read the prompt in one pass, then yield each wave of cells."""
     first, *others = waves
     cells = [cell for wave in waves for cell in wave]
     variants = [one.variants[cell.path] for cell in cells]

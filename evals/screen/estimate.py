@@ -40,7 +40,7 @@ class Bends:
 
 
 def bends_of(shape: ModelShape) -> Bends:
-    """By arithmetic and by bytes: a layer has about 12 d² weights, and attention runs at half the speed."""
+    """Lengths at which costs bend, by arithmetic and by bytes: about 12 d² weights a layer, attention at half the speed."""
     if not shape.d_model:
         return Bends()
     weights = 12 * shape.d_model**2
@@ -196,7 +196,7 @@ class Estimate:
         return 1.0, load.n_read / self.bends.step
 
     def cost(self, load: Load) -> float:
-        """In tokens read, before anything was measured."""
+        """A sample's cost in tokens read, before anything was measured."""
         return sum(self.reading_parts(load)) + USED * load.n_new * STEP_TOKENS * sum(self.step_parts(load))
 
     def n_steps(self, load: Load) -> float:

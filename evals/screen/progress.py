@@ -168,7 +168,7 @@ class Progress:
             self.bars.reset(self.inner, description=f"  {printable(what)}", total=total, visible=True)
 
     def advance(self) -> None:
-        """One layer read, one step decoded, or another part done."""
+        """Count one layer read, one step decoded, or another part done."""
         self.estimate.advance(monotonic())
         if self.live is not None:
             self.bars.advance(self.inner)

@@ -45,7 +45,7 @@ Done = Sequence[tuple[Path, RunResult]]
 
 
 def print_table(done: Done) -> None:
-    """To standard output, as wide as it has to be."""
+    """Print the table to standard output, as wide as it has to be."""
     made = sheet(done)
     below = [*remarks([result for _, result in done]), *folders([path for path, _ in done])]
     show(replace(made, notes=below), fits=True)
@@ -115,7 +115,7 @@ def folders(paths: Sequence[Path]) -> list[str]:
 
 
 def near(path: Path) -> Path:
-    """From where the command was given, if it lies below."""
+    """A path from where the command was given, if it lies below."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
 

@@ -40,7 +40,7 @@ LAYER = 2  # of the one layer: beyond those that methods leave whole
 
 @dataclass(frozen=True)
 class Counts:
-    """One variant, one layer, one step, one request; of the prompt where a field says so."""
+    """Counts of one variant, one layer, one step, one request; of the prompt where a field says so."""
 
     attended_bytes: float  # K and V that attention reads
     searched_bytes: float  # read in order to find tokens, whichever tier they come from

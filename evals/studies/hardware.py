@@ -167,7 +167,7 @@ def linear(hardware: Hardware, weights: int, tokens: float) -> float:
 
 
 def reading(layers: Layers, hardware: Hardware, n_tokens: float, n_pairs: float) -> float:
-    """So many tokens, and as many pairs of query and key, in one layer that keeps tokens and its share of others."""
+    """Seconds to read so many tokens and pairs of query and key in a layer that keeps tokens, with its share of others."""
     others = layers.shape.n_layers / layers.n_kept
     pairs = 4 * layers.shape.h * layers.shape.d_h * n_pairs / hardware.flops
     return others * linear(hardware, layers.layer_weights, n_tokens) + pairs if n_tokens else 0.0
@@ -203,7 +203,7 @@ def read_hardware(name: str, key: str = "--on") -> Hardware:
 
 
 def read_model(name: str) -> tuple[Checkpoint, Layers]:
-    """What is known of a model without its weights; `name` is whatever `model=` of a run may be."""
+    """A model and its layers without its weights; `name` is whatever `model=` of a run may be."""
     if "," in name:
         raise ConfigError(f"--model={name} is several models; give one")
     spec = from_words([f"model={name}"]).model

@@ -59,7 +59,7 @@ class Statistics(Kind):
 
     @abstractmethod
     def arrays(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One layer's arrays, as the file holds them."""
+        """One layer's arrays from its sums."""
 
     def measure(self, model: Model, ids: Sequence[int]) -> Mapping[str, Tensor]:
         if len(ids) < self.least * model.shape.d_h:

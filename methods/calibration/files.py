@@ -42,7 +42,7 @@ class About:
     made: str  # date
 
     def origin(self) -> dict[str, Any]:
-        """For results, where equal calibrations say the same."""
+        """Origin of a calibration as results have it; equal calibrations have the same."""
         return {"kind": self.kind, "text": self.text, "n_tokens": self.n_tokens}
 
 

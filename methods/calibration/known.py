@@ -75,7 +75,7 @@ class NeedsCalibration(SelectiveAttention):
         return files.digest_of_file(params.calibration_file)
 
     def origin(self) -> dict[str, Any]:
-        """For the report: what the model was calibrated on."""
+        """What the model was calibrated on, for the report."""
         (what,) = self.observations(self.params, self.plan)
         return {"calibration": dict(self.trace.origins.get(what, {}))}
 

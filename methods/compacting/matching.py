@@ -48,7 +48,7 @@ class BiasRule(NamedTuple):
 
 
 def target(q: Tensor, keys: Tensor, soft: Softmax) -> Target:
-    """No mask: queries are matched against all keys, later ones included.
+    """The target of a match: without a mask, so that queries see all keys, later ones included.
 
     Without sinks, which join the kept tokens as they joined all of them: exactly, and never fitted.
     """
@@ -125,7 +125,7 @@ class System:
         self.x, self.gram = x, products(x)
 
     def solved(self, y: Tensor, penalty: float = 0.0) -> Tensor | None:
-        """For columns of y (n, c), with this penalty on squared results: (t, c); None where it does not settle."""
+        """Solution (t, c) for columns of y (n, c), with a penalty on squared results; None where it does not settle."""
         x, gram = self.x, self.gram
         if penalty:
             gram = gram.clone()
@@ -235,7 +235,7 @@ class Products:
         self.wanted[first : self.n] = (new.mT @ self.mass).unsqueeze(1)
 
     def keep(self, places: list[int]) -> None:
-        """Only these."""
+        """Keep only the columns at these places."""
         self.n, of = len(places), torch.tensor(places, device=self.gram.device)
         self.columns[:, : self.n] = self.columns[:, of]
         self.gram[: self.n, : self.n] = self.gram[of][:, of]

@@ -52,7 +52,7 @@ class FullStopped(DecodingRules, SelectiveAttention):
 
     @classmethod
     def budget_with(cls, params: Params, request: BudgetRequest, s_prompt: int) -> Budget:
-        """That of full attention, which it is until it stops; its plan has what was asked for."""
+        """The budget of full attention, which the method is until it stops; its plan has what was asked for."""
         return replace(resolve(EVERYTHING, s_prompt, drops=False), nominal_tokens=cls.target(params, request))
 
     @classmethod

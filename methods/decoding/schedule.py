@@ -104,7 +104,7 @@ class DecodingRules(Rules):
 
     @classmethod
     def schedule(cls, params: Any, target: int) -> Schedule:
-        """When the method cuts."""
+        """The schedule by which the method cuts."""
         return Schedule(target, params.interval, params.schedule, params.at_prefill)
 
     @classmethod

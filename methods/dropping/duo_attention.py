@@ -106,7 +106,7 @@ class DuoAttention(SelectiveAttention):
     no_growth = "divides heads before it reads, so that its budget follows from them"
     no_latents = "divides heads into those that keep all and those that stream: here they share all they have"
     drops = True
-    version = 2  # 2: published windows are as large behind a short prompt as behind a long one
+    version = 2  # 2: published windows are as large after a short prompt as after a long one
 
     @dataclass(frozen=True)
     class Params:

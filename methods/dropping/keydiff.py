@@ -125,7 +125,7 @@ class KeyDiff(ScoringMethod):
         return self.variant.is_full or self.params.evict != "always"
 
     def behind(self, layer: int, weights: Tensor | None) -> Change | None:
-        """With `evict: always` the key that is most like the average leaves each head."""
+        """Evict from each head, with `evict: always`, the key that is most like the average."""
         if self.is_still:
             return None
         at = self.store[layer]

@@ -236,7 +236,7 @@ class LagKV(ScoringMethod):
         return self.place_ragged(layer, [quota(each, k)[0, 0] for each, k in heads])
 
     def place(self, layer: int, best: Tensor) -> Placement:
-        """With `evict: always`, keep all chosen tokens alike, with room for the most that are held at once."""
+        """Keep all chosen tokens alike with `evict: always`, with room for the most that are held at once."""
         if not self.cuts:
             return super().place(layer, best)
         (n_first, n_last), s = self.ends(), self.trace.s_prompt
@@ -251,7 +251,7 @@ class LagKV(ScoringMethod):
         return self.variant.is_full or not self.cuts
 
     def behind(self, layer: int, weights: Tensor | None) -> Change | None:
-        """With `evict: always`, once a partition and its reference are complete: the partition keeps its best."""
+        """Cut a partition to its best once it and its reference are complete, with `evict: always`."""
         if not self.cuts:
             return None
         plan, at, base = self.plan, self.store[layer], self.base[layer]

@@ -73,7 +73,7 @@ class WholeCodec(Codec):
         return [(self.late[0], self.late[1], self.n - 1 - self.n_packed)]
 
     def growing(self) -> Growing | None:
-        """Until everything is packed anew."""
+        """How the residual grows until everything is packed anew."""
         n_exact = self.n - self.n_packed
         return Growing((1,), ((*self.late, n_exact - 1, NO_RING),), max(0, self.plan.residual - 1 - n_exact))
 

@@ -92,7 +92,7 @@ class KIVICodec(Codec):
         return [(key, key[..., : self.d_v] if self.joint else self.late_v.place(), 0)]
 
     def growing(self) -> Growing | None:
-        """Until a block of keys is full, values begin to age, or rows are shifted."""
+        """How exact tokens grow until a block of keys is full, values begin to age, or rows are shifted."""
         plan, k, v = self.plan, self.late_k, self.late_v
         if self.joint or (self.has_aged and not self.packs_in_kernels):
             return None
@@ -257,7 +257,7 @@ class KIVI(QuantisingMethod):
 
     @classmethod
     def title_of(cls, params: Params) -> str:
-        """With its bits."""
+        """The method's name with its bits."""
         return f"{cls.title} {bits_words(params.key_bits, params.value_bits)}"
 
     @classmethod

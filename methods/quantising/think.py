@@ -141,7 +141,7 @@ class ThinCodec(Codec):
         return torch.cat([first, self.late_k[:, :, late]], 2), torch.cat([self.v, self.late_v[:, :, late]], 2)
 
     def settle(self) -> None:
-        """Nothing is thinned later."""
+        """Do nothing: no key is thinned later."""
 
     def counted_bytes(self) -> int:
         h_kv, d_v = len(self.channels), self.v.shape[3]
@@ -215,7 +215,7 @@ class ThinK(QuantisingMethod):
 
     @classmethod
     def code_bytes(cls, plan: Plan, n: int, shape: ModelShape) -> int:
-        """At most: a group's query heads may keep channels of which none is another's."""
+        """Bytes at most: a group's query heads may keep channels of which none is another's."""
         n_late = min(n, plan.recent)
         width = min(shape.d_h, (shape.d_h - plan.n_dropped) * (shape.g if plan.per_query_head else 1))
         return thin_bytes(shape.h_kv, shape.h, shape.d_h, shape.d_v, n - n_late, n_late, width, plan)
@@ -243,6 +243,6 @@ class ThinK(QuantisingMethod):
         return lambda k, v, n_new, seen: ThinCodec(plan, k, v, n_new, seen(queries))
 
     def report(self) -> dict[str, Any]:
-        """Where the budget chose how many channels go, and where no token is old enough to lose any."""
+        """How many channels go, which the budget may choose, and how many tokens are old enough to lose them."""
         thin = max(0, self.trace.s_prompt - self.plan.recent)
         return {"dropped_channels": self.plan.n_dropped, "thin_tokens": thin}

@@ -245,7 +245,7 @@ class TurboQuantCodec(Codec):
         return TokenBook(self.rotation, self.midpoints, self.plan.key_bits, self.plan.value_bits, TINY)
 
     def settle(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no token waits to be packed."""
 
     def counted_bytes(self) -> int:
         of_token = key_bytes_of(self.plan.key_bits, self.d_h, self.params.objective)

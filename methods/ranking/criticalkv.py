@@ -62,7 +62,7 @@ class OutputProjection(ModelFact):
     def observe_layer(
         self, trace: Trace, layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
     ) -> Tensor:
-        """Where there is no model: heads' outputs as they are."""
+        """An identity where there is no model: heads' outputs stay as they are."""
         return torch.eye(trace.values(layer).shape[-1], device=q.device).repeat(1, q.shape[1])
 
 

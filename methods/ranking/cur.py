@@ -40,13 +40,13 @@ def energy(x: Tensor, sketch: Tensor | None = None) -> Tensor:
 
 
 def shares(x: Tensor) -> Tensor:
-    """Each of (..., n) as a share of their sum; all 0 where that is 0."""
+    """Numbers (..., n) as shares of their sum; all 0 where that is 0."""
     total = x.sum(-1, keepdim=True)
     return x / total.where(total != 0, 1.0)
 
 
 def local_shares(x: Tensor, window: int, is_scaled: bool) -> Tensor:
-    """Each of (..., s) as a share of its window's sum, the last one of what is left; `is_scaled`: times its length."""
+    """Shares of numbers (..., s) in their window's sum, the last window of what is left; `is_scaled`: times its length."""
     s = x.shape[-1]
     n_missing = -s % window
     found = shares(torch.nn.functional.pad(x, (0, n_missing)).unflatten(-1, (-1, window))).flatten(-2)[..., :s]

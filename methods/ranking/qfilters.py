@@ -110,7 +110,7 @@ class QFilters(NeedsCalibration, ScoringMethod):
         return projections(keys, self.filters(layer))
 
     def place(self, layer: int, best: Tensor) -> Placement:
-        """With `evict: always` keep window and chosen tokens alike, with room until the first one has to leave."""
+        """Keep, with `evict: always`, window and chosen tokens alike, with room until the first one has to leave."""
         if self.is_still:
             return super().place(layer, best)
         s, n = self.trace.s_prompt, self.ends()[1]
@@ -123,7 +123,7 @@ class QFilters(NeedsCalibration, ScoringMethod):
         return self.variant.is_full or self.params.evict == "prompt"
 
     def behind(self, layer: int, weights: Tensor | None) -> Change | None:
-        """With `evict: always`, once the cache is full: the lowest score before the window leaves each head."""
+        """Evict the lowest score before the window from each full head, with `evict: always`."""
         at = self.store[layer]
         if self.is_still or at.n_kept + at.n_window <= self.plan.tokens:
             return None

@@ -78,7 +78,7 @@ class Clusters:
     rounds: float = 0.0  # of k-means, mean over KV heads
 
     def nbytes(self) -> int:
-        """As counted: 16-bit centroids, 32-bit integers."""
+        """Bytes as counted: 16-bit centroids, 32-bit integers."""
         h_kv = len(self.centroids)
         return self.ranked_bytes() + 4 * h_kv * self.tokens.shape[-1]
 
@@ -343,7 +343,7 @@ class ClusterKV(Indexed):
             hits.fold(sizes.repeat_interleave(heads // len(sizes), 0), self.plan.k)
 
     def behind(self, layer: int, weights: Tensor | None) -> Release | None:
-        """Once `decode_period` tokens have come, they become clusters and leave the device."""
+        """Make clusters of the last tokens once `decode_period` have come; they leave the device."""
         at, n_clusters, params = self.store[layer], self.plan.n_decode_clusters, self.params
         if not n_clusters or not at.can_fetch or at.n_window != params.decode_period:
             return None

@@ -88,7 +88,7 @@ def union_within(order: Tensor, h_kv: int, most: int) -> Tensor:
 
 
 def quantised(labels: Tensor, bits: int) -> Tensor:
-    """Each vector in `bits` bits between its lowest and its highest value, and back again."""
+    """Vectors in `bits` bits between its lowest and its highest value, and back again."""
     if bits == WHOLE_BITS:
         return labels
     low, high = labels.amin(-1, keepdim=True), labels.amax(-1, keepdim=True)

@@ -269,7 +269,7 @@ class InfLLM(Indexed):
 
     @classmethod
     def asked(cls, rows: Sequence[Self], q: Tensor) -> Tensor:
-        """Where far tokens are at one distance, the query at that distance."""
+        """Queries to search by: at the one distance of far tokens, where they are at one."""
         if all(row.q_far is None for row in rows):
             return q
         return torch.cat([q[i : i + 1] if row.q_far is None else row.q_far for i, row in enumerate(rows)])
@@ -332,7 +332,7 @@ class InfLLM(Indexed):
         return Selection(idx, self.cost(layer), turned=partial(self.brought_near, layer, tokens, self.q_far))
 
     def brought_near(self, layer: int, positions: Tensor, q: Tensor | None, fetched: Part) -> Part:
-        """Where far tokens are at one distance, those that were fetched come there too."""
+        """Turn fetched tokens to the one distance of far tokens, where they are at one."""
         part = fetched.gathered()
         return replace(part, k=self.to_zero(layer, part.k, positions), q=q)
 
@@ -342,7 +342,7 @@ class InfLLM(Indexed):
         return not self.turns and (layer not in self.scores or self.params.repr_score == "prob")
 
     def at_once(self, layer: int, m: int) -> int:
-        """At most until a block is formed."""
+        """How many tokens of a feed are read at once, at most until a block is formed."""
         n = super().at_once(layer, m)
         return max(1, min(n, self.n_to_block(layer))) if layer in self.scores else n
 

@@ -163,7 +163,7 @@ class LabelSearch(Indexed):
             self.index[layer].keys[:, n - 1 : n] = self.label_keys(layer, self.store[layer].newest[0])
 
     def cost(self, layer: int) -> Cost:
-        """All labels stay and are read."""
+        """Cost of a step: all labels stay and are read."""
         n_bytes = self.index[layer].n_bytes(self.units(layer).stop)
         return Cost(n_bytes, n_bytes)
 

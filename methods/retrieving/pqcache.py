@@ -336,7 +336,7 @@ class PQCache(SelectiveAttention):
         return select_keys(rows, layer, q) if rows[0].kind(layer) else super().search(rows, layer, q)
 
     def kind(self, layer: int) -> Hashable:
-        """On a GPU the quantiser's shape; False where there is nothing to choose from, or another way to choose."""
+        """The quantiser's shape, on a GPU; False where there is nothing to choose from, or another way to choose."""
         n, plan = self.candidates(layer), self.plan
         chooses = takes("pq_scores", self.trace.device) and n > plan.k > 0 and self.params.group_merge == "softmax_sum"
         return chooses and (plan.b, self.with_codes(layer, n).resident.shape)

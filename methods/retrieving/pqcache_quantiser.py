@@ -227,7 +227,7 @@ class Lane:
         return copies
 
     def note(self, copies: Copies) -> None:
-        """They are on their way, and others that have nothing more are not needed any longer."""
+        """Note copies that are on their way, and give back others that have nothing more."""
         load = copies.load
         copies.n_held = len(load.layers)
         for layer, codes in load.layers.items():

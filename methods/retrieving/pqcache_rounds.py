@@ -88,7 +88,7 @@ def rounds_by_two_lines(s: int, layer_s: float, three: Line, each: Line) -> floa
 
 
 def clipped(rounds: float, lowest: int = LOWEST, highest: int = HIGHEST) -> int:
-    """Without its fraction, and within bounds."""
+    """Rounds without their fraction, and within bounds."""
     return int(min(max(rounds, lowest), highest))
 
 

@@ -227,7 +227,7 @@ class Quest(Indexed):
         return self.repeats
 
     def append(self, layer: int) -> None:
-        """Where generated tokens are paged, widen the current page by the current token."""
+        """Widen the current page by the current token, where generated tokens are paged."""
         if self.params.page_generated:
             index = self.index[layer]
             page, place = divmod(self.store[layer].n_seen - 1, self.plan.page_len)

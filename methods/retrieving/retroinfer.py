@@ -128,7 +128,7 @@ def build_index(keys: Tensor, values: Tensor, c: int, n_segments: int, iteration
 
 
 def index_of(centroids: Tensor, values: Tensor, sizes: Tensor, tokens: Tensor) -> Index:
-    """With all that follows from them; on an accelerator this waits for the sizes."""
+    """An index of clusters, with all that follows from them; on an accelerator this waits for the sizes."""
     most = sizes.sort(dim=-1, descending=True).values.cumsum(-1).amax(0).tolist()
     ranked = centroids if takes("clusters", centroids.device) else centroids.float()
     return Index(centroids, values, sizes, sizes.cumsum(-1), tokens, ranked, (0, *most))
@@ -373,7 +373,7 @@ class RetroInfer(SelectiveAttention):
         return cost, [Part(keys, values, mask, idx=ids, bias=bias, is_pseudo=True)]
 
     def behind(self, layer: int, weights: Tensor | None) -> Release | None:
-        """Once `update` tokens have come, the oldest of the window become clusters and leave the device."""
+        """Make clusters of the window's oldest tokens once `update` have come; they leave the device."""
         at, plan, n = self.store[layer], self.plan, self.params.update
         if not at.can_fetch or at.n_window != plan.window + n:
             return None
@@ -438,7 +438,7 @@ def clusters(s: int, t: int, segment: int) -> tuple[int, int]:
 
 
 def at_most(c: int, n_segments: int, most: int) -> tuple[int, int]:
-    """No more than `most` clusters, as many in each segment; where there are fewer than segments, in one segment."""
+    """A number of clusters up to `most`, as many in each segment; in one segment where they are fewer than segments."""
     if c <= most:
         return c, n_segments
     return (most // n_segments * n_segments, n_segments) if most >= n_segments else (most, 1)
@@ -459,7 +459,7 @@ def paid_clusters(n_bytes: int, share: float, shape: ModelShape) -> int:
 
 
 def share_of(c: int, share: float) -> int:
-    """At least one of `c` clusters."""
+    """How many a share of `c` clusters is, at least one."""
     return max(round(c * share), 1)
 
 

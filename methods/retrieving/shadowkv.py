@@ -213,7 +213,7 @@ class ShadowKV(SelectiveAttention):
 
     @classmethod
     def fit_with_index(cls, params: Params, budget: Budget, shape: ModelShape) -> tuple[Budget, Plan]:
-        """Its own order: a smaller rank before longer chunks."""
+        """Fit the budget in ShadowKV's own order: a smaller rank before longer chunks."""
         fitted, plan = cls.fit(params, budget, shape)
         return replace(fitted, index_share=Fraction(params.chunk, plan.chunk)), plan
 
@@ -316,7 +316,7 @@ class ShadowKV(SelectiveAttention):
 
     @classmethod
     def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
-        """On a GPU all rows' chunks are found, and their keys made, at once."""
+        """Find all rows' chunks on a GPU, and make their keys, at once."""
         trace = rows[0].trace
         if not takes("landmarks", q.device) or not rows[0].turns_pairs(layer):
             return super().search(rows, layer, q)

@@ -226,7 +226,7 @@ class SparQ(Indexed):
         return scores.sum(2)
 
     def seen(self, layer: int) -> Tensor:
-        """By columns, or a plain cache (`layout: rows`)."""
+        """The keys that are searched, by columns, or a plain cache (`layout: rows`)."""
         return self.index[layer].unsqueeze(0) if layer in self.index else self.trace.host(layer)[0].mT
 
     @classmethod

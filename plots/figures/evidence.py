@@ -46,7 +46,7 @@ def picture(scores: Scores) -> Picture:
 
 
 def main_scope(scores: Scores, memory: str) -> str:
-    """With the question hidden, where that was asked at a budget."""
+    """The scope of a budget's figure: with the question hidden, where that was asked."""
     return [scope for scope, each in scores.columns if each == memory][-1]
 
 

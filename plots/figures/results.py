@@ -168,7 +168,7 @@ def draw_full(ax: Axes, grid: Grid) -> None:
 
 
 def scaled(value: float | None, by: float) -> float | None:
-    """None for what moves nothing, which a logarithmic axis has no place for."""
+    """A scaled value; None for what moves nothing, which a logarithmic axis has no place for."""
     return None if not value else value * by
 
 

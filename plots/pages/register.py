@@ -202,7 +202,7 @@ def measures(row: SampleRow) -> Iterator[str]:
 
 
 def merged(kept: Sequence[Sequence[str]], new: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """All answers once; a new one takes the place of the same one that was kept."""
+    """All answers, each once; a new one takes the place of the same one that was kept."""
     names = [i for i, name in enumerate(COLUMNS) if name in ("set", "model", "scope", "budget", "method", "sample")]
     found = {tuple(row[i] for i in names): tuple(row) for row in (*kept, *new)}
     return [found[key] for key in sorted(found)]

@@ -51,7 +51,7 @@ CLUSTERKV_DATASETS = (
 
 @dataclass(frozen=True)
 class Column:
-    """Which of our runs stand in the column of a published method."""
+    """Our runs that stand in the column of a published method."""
 
     method: str
     compensated: bool | None = None  # None: both those that are and those that are not

@@ -193,7 +193,7 @@ def another(rng: random.Random, name: str, value: Any) -> Any:
 
 
 def draw_question(rng: random.Random, events: Sequence[Event], kind: str) -> Question | None:
-    """One of this kind to which no outdated value is right; None where there is none."""
+    """A question of this kind to which no outdated value is right; None where there is none."""
     known = seen_of(events)
     if kind == "n_calls":
         return {"kind": kind, "tool": rng.choice(TOOLS)[0]}

@@ -80,7 +80,7 @@ class Renderer:
         return turns
 
     def before(self, index: int) -> str:
-        """All that the agent reads before its message of this index: the policy and those before it."""
+        """All that the agent reads before its message of this index: the policy and all messages before it."""
         turns = self.turns[: index + 1]
         if not self.tokenizer.chat_template:
             names = {"system": "System", "user": "User", "assistant": "Assistant"}

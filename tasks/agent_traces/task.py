@@ -367,7 +367,7 @@ class Work:
         )
 
     def decision(self, question: made.Question, i: int, outputs: Sequence[str], messages: list[Message]) -> Decision:
-        """Ask behind event number i, and put question, answer and what follows into the messages."""
+        """Ask after event number i, and put question, answer and what follows into the messages."""
         right, oldest = made.answer_at(self.events[:i], question)
         kind = question["kind"]
         messages.append({"role": "user", "content": made.asks(question)})

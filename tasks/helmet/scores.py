@@ -77,7 +77,7 @@ def names(answers: Any) -> Iterator[str]:
 
 
 def score(kind: str, prediction: str, prefix: str, answers: Any) -> float:
-    """By the part's own rule; `kind` is icl, qa or json_kv."""
+    """The score by the part's own rule; `kind` is icl, qa or json_kv."""
     found = read(prediction, prefix)
     if kind == "icl":
         return best("exact_match", found, answers)
@@ -88,7 +88,7 @@ def score(kind: str, prediction: str, prefix: str, answers: Any) -> float:
 
 
 def rankings(text: str) -> dict[str, int]:
-    """Each id with its points: the longest run of numbers between > counts, and of an id that comes twice the first."""
+    """Ids with their points: the longest run of numbers between > counts, and of an id that comes twice the first."""
     text = re.sub(r"[\[\]:]", "", text).lower().replace("id", "")
     longest = max((found[0] for found in RANKED.finditer(text)), key=len, default="")
     ids = [one.strip() for one in longest.split(">")] if longest else [text]

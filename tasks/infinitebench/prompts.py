@@ -38,7 +38,7 @@ OWN_TEMPLATES = {
 
 
 def upstream_templates(path: Path, family: str) -> Mapping[str, str]:
-    """One family out of the authors' Python file, which is read and not run."""
+    """One family's templates out of the authors' Python file, which is read and not run."""
     try:
         body = ast.parse(read_text(path)).body
         found = {

@@ -13,7 +13,7 @@ E_SUFFIX = "_e"
 
 @dataclass(frozen=True)
 class Dataset:
-    """What is fixed for a dataset, whichever prompts are used."""
+    """Facts that are fixed for a dataset, whichever prompts are used."""
 
     category: str
     metric: str

@@ -118,7 +118,7 @@ def sentences(paragraph: str) -> list[str]:
 
 
 def shortened(text: str, length: int) -> str:
-    """At most so many characters, up to a full stop or a word's end."""
+    """A text of at most so many characters, up to a full stop or a word's end."""
     if len(text) <= length:
         return text
     cut = text[:length]
@@ -131,7 +131,7 @@ def drawn(name: str, number: int) -> random.Random:
 
 
 def filled(parts: Sequence[str], length: int, joint: str = "\n\n") -> list[str]:
-    """As many parts from the first on as so many characters hold."""
+    """Parts from the first on, as many as so many characters hold."""
     taken: list[str] = []
     for part in parts:
         length -= len(part) + len(joint)
@@ -151,7 +151,7 @@ def part_of_prose(rng: random.Random, length: int) -> list[str]:
 
 
 def make_qa(number: int, length: int) -> Row:
-    """One text; which words follow the first eight of a sentence that begins like no other."""
+    """A row of one text: which words follow the first eight of a sentence that begins like no other."""
     rng = drawn("qa", number)
     text = part_of_prose(rng, length)
     whole = "\n\n".join(text)

@@ -123,7 +123,7 @@ def qa_f1_zh(prediction: str, reference: str) -> float:
 
 @contextmanager
 def deep_recursion() -> Iterator[None]:
-    """More calls within calls than Python allows by default; they are Python's own and take no stack of C."""
+    """Allow more calls within calls than Python does by default; they are Python's own and take no stack of C."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, DEEP))
     try:

@@ -69,7 +69,7 @@ def chosen_letter(answer: str) -> str | None:
 
 
 def accuracies(rows: Sequence[Mapping[str, Any]], compensated: bool = False) -> dict[str, float | None]:
-    """In per cent, to one decimal: all rows, by difficulty, by length; every length that has no name is long."""
+    """Accuracies in per cent, to one decimal: all rows, by difficulty, by length; lengths without a name are long."""
     points = [point(row, compensated) for row in rows]
 
     def mean(keep: Iterable[bool]) -> float | None:

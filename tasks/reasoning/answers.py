@@ -94,7 +94,7 @@ def fitted(tokenizer: Any, samples: Sequence[Sample], room: Room, with_room: Cal
 
 @cache
 def worker() -> Judge:
-    """One for all tasks of this process: a sweep has a task for each of its cells."""
+    """The judge of all tasks of this process: a sweep has a task for each of its cells."""
     return Judge()
 
 

@@ -121,7 +121,7 @@ class Reader:
         return left
 
     def sum(self) -> Any:
-        """Each is read once, though what stands before it may be tried in two ways: else brackets cost 2**depth."""
+        """A sum, read once, though what stands before it may be tried in two ways: else brackets cost 2**depth."""
         key = self.at, self.bars > 0
         if key not in self.sums:
             self.sums[key] = self.attempt(self.terms), self.at

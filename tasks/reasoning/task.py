@@ -82,7 +82,7 @@ class Reasoning(Task):
 
     @abstractmethod
     def file(self) -> str:
-        """Its file below a data folder."""
+        """The benchmark's file below a data folder."""
 
     @abstractmethod
     def columns(self) -> Mapping[str, type | tuple[type, ...]]:

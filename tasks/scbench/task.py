@@ -147,7 +147,7 @@ class SCBench(Task):
             self.learn_functions(self.rows[name])
 
     def learn_functions(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """All functions asked for in a repository: an answer is held against each of them."""
+        """Collect all functions asked for in a repository: an answer is held against each of them."""
         for row in rows:
             asked = [(turn["name"], str(turn["answer"])) for turn in row["multi_turns"] if "name" in turn]
             self.pools.setdefault(str(row.get("repo", "")), []).extend(asked)
