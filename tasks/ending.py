@@ -29,7 +29,7 @@ class Ending:
     """How answers of one model end."""
 
     def __init__(self, tokenizer: Any, generation_config: Any = None) -> None:
-        """Read how answers end; the model's own ends are known from `generation_config`, which comes with the weights."""
+        """Read how answers end; a model's own ends are known from `generation_config`, which comes with weights."""
         self.tokenizer = tokenizer
         eos = getattr(generation_config, "eos_token_id", None)
         every = [*(eos if isinstance(eos, list | tuple) else [eos]), tokenizer.eos_token_id]

@@ -40,7 +40,7 @@ class Bends:
 
 
 def bends_of(shape: ModelShape) -> Bends:
-    """Lengths at which costs bend, by arithmetic and by bytes: about 12 d² weights a layer, attention at half the speed."""
+    """Lengths at which costs bend, by arithmetic and by bytes: about 12 d² weights a layer; attention at half speed."""
     if not shape.d_model:
         return Bends()
     weights = 12 * shape.d_model**2

@@ -167,7 +167,7 @@ def linear(hardware: Hardware, weights: int, tokens: float) -> float:
 
 
 def reading(layers: Layers, hardware: Hardware, n_tokens: float, n_pairs: float) -> float:
-    """Seconds to read so many tokens and pairs of query and key in a layer that keeps tokens, with its share of others."""
+    """Seconds to read so many tokens and pairs of query and key in a layer that keeps tokens, others shared out."""
     others = layers.shape.n_layers / layers.n_kept
     pairs = 4 * layers.shape.h * layers.shape.d_h * n_pairs / hardware.flops
     return others * linear(hardware, layers.layer_weights, n_tokens) + pairs if n_tokens else 0.0

@@ -46,7 +46,7 @@ def shares(x: Tensor) -> Tensor:
 
 
 def local_shares(x: Tensor, window: int, is_scaled: bool) -> Tensor:
-    """Shares of numbers (..., s) in their window's sum, the last window of what is left; `is_scaled`: times its length."""
+    """Shares of numbers (..., s) in their window's sum; with `is_scaled` a short last window weighs less."""
     s = x.shape[-1]
     n_missing = -s % window
     found = shares(torch.nn.functional.pad(x, (0, n_missing)).unflatten(-1, (-1, window))).flatten(-2)[..., :s]

@@ -96,7 +96,7 @@ def pack_samples(runs: Sequence[Run], largest: int = LARGEST, piece: int = PIECE
 
 
 def answers_size(runs: Sequence[Run], detail: Detail) -> int:
-    """Size of answers without what was asked, which stands once for all runs, and which few runs share nearly whole."""
+    """Size of the answers alone: what was asked stands once for all runs, few of which were asked nearly all."""
     return sum(map(len, pack(runs, detail).pieces))
 
 

@@ -135,7 +135,7 @@ def start_of(rng: random.Random) -> str:
 
 
 def other(rng: random.Random, kinds: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """A format and a topic that are asked for together in no piece; half of the draws share one of the two with a pair."""
+    """A format and a topic that are none of these kinds; half of the draws have one of the two as a kind has it."""
     while True:
         near = kinds[0] if len(kinds) == 1 else rng.choice(kinds)
         format = rng.choice([one for one in FORMATS if one != near[0]])
