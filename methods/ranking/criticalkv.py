@@ -16,6 +16,7 @@ Differs   - tokens that the scorer protects stay whatever the norms say. `match_
           - the first stage's count includes protected tokens and is rounded down. kvpress rounds in floating point and
             takes at least 1.
           - sums over a window's queries are divided by their number, as `eps` is meant.
+          - the norms know nothing of the sigmoid that some models put after attention.
           - a scorer that weighs by values' norms itself is refused; kvpress warns.
           - of latents all heads' values are weighed, and the mean over heads counts.
           The authors' code is kvpress' press: there is no other setting of the paper's.

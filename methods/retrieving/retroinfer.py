@@ -469,6 +469,7 @@ def stand_ins(order: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tokens_of(order: Tensor, index: Index, k: int, n_sink: int) -> Tensor:
+    """Positions of the first `k` tokens of the clusters in order (1, h_kv, r), -1 after the last one: (1, h_kv, k)."""
     owned = index.sizes, index.ends, index.tokens
     if takes("clusters", order.device):
         return cluster_tokens_triton(order, *owned, k, n_sink)
