@@ -184,17 +184,17 @@ class SelectiveAttention(Rules, ABC):
 
     @classmethod
     def observations(cls, params: Any, plan: Any) -> tuple[Observation, ...]:
-        """What the prefill has to observe for this method, given its integers for the prompt."""
+        """Observations that the prefill makes for this method, given its integers for the prompt."""
         return ()
 
     @classmethod
     def probes(cls, params: Any, plan: Any) -> tuple["Probe", ...]:
-        """What has to be read after the prompt before `arrange_rest`; variants that ask for the same share it."""
+        """Second passes to make after the prompt, before `arrange_rest`; variants that ask for the same share it."""
         return ()
 
     @classmethod
     def thinning(cls, plan: Any) -> "Thinning | None":
-        """What leaves the pass over the prompt, for methods with a prefill of their own; None: they share one."""
+        """How tokens leave the pass over the prompt, for methods with a prefill of their own; None: they share one."""
         return None
 
     def build(self, layer: int) -> None:
@@ -243,7 +243,7 @@ class SelectiveAttention(Rules, ABC):
         return [*range(min(getattr(self.plan, "n_sink", 0), n - n_window)), *range(n - n_window, n)]
 
     def select(self, layer: int, q: Tensor) -> Found:
-        """What to fetch for this query (1, h, 1, d_h): positions (1, h_kv or h, k) without repeats, a `Selection`."""
+        """Positions to fetch for this query (1, h, 1, d_h): (1, h_kv or h, k) without repeats, or a `Selection`."""
         return None
 
     @classmethod
@@ -302,7 +302,7 @@ class SelectiveAttention(Rules, ABC):
         return None
 
     def resident(self, layer: int, q: Tensor) -> list["Part"]:
-        """What is attended to without a fetch."""
+        """Keys and values that are attended to without a fetch."""
         return self.store[layer].resident()
 
     @property
@@ -359,14 +359,14 @@ class SelectiveAttention(Rules, ABC):
         """
 
     def after_step(self) -> Iterable[tuple[int, Change]]:
-        """What leaves which layer once a step has gone through all of them, for methods whose budget is `of_answers`.
+        """Changes by layer once a step has gone through all layers, for methods whose budget is `of_answers`.
 
         A layer's change is made before the next is asked for.
         """
         return ()
 
     def cue(self, encode: Callable[[str], Sequence[int]]) -> Cue | None:
-        """What an answer is made to say from some token on, its words encoded; None: it speaks for itself."""
+        """Words that an answer is made to say from some token on, encoded; None: it speaks for itself."""
         return None
 
     def report(self) -> dict[str, Any]:

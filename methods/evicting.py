@@ -25,7 +25,7 @@ Scores = Callable[[Tensor, int], Tensor]  # from weights (1, h, n) and the token
 
 
 class Eviction(NamedTuple):
-    """What tokens are worth after a step, and when the one of the lowest score leaves; of equal ones the later."""
+    """How tokens are scored after a step, and when the one of the lowest score leaves; of equal ones the later."""
 
     reduce: str  # how weights of the query heads that share a score become one: "sum", "max" or "mean"
     tokens: int = NEVER  # that a KV head holds after a step

@@ -70,10 +70,10 @@ class Indexed(SelectiveAttention):
 
     @abstractmethod
     def score(self, layer: int, question: Any, index: Any) -> Tensor:
-        """What units are worth to each query head: (n, h_kv, g, units) float32."""
+        """Scores of units for each query head: (n, h_kv, g, units) float32."""
 
     def merge(self, layer: int, scores: Tensor) -> Tensor:
-        """What units are worth to the heads that choose, (n, heads, units): groups or query heads, by `method.agg`."""
+        """Scores of units for the heads that choose, (n, heads, units): groups or query heads, by `method.agg`."""
         return merged(scores, self.agg)
 
     @abstractmethod
@@ -119,7 +119,7 @@ class Indexed(SelectiveAttention):
         return idx.expand(-1, self.trace.shape.h_kv, -1) if idx.shape[1] == 1 else idx
 
     def found(self, layer: int, idx: Tensor | None) -> Selection:
-        """What a step fetches, of positions (1, heads, k)."""
+        """The selection of a step, from positions (1, heads, k)."""
         return Selection(idx, self.cost(layer))
 
     def n_static(self, layer: int) -> int:

@@ -341,7 +341,7 @@ class Rules:
             return replace(budget, tokens=n, nominal_tokens=n, ratio=Fraction(n, budget.s_prompt))
 
         def held(n: int) -> Footprint | None:
-            """What so many tokens take; None where they are too few for a plan."""
+            """Footprint of so many tokens; None where they are too few for a plan."""
             try:
                 plan = cls.plan_for(params, with_tokens(n), shape)
             except ConfigError:
@@ -400,7 +400,7 @@ class Rules:
 
     @classmethod
     def footprint(cls, params: Any, plan: Any, budget: Budget, shape: ModelShape) -> Footprint:
-        """What lies on the device right after the prompt; `ConfigError` where nothing can be moved away from there."""
+        """Footprint on the device right after the prompt; `ConfigError` where nothing can be moved away from there."""
         if not cls.drops:
             asked = show(budget.given or budget.memory or Fraction(1))
             raise ConfigError(
@@ -455,7 +455,7 @@ class Rules:
 
     @classmethod
     def own_keeping(cls, params: Any) -> Keeping:
-        """What the method itself makes of keys and values that stay, where no key asks for another form."""
+        """The method's own post-processing of keys and values that stay, where no key asks for another form."""
         return AS_THEY_ARE
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a token of the prompt is worth, for methods that keep the best: free functions from a trace to scores.
+"""Scores of the prompt's tokens, for methods that keep the best: free functions from a trace to scores.
 
 A score is a number per layer, head and token, (1, heads, n) float32, and higher stays. `heads` is h_kv; it is h where
 every query head chooses for itself. Methods name a scorer here and an allocator in `methods/dropping/allocators.py`;

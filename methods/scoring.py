@@ -48,16 +48,16 @@ class ScoringMethod(SelectiveAttention):
 
     @staticmethod
     def score(keys: Tensor) -> Tensor:
-        """What keys (1, h_kv, n, d_h) are worth, (1, h_kv, n) float32, for methods that look at nothing else."""
+        """Scores of keys (1, h_kv, n, d_h), (1, h_kv, n) float32, for methods that look at nothing else."""
         raise NotImplementedError
 
     def scores(self, layer: int) -> Tensor:
-        """What the tokens between the ends are worth, (1, h_kv or h, n) float32; (1, 1, n) where all heads agree."""
+        """Scores of the tokens between the ends, (1, h_kv or h, n) float32; (1, 1, n) where all heads agree."""
         n_first, n_last = self.ends()
         return self.worth(layer, self.trace.keys(layer)[:, :, n_first : self.trace.s_prompt - n_last])
 
     def scores_of(self, layer: int, keys: Tensor, inputs: Tensor | None) -> Tensor:
-        """What new tokens are worth, each of another row, by keys (n, h_kv, 1, d_h) or attention inputs (n, 1, D),
+        """Scores of new tokens, each of another row, by keys (n, h_kv, 1, d_h) or attention inputs (n, 1, D),
         as `judges` says: (n, h_kv)."""
         keys = keys.transpose(0, 2)
         return (self.worth(layer, keys) if self.trace.shape.is_latent else self.score(keys))[0].mT

@@ -75,7 +75,7 @@ class Metric:
 
     @property
     def scale(self) -> float:
-        """What tables, figures and pages show a score times: shares are 0 to 100."""
+        """The factor by which tables, figures and pages show a score: shares are 0 to 100."""
         return 100 if self.is_share else 1
 
 

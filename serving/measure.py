@@ -1,4 +1,4 @@
-"""What an engine does with a trace of requests: `drive`, and what is said of it, `Figures`.
+"""Drives an engine with a trace of requests (`drive`), and measures it (`Figures`).
 
 The engine is in this process, and is asked step by step: after each step its pool and its queues are looked at.
 

@@ -1,4 +1,4 @@
-"""What a vLLM process is to do: `Order`, in the environment as JSON, since every process of an engine inherits that.
+"""The order to a vLLM process: `Order`, in the environment as JSON, since every process of an engine inherits that.
 
 The method is asked for in the words of `run.py`, and read from the same conf. Without an order the plugin registers
 nothing.

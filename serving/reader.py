@@ -108,7 +108,7 @@ class Reader:
         return attend_groups([(type(self.row), slice(0, 1))], rows, layer, q, k, v, self.trace.softmax[layer])
 
     def parts(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> list[Part]:
-        """What one token attends to, on the rung where vLLM's kernel reads it."""
+        """Keys and values that one token attends to, on the rung where vLLM's kernel reads it."""
         parts = step_rows(type(self.row), [self.row], layer, q, k, v)
         count_parts([self.row], layer, parts)
         return parts[0]
@@ -185,7 +185,7 @@ class Desk:
         self, who: Sequence[tuple[str, Sequence[int], int]], starts: Sequence[int], seen: Sequence[int],
         tables: Tensor, alive: Collection[str],
     ) -> list[Turn]:  # fmt: skip
-        """What each request does in this step. `who` has names, prompts and tokens that may follow."""
+        """Each request's turn in this step. `who` has names, prompts and tokens that may follow."""
         for name in [name for name in self.readers if name not in alive]:
             self.close(name)
         turns = []

@@ -49,7 +49,7 @@ def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
 
 
 def order_of(cell: Cell) -> Order:
-    """What vLLM is asked for; `ConfigError` where the method cannot be served."""
+    """The order to vLLM; `ConfigError` where the method cannot be served."""
     task = cell.task
     assert isinstance(task, Serving)
     settings = cell.settings

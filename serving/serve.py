@@ -55,7 +55,7 @@ class Command:
         return command
 
     def order(self) -> Order | None:
-        """What vLLM is asked to do; `ConfigError` where the method cannot be served."""
+        """The order to vLLM; `ConfigError` where the method cannot be served."""
         if self.as_shipped:
             return None
         rung = self.rung or usual_rung(self.words)

@@ -77,7 +77,7 @@ def distinct(samples: Sequence[Sample]) -> Sequence[Sample]:
 
 @dataclass
 class ForcedContinuation:
-    """What all variants read after one sample's prompt, and the ordinary pass over it."""
+    """Tokens that all variants read after one sample's prompt, and the ordinary pass over it."""
 
     task: ForcedTask
     sample: Sample

@@ -229,7 +229,7 @@ def layers_of(shape: ModelShape, config: Any, trust_remote_code: bool = False) -
 
 @dataclass(frozen=True)
 class Question:
-    """What the command line asks."""
+    """The command line's question."""
 
     hardware: Sequence[str]
     model: str

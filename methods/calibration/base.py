@@ -36,7 +36,7 @@ class Kind(ABC):
 
 
 class Seen(NamedTuple):
-    """What one layer's attention was asked with for a block of text: (1, heads, n, d_h) float32."""
+    """Queries and keys of one layer's attention for a block of text: (1, heads, n, d_h) float32."""
 
     q: Tensor
     k: Tensor

@@ -29,7 +29,7 @@ LARGEST_GROWTH = 100.0  # by which new values may exceed the old ones
 
 
 class Target(NamedTuple):
-    """What all keys give to the reference queries."""
+    """Attention of the reference queries over all keys, which a fit approaches."""
 
     exps: Tensor  # (n, s), exponentials of logits less their row's largest; a key's lie together, since keys are chosen
     mass: Tensor  # (n,), their sums

@@ -41,7 +41,7 @@ LEAST_NORM = 1e-8
 
 
 def window_importance(q: Tensor, keys: Tensor, soft: Softmax, w: int, kernel: int) -> Tensor:
-    """What queries (1, h, n_q, d_h) look at among keys (1, h_kv, n, d_h) but the last `w`: (1, h_kv, n - w) float32.
+    """Weights that queries (1, h, n_q, d_h) give keys (1, h_kv, n, d_h) but the last `w`: (1, h_kv, n - w) float32.
 
     A group's logits become one by their maximum, before the softmax, which is over the keys that are scored alone; its
     sinks do so too.
@@ -104,7 +104,7 @@ class VotingMethod(CuttingMethod, ABC):
 
     @classmethod
     def notes(cls, params: Voting) -> list[str]:
-        """What a table says where slots are ordered or cut otherwise than the authors do it."""
+        """A table's notes where slots are ordered or cut otherwise than the authors do it."""
         return ["by position"] * (params.order == "position") + super().notes(params)
 
     @classmethod
@@ -118,7 +118,7 @@ class VotingMethod(CuttingMethod, ABC):
 
     @abstractmethod
     def scores(self, layer: int, keys: Tensor) -> Tensor:
-        """What the tokens before the window are worth, (1, h_kv, n - window) float32."""
+        """Scores of the tokens before the window, (1, h_kv, n - window) float32."""
 
     def importance(self, layer: int, keys: Tensor) -> Tensor:
         """How much the last queries look at each of them, (1, h_kv, n - window) float32."""

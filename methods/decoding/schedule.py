@@ -182,5 +182,5 @@ class DecodingRules(Rules):
 
     @classmethod
     def notes(cls, params: Any) -> list[str]:
-        """What a table says of parameters, after the title."""
+        """A table's notes on parameters, after the title."""
         return ["kvpress' schedule"] if getattr(params, "schedule", "position") == "steps" else []

@@ -110,7 +110,7 @@ def expected_logits(mean: Tensor, covariance: Tensor | None, keys: Tensor, scale
 
 
 def expected_scores(logits: Tensor, values: Tensor, eps: float, value_norm: bool, soft: Softmax) -> Tensor:
-    """What tokens are worth, (1, h_kv, n): expected attention, the group's mean, times the norm of values
+    """Scores of tokens, (1, h_kv, n): expected attention, the group's mean, times the norm of values
     (h_kv, n, d_h)."""
     attention = soft.weights(logits, (-1,)).unflatten(0, (len(values), -1)).mean(1)  # (h_kv, n)
     if value_norm:
@@ -154,7 +154,7 @@ class ExpectedAttention(ScoringMethod):
 
     @dataclass(frozen=True)
     class Plan:
-        """What a layer keeps of the prompt."""
+        """How many of the prompt's tokens a layer keeps."""
 
         cap: int  # tokens per KV head, the sinks included
         n_sink: int

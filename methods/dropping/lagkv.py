@@ -69,7 +69,7 @@ def spread(x: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lag_scores(k: Tensor, v: Tensor, next_k: Tensor, next_v: Tensor, value_weight: float) -> tuple[Tensor, Tensor]:
-    """What the tokens of a partition are worth, all (..., lag, d_h): (..., lag) float32; and `spread`'s count."""
+    """Scores of a partition's tokens, all (..., lag, d_h): (..., lag) float32; and `spread`'s count."""
     of_keys, flat_k = spread(k.float(), next_k.float())
     of_values, flat_v = spread(v.float(), next_v.float())
     return of_keys.softmax(-1) + value_weight * of_values.softmax(-1), flat_k + flat_v

@@ -43,7 +43,7 @@ from kvbench.methods.quantising.base import QuantisingMethod
 
 
 def channel_scores(q: Tensor, k: Tensor, heads: int) -> Tensor:
-    """What each channel carries between the queries (1, h, w, d_h) and keys (1, h_kv, n, d_h): (heads, d_h) float64.
+    """Scores of channels between the queries (1, h, w, d_h) and keys (1, h_kv, n, d_h): (heads, d_h) float64.
 
     Mean squares of a head's queries times those of its keys; with h_kv heads, of a whole group's queries.
     """

@@ -56,7 +56,7 @@ def local_shares(x: Tensor, window: int, is_scaled: bool) -> Tensor:
 
 
 def leverages(k: Tensor, v: Tensor, params: "CUR.Params") -> Tensor:
-    """What each token of (1, h_kv, s, d_h) is worth; a head's add up to 1: (1, h_kv, s) float32."""
+    """Scores of tokens (1, h_kv, s, d_h); a head's add up to 1: (1, h_kv, s) float32."""
     sketch = None if params.sketch is None else drawn_sketch(k.shape[-1], params.sketch, params.seed).to(k.device)
     found = [energy(x, sketch) for x in (k, v)]
     if params.window is not None:

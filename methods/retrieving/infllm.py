@@ -498,7 +498,7 @@ def official_layout(params: InfLLM.Params, budget: Budget, n_repr: int) -> InfLL
 
 
 def observed_band(params: InfLLM.Params, plan: InfLLM.Plan) -> Observation:
-    """What tokens are scored by: attention received while local, or logits of the queries after (the paper's text).
+    """An observation that scores tokens: attention received while local or logits of later queries (the paper's text).
 
     The paper takes the mean of logits. All tokens of a block have as many, so their sums choose the same.
     """

@@ -80,7 +80,7 @@ BIN_BITS = 16  # of a float32 that are left out where numbers are counted: bins 
 
 @dataclass(frozen=True)
 class Index:
-    """What one layer of a prompt is searched with: tables and norms on the host, pinned where a GPU reads them."""
+    """A layer's index of a prompt: tables and norms on the host, pinned where a GPU reads them."""
 
     hashed: Hashed
     planes: Tensor  # (h_kv or 1, d_h, tables * bits)

@@ -162,7 +162,7 @@ def fitting(order: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Zones:
-    """What a layer's step retrieves and estimates; it grows with the clusters."""
+    """How many clusters a layer's step retrieves and estimates; it grows with the clusters."""
 
     n_retrieved: int
     n_estimated: int

@@ -1,4 +1,4 @@
-"""What reasoning tasks share: the prompt, the room for an answer, and the grade of one.
+"""Parts that reasoning tasks share: the prompt, the room for an answer, and the grade of one.
 
 `template=plain` is the prompt of R-KV and TriAttention, without a chat template. `chat` is one user's turn; some models
 think only there, so scores of both are never compared, and the template is in the dataset's name.
