@@ -1,9 +1,9 @@
 """Answers prepared samples: one pass over a prompt for all cells that share it, one batch to decode them.
 
-Where memory is short, cells decode in waves behind one pass; where it runs out all the same, in halves. What a cell
+Where memory is short, cells decode in waves after one pass; where it runs out all the same, in halves. What a cell
 gives to a sample is a `Reply`, as soon as it is there.
 
-Not here: a pass and what is decoded behind it (`evals/batch`), what is written of an answer (`evals/write.py`).
+Not here: a pass and what is decoded after it (`evals/batch`), what is written of an answer (`evals/write.py`).
 """
 
 from collections import Counter
@@ -36,13 +36,13 @@ class Answering:
         self.ending = Ending(model.tokenizer, model.hf.generation_config)
 
     def stop_ids(self, one: PreparedSample) -> frozenset[int]:
-        """What ends an answer: what the sample says, and what the model's own files do."""
+        """Tokens that end an answer: the sample's, and those of the model's own files."""
         return one.stop_ids | self.ending.eos
 
     def answer(self, one: PreparedSample, cells: Sequence[Cell]) -> Iterator[Reply | Profile]:
-        """What each cell gives to a sample.
+        """Each cell's replies to a sample.
 
-        Cells share a pass over its prompt, but those that leave tokens out of it, which come behind the ordinary one;
+        Cells share a pass over its prompt, but those that leave tokens out of it, which come after the ordinary one;
         where the task takes times, each has passes of its own.
         """
         forced, task = None, self.first.task
@@ -63,7 +63,7 @@ class Answering:
     def attempt(
         self, one: PreparedSample, cells: Sequence[Cell], forced: ForcedContinuation | None
     ) -> Generator[Reply | Profile, None, list[list[Cell]]]:
-        """What cells give behind one pass; returns the halves that are still to be asked where memory runs out."""
+        """Replies of cells after one pass; returns the halves that are still to be asked where memory runs out."""
         n_given: Counter[int] = Counter()  # by cell: several may be draws of one
         try:
             for reply in self.time(one, cells[0]) if self.first.task.is_timed else self.behind(one, cells, forced):
@@ -102,7 +102,7 @@ class Answering:
     def behind(
         self, one: PreparedSample, cells: Sequence[Cell], forced: ForcedContinuation | None
     ) -> Iterator[Reply | Profile]:
-        """One prefill; one batch behind it for all cells, or one per wave of those that fit into memory."""
+        """Decode after one prefill: one batch after it for all cells, or one per wave of those that fit into memory."""
         model, settings = self.model, self.first.settings
         stop_ids = self.stop_ids(one)
         with recording(model.device) if settings.profile else nullcontext() as record:

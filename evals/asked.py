@@ -71,7 +71,7 @@ class AskedMethod(NamedTuple):
 
 
 class Lookups:
-    """What is looked up of models, each once; what refuses a model refuses it again without another look."""
+    """Facts on models, each looked up once; a refusal of a model is kept too."""
 
     def __init__(self) -> None:
         self.found: dict[Any, Any] = {}
@@ -315,7 +315,7 @@ def class_and_params(choice: Choice) -> tuple[Any, Any]:
 
 
 def sparsity_of(settings: Settings, rules: type[Rules]) -> "SparsePrefill | None":
-    """What the prefill leaves out; None where that is nothing."""
+    """The rule by which the prefill leaves out pairs; None where it computes all."""
     chosen = settings.prefill
     if chosen is None:
         return None
@@ -328,7 +328,7 @@ def sparsity_of(settings: Settings, rules: type[Rules]) -> "SparsePrefill | None
 
 
 def coding_of(settings: Settings, rules: type[Rules], params: Any) -> Coding | None:
-    """Who makes codes of what the method keeps; `ConfigError` where the two cannot be composed."""
+    """The method that makes codes of what is kept; `ConfigError` where the two cannot be composed."""
     chosen = settings.compose
     if chosen is None or not rules.has_budget:
         if rules.has_budget and not rules.adapts(params) and settings.compose_order != ORDERS[0]:
@@ -377,7 +377,7 @@ def early_shape(settings: Settings) -> ModelShape | None:
 
 
 def architecture(spec: ModelSpec) -> dict[str, Any] | None:
-    """What conf/architecture has of a model."""
+    """A model's file in conf/architecture."""
     names = (spec.name, spec.name.removesuffix("-instruct"))
     file = next((path for name in names if (path := ARCHITECTURES / f"{name}.yaml").is_file()), None)
     return None if file is None else yaml.safe_load(file.read_text())

@@ -94,7 +94,7 @@ def written(words: Sequence[str]) -> Path:
 
 
 def usual_of(kind: str, given: dict[str, str]) -> tuple[str, int]:
-    """What a calibration is called, and how many tokens it takes; of a gate that is its method, taken from `given`."""
+    """A calibration's name, and how many tokens it takes; a gate's name is its method, taken from `given`."""
     if kind != GATE:
         return kind_of(kind).name, kind_of(kind).n_tokens
     method = given.pop("method", "none")
@@ -112,7 +112,7 @@ def measured(model: Model, name: str, ids: Sequence[int], source: str) -> Made:
 
 
 def fitted(model: Model, name: str, ids: Sequence[int], source: str) -> Made:
-    """The same of a gate, once it has said how well it orders the tokens of texts that it has not seen."""
+    """A fitted gate, once it has said how well it orders the tokens of texts that it has not seen."""
     found = fit(model, ids, lambda text: say(text, file=sys.stderr))
     say(f"rank correlation with KVzip's scores of unseen text: {found.correlation:.3f}")
     facts = {

@@ -163,7 +163,7 @@ def ready_cell(asked: Asked, look: Lookups) -> Cell:
 
 
 def checked_shape(asked: Asked, settings: Settings, look: Lookups) -> ModelShape:
-    """What transformers makes of the model's configuration, of which the header may have said nothing."""
+    """The model's shape as transformers reads its configuration, of which the header may have said nothing."""
     shape = look(look_up, settings)
     if shape != asked.shape:
         check(asked, shape)

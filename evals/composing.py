@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 
 
 class FilesReadOnce(CachingConfigRepository):
-    """Those of conf/ and of Hydra. What a file of a user says (`outside.store`) may be something else next time."""
+    """Keeps the files of conf/ and of Hydra. A user's file (`outside.store`) may say something else next time."""
 
     def __init__(self, files: IConfigRepository) -> None:
         super().__init__(files)
@@ -62,6 +62,6 @@ def composing(conf: Path) -> Iterator[None]:
 
 @cache
 def composition(conf: Path, words: tuple[str, ...]) -> DictConfig:
-    """To be read only: keys of several groups are looked up in the same one."""
+    """A composed configuration, to be read only: keys of several groups are looked up in the same one."""
     with composing(conf):
         return compose("config", [*words], return_hydra_config=True)

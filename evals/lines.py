@@ -125,7 +125,7 @@ def books_of(row: SelectiveAttention) -> dict[str, float | int | bool | None]:
 
 
 def prefill_columns(row: SelectiveAttention, cell: Cell) -> dict[str, Any]:
-    """What of a prompt was computed, where that is not all; what a sparse prefill chose by, and what the method saw."""
+    """Columns for a prompt that was computed in part: the share, a sparse prefill's rule, what the method saw."""
     shares, rule = row.trace.layer_shares(), cell.sparsity
     if not shares:
         return {}
@@ -165,7 +165,7 @@ def lost_line(sample: Sample, prompt: Prompt, sha: str, status: str, reason: str
 
 
 def turn_columns(sample: Sample, row: SelectiveAttention, turn: TurnReply, score: float | None) -> dict[str, Any]:
-    """What a turn's line says beside every line: how it was asked, and what its feed and its answer attended to.
+    """What a turn's line says besides every line's columns: how it was asked, what its feed and its answer attended to.
 
     `measures` has the score under the turn's name, so that a run has a mean for every turn.
     """
@@ -199,7 +199,7 @@ def own_columns(sample: Sample) -> dict[str, Any]:
 
 
 def draw_columns(sample: Sample, cell: Cell) -> dict[str, Any]:
-    """Whose answer a line is, where a prompt has several."""
+    """Columns that say whose answer a line is, where a prompt has several."""
     return {} if cell.draw is None else {"sample": sample.id, "draw": cell.draw}
 
 
@@ -212,7 +212,7 @@ def standing(cell: Cell, rows: Sequence[SampleRow]) -> Standing:
 
 
 def prefill_notes(cell: Cell, rows: Sequence[SampleRow], share: float) -> list[str]:
-    """What a reader has to know of a sparse prefill beside its share, or of one that drops tokens."""
+    """What a reader has to know of a sparse prefill besides its share, or of one that drops tokens."""
     rule, notes = cell.sparsity, list[str]()
     if cell.settings.evicts:
         notes.append(
@@ -239,7 +239,7 @@ def chosen_of(cell: Cell, rows: Sequence[SampleRow]) -> list[str]:
 
 
 def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
-    """What is known of a run beside its scores."""
+    """Facts on a run besides its scores."""
     settings, notes = cell.settings, list(cell.task.notes)
     shares = [row.fields["prefill_share"] for row in rows if "prefill_share" in row.fields]
     if shares:

@@ -45,7 +45,7 @@ LONGEST = 10_000  # characters of a text in the table
 
 
 class Logger(ABC):
-    """Where copies of runs go."""
+    """A place where copies of runs go."""
 
     Params: ClassVar[type]
 
@@ -78,7 +78,7 @@ class Copies:
         self.logger = kind(params, sweep)
 
     def send(self, results: Mapping[Path, RunResult]) -> None:
-        """Copy the runs that were not copied yet; behind the last one, say where the copies are."""
+        """Copy the runs that were not copied yet; after the last one, say where the copies are."""
         if self.sent.issuperset(self.folders):
             return
         for folder, result in results.items():
@@ -108,7 +108,7 @@ def check_logger(cells: Sequence[Settings]) -> None:
 
 
 def sweep_name(cells: Sequence[Settings], folders: Sequence[Path]) -> str:
-    """The same for the same cells, whoever asks and whatever their order."""
+    """A sweep's name, the same for the same cells, whoever asks and whatever their order."""
     tasks = "-".join(sorted({cell.task.name for cell in cells}))
     models = "-".join(sorted({cell.model.name for cell in cells}))
     names = "\n".join(sorted(folder.name for folder in folders))
@@ -116,7 +116,7 @@ def sweep_name(cells: Sequence[Settings], folders: Sequence[Path]) -> str:
 
 
 class Nothing(Logger):
-    """No copies."""
+    """Make no copies."""
 
     @dataclass(frozen=True)
     class Params:
@@ -153,7 +153,7 @@ class Wandb(Logger):
 
     @staticmethod
     def mode(wandb: Any) -> str:
-        """As wandb reads it from its variables and settings files."""
+        """The mode as wandb reads it from its variables and settings files."""
         return os.environ.get("WANDB_MODE") or str(wandb.Settings().mode)
 
     def copy(self, folder: Path, result: RunResult) -> None:
@@ -242,7 +242,7 @@ def common(paths: Sequence[Path]) -> Path:
 
 
 def shown(path: Path) -> str:
-    """As a shell reads it, from where the command was given if it is below."""
+    """A path as a shell reads it, from where the command was given if it is below."""
     path = path.absolute()
     return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
@@ -272,7 +272,7 @@ def write_marker(path: Path, note: Mapping[str, Any]) -> None:
 
 
 def remove_offline(folder: Path, note: Mapping[str, Any]) -> None:
-    """What a copy that was cut off left on disk: syncing it beside the next one would count the run twice."""
+    """Remove what a copy that was cut off left on disk: syncing it and the next one would count the run twice."""
     path = Path(str(note.get("folder", "")))
     if path.name.startswith("offline-run-") and path.name.endswith(str(note.get("id"))):
         shutil.rmtree(path, ignore_errors=True)

@@ -2,7 +2,7 @@
 
 Cells that agree on model, task, data, prefill, dtype and seed form a group. Per sample, the group's unfinished cells
 share one prefill and decode as rows of one batch. A cell's folder holds the same as if the cell had run alone: exactly
-in float32 on a CPU; elsewhere the order of sums, and so a close decision, may depend on the rows beside it.
+in float32 on a CPU; elsewhere the order of sums, and so a close decision, may depend on the other rows of the batch.
 
 Not here: what a cell is (`evals/cells.py`), samples as tokens (`evals/prepare.py`), how they are answered
 (`evals/answer.py`), what is written (`evals/write.py`).

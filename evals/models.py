@@ -34,7 +34,7 @@ from kvbench.evals.settings import ModelSpec, Settings
 
 
 def resolve_hardware(settings: Settings) -> Settings:
-    """What `auto` stands for in device and dtype. Workers may have a GPU where this process has none."""
+    """Settings with what `auto` stands for in device and dtype. Workers may have a GPU where this process has none."""
     wanted = settings.device if settings.device_map is None else "cuda"
     if settings.pool is not None and wanted.startswith("cuda"):
         dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
@@ -65,7 +65,7 @@ def look_up(settings: Settings) -> ModelShape:
 
 
 def look_into(settings: Settings) -> Checkpoint:
-    """What else is known before weights are read; `ConfigError` where its files lack some of them."""
+    """All else that is known of a model before weights are read; `ConfigError` where its files lack some of them."""
     spec = settings.model
     if settings.weights == "random":
         return drawn_checkpoint(spec.name, random_config(spec))
@@ -78,7 +78,7 @@ def random_config(spec: ModelSpec) -> Any:
 
 
 def made_with(settings: Settings) -> dict[str, Any]:
-    """For env.json: what the order of sums depends on; of workers it is not known here."""
+    """What the order of sums depends on, for env.json; of workers it is not known here."""
     if settings.pool is not None:
         return {}
     choose(settings.kernels)

@@ -65,11 +65,11 @@ class Wanted:
 
     @property
     def label(self) -> str:
-        """As tables print it."""
+        """The cell's label as tables print it."""
         return self.cell.label
 
     def on(self, model: Model, s_prompt: int) -> Variant:
-        """On prompts of so many tokens; `ConfigError` where the model or the budget does not suit the method."""
+        """The method on prompts of so many tokens; `ConfigError` where the model or the budget does not suit it."""
         cell = replace(self.cell, shape=model.shape)
         check_method(cell.asked, model.shape)
         check_loaded([cell], model.checkpoint)
@@ -118,9 +118,9 @@ def question(model: Model, task: str, number: int = 0, **params: Any) -> Questio
 
 @dataclass(frozen=True)
 class Look:
-    """One layer at one step: the tokens so far, the current one last."""
+    """A layer at one step: the tokens so far, the current one last."""
 
-    step: int  # 1 for the first token that is fed behind the prompt
+    step: int  # 1 for the first token that is fed after the prompt
     attended: Tensor  # (h, n) bool
     weights: Tensor  # (h, n) float32: what exact attention of the same query gives every token; sums to 1
 
@@ -237,7 +237,7 @@ class _Looking:
         return spread
 
     def predicted(self, order: Sequence[int], logits: Tensor) -> None:
-        """Nothing is noted of what comes next."""
+        """Note nothing of what comes next."""
 
 
 def words(keys: dict[str, Any]) -> list[str]:

@@ -66,7 +66,7 @@ def is_target(target: str) -> bool:
 
 
 def origin(target: str) -> dict[str, str]:
-    """What identifies a class from outside beside its name; {} for ours."""
+    """What identifies a class from outside in addition to its name; {} for ours."""
     if plugins.is_target(target):
         return plugins.origin(target)
     return {"digest": match["digest"]} if (match := TARGET.fullmatch(target)) else {}

@@ -39,7 +39,7 @@ APART = ("hydra", "architecture", "hardware", "heads")  # Hydra's own, and table
 LAUNCHER = "hydra/launcher"  # the one group of Hydra's own that can be chosen from
 # Hydra's grammar reads a list in time that grows with the square of its length, and nested brackets by recursion.
 MOST_WORDS, MOST_ELEMENTS, LONGEST, DEEPEST, MOST_DIGITS = 1_000, 1_000, 10_000, 20, 300
-SPARE_COMMA = re.compile(r"(?<![^\[{(]),+|,+(?=\s*([\]}),]|$))")  # with no value in front of it, or none behind it
+SPARE_COMMA = re.compile(r"(?<![^\[{(]),+|,+(?=\s*([\]}),]|$))")  # with no value in front of it, or none after it
 MOST_CELLS = 10_000  # of a sweep; each is composed before the first one runs
 INFOS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 # Hydra's flags and their values: () is any value, None is no value
@@ -422,7 +422,7 @@ def check_keys(overrides: Iterable[Override], chosen: Mapping[str, list[str]], g
 
 
 def check_package(flags: list[str], chosen: Mapping[str, list[str]], groups: Mapping[str, list[str]]) -> None:
-    """What --cfg is to print is there."""
+    """Check that what --cfg is to print is there."""
     for flag, key in pairwise(flags):
         if flag in ("-p", "--package"):
             check_key(key, OmegaConf.to_container(composed(chosen)), groups)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Plug-ins: methods and tasks of installed packages, by entry points of the groups `kvbench.methods`, `kvbench.tasks`.
 
 An entry point's name is that of the method or task, its value `package.module:Class`. All are read by name; a package
-is imported when its class is asked for or listed, behind torch, in which it may look up what it likes.
+is imported when its class is asked for or listed, after torch, in which it may look up what it likes.
 
 `Choice.target` is `PACKAGE==VERSION/MODULE:CLASS@DIGEST`. The digest is of name and version, and of all Python files of
 the package that the module is in: an edited one never goes on with old answers, and a worker that has another one
@@ -53,7 +53,7 @@ class Plugin:
 
 @cache
 def plugins() -> tuple[Plugin, ...]:
-    """All that are installed, for which every package's entry points are read: 150 packages take 6 ms, once."""
+    """All installed plug-ins, for which every package's entry points are read: 150 packages take 6 ms, once."""
     every = entry_points()
     return tuple(
         Plugin(group, one.name, one.value, f"{one.dist.name}=={one.dist.version}")

@@ -30,7 +30,7 @@ from kvbench.tasks.turns.conversation import line_ids
 from kvbench.tasks.turns.encode import TalkPrompt, prompt_of
 
 SHOWN = 600  # characters of a prompt's texts that a line repeats, so that a report can show what was asked
-AROUND = 150  # characters before and behind a part that holds the answer
+AROUND = 150  # characters before and after a part that holds the answer
 SHOWN_TOKENS = 200  # of a prompt that has no texts
 
 
@@ -48,7 +48,7 @@ class PreparedSample:
     n_lines: int  # of each answer
     sha: str  # of the prompt
     packed: Prompt  # arrays in place of tuples
-    stop_ids: frozenset[int]  # that end an answer, beside those of the model's own
+    stop_ids: frozenset[int]  # that end an answer, in addition to the model's own
     seeds: tuple[int, ...]  # of each draw
     variants: Mapping[Path, Variant]  # what each cell is on this prompt, by the cell's folder
     n_bytes: Mapping[Path, int]  # the most that each cell's answer takes on its device
@@ -65,7 +65,7 @@ class PreparedSample:
 
 @dataclass(frozen=True)
 class Behind(Sequence[Sample]):
-    """The samples behind the first `offset` ones."""
+    """The samples after the first `offset` ones."""
 
     every: Sequence[Sample]
     offset: int
@@ -96,7 +96,7 @@ class Preparation:
         self.variants: dict[tuple[Path, int, Frame], Variant] = {}  # by cell, prompt length and frame
 
     def prepare(self, place: int, sample: Sample) -> PreparedSample:
-        """One sample; a cell that cannot answer it is refused, or left out of its sweep."""
+        """Prepare one sample; a cell that cannot answer it is refused, or left out of its sweep."""
         model = self.first.settings.model
         by = {"chat": model.chat, "system_prompt": model.system_prompt}
         prompt = prompt_of(self.tokenizer, sample, **by, scope=self.first.settings.scope)
@@ -122,7 +122,7 @@ class Preparation:
         )  # fmt: skip
 
     def variants_of(self, prompt: Prompt) -> dict[Path, Variant]:
-        """What each cell is on a prompt; one that cannot be is refused, or left out of its sweep."""
+        """Each cell's variant on a prompt; a cell that has none is refused, or left out of its sweep."""
         found: dict[Path, Variant] = {}
         for cell in [*self.cells]:
             try:
@@ -135,7 +135,7 @@ class Preparation:
         return found
 
     def variant(self, cell: Cell, prompt: Prompt) -> Variant:
-        """What the cell is on prompts of this length and frame, made once."""
+        """The cell's variant on prompts of this length and frame, made once."""
         key = (cell.path, len(prompt.context_ids), prompt.frame)
         if key not in self.variants:
             self.variants[key] = cell.variant(len(prompt.context_ids), prompt.frame)
@@ -169,7 +169,7 @@ def end_of(text: str) -> str:
 
 
 def around_of(part: str, text: str) -> str:
-    """A part of a text on one line, with as much before it as behind it; "" where the text has no such part."""
+    """A part of a text on one line, with as much before it as after it; "" where the text has no such part."""
     at = text.find(part)
     if at < 0 or not part:
         return ""

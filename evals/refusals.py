@@ -71,7 +71,7 @@ def naming(settings: Settings) -> Iterator[None]:
 
 
 class CellRefused(ConfigError):
-    """What refuses one cell, which may be one of several."""
+    """A refusal of one cell, which may be one of several."""
 
     def __init__(self, settings: Settings, error: ConfigError) -> None:
         super().__init__(f"method={settings.method.name} {settings.budget.label()}: {error}")
@@ -84,7 +84,7 @@ class CellRefused(ConfigError):
 
 @contextmanager
 def staying(targets: Iterable[str]) -> Iterator[None]:
-    """Where methods run, nothing ends the process: run.py would say that all is done."""
+    """Let nothing end the process where methods run: run.py would say that all is done."""
     try:
         yield
     except SystemExit as error:

@@ -4,9 +4,9 @@ A line of samples.jsonl holds what its score needs: the prediction, the referenc
 config.yaml has the task's parameters. Neither data nor a model is read.
 
 Without `--write`, every score that differs from the run's is printed, nothing is written, and the exit code is 1 where
-one differs. With it, the new scores count from then on: they stand in scores.jsonl beside the answers, with the version
+one differs. With it, the new scores count from then on: they stand in scores.jsonl, next to answers, with the version
 of the task that gave them, and result.json, the task's tables and its pictures are made again from them. The answers
-stay as they are. Killed on the way, the same command goes on behind the last score.
+stay as they are. Killed on the way, the same command goes on after the last score.
 
 Not here: tasks that score what they saw while they decoded (perplexity, fidelity, latency): that takes the model.
 """
@@ -54,7 +54,7 @@ def new_scores(folder: Path) -> Pairs:
 
 
 def write_scores(folder: Path) -> Pairs:
-    """As `new_scores`; the scores are the run's from now on."""
+    """Write what `new_scores` finds; the scores are the run's from now on."""
     task, config = judge_of(folder)
     text = (folder / "config.yaml").read_text(encoding="utf-8")
     with RunFolder.open(folder, config, text, on_wait=waiting(folder)) as run:
@@ -78,7 +78,7 @@ def write_scores(folder: Path) -> Pairs:
 def scores_of(
     folder: Path, task: Task, rows: Sequence[SampleRow], before: dict[str, Score]
 ) -> Iterator[tuple[SampleRow, Score]]:
-    """Each row with its score: that of an earlier process, where it judged the same answer in the same version."""
+    """Rows with their scores: that of an earlier process, where it judged the same answer in the same version."""
     with Progress(f"scores of {folder.name}", len(rows), 0) as progress:
         for row in rows:
             score = before.get(row.id)
@@ -148,7 +148,7 @@ def answers_of(rows: Sequence[SampleRow]) -> list[SampleRow]:
 
 
 def title(result: RunResult) -> str:
-    """Of the task's pictures, as the run gave it to them."""
+    """The title of the task's pictures, as the run gave it to them."""
     budget = f"budget={result.budget}" if result.ratio_exact is None else f"ratio={result.ratio_exact}"
     if result.memory is not None:
         said = f"memory={show(result.memory)}"

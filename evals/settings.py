@@ -56,7 +56,7 @@ CHECKS = ("auto", "never")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model, before it is loaded; the keys of conf/model/any.yaml."""
+    """The model before it is loaded; the keys of conf/model/any.yaml."""
 
     name: str
     id: str
@@ -85,7 +85,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class RayPool:
-    """Where Ray runs shards; the keys of conf/hydra/launcher/ray.yaml."""
+    """The pool in which Ray runs shards; the keys of conf/hydra/launcher/ray.yaml."""
 
     package: ClassVar[str] = "ray"
     address: str | None
@@ -113,7 +113,7 @@ class RayPool:
 
 @dataclass(frozen=True)
 class SlurmPool:
-    """Where Slurm runs shards; the keys of conf/hydra/launcher/submitit_slurm.yaml."""
+    """The pool in which Slurm runs shards; the keys of conf/hydra/launcher/submitit_slurm.yaml."""
 
     package: ClassVar[str] = "submitit"
     cluster: str
@@ -190,7 +190,7 @@ class Settings(Plain):
     model: ModelSpec
     prefill: Choice | None  # None: exact attention
     chunk: int | None  # tokens that a prefill's MLPs read at a time; None: all
-    evicts: bool  # whether a method drops tokens of the prompt behind each of those chunks
+    evicts: bool  # whether a method drops tokens of the prompt after each of those chunks
     budget: BudgetRequest
     sampling: Sampling
     compose: Choice | None  # what makes codes of the tokens that the method keeps, or has on the host
@@ -358,7 +358,7 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
 
 
 def pool(name: str | None, launcher: Any) -> Pool | None:
-    """Where the chosen launcher asks samples; None for those that stay in this process."""
+    """The pool in which the chosen launcher asks samples; None for those that stay in this process."""
     if name not in POOLS:
         return None
     given = {key: value for key, value in launcher.items() if key != "_target_"}
@@ -497,7 +497,7 @@ def chunk(tree: Any) -> int | None:
 
 
 def evicts(tree: Any) -> bool:
-    """Whether a method drops tokens of the prompt behind each chunk."""
+    """Whether a method drops tokens of the prompt after each chunk."""
     given = tree.get("evict", False) if isinstance(tree, Mapping) else False
     return convert(given, bool, "prefill.evict")
 
@@ -529,7 +529,7 @@ def unless(given: Any, default: Any) -> Any:
 
 
 def default_comm(*, _root_: DictConfig) -> str | None:
-    """`${default_comm:}`: 1/64; off beside `memory`; 0 where prompt and answer are compressed together."""
+    """`${default_comm:}`: 1/64; off with `memory`; 0 where prompt and answer are compressed together."""
     if compresses_answers(f"{OmegaConf.select(_root_, 'method._target_')}"):
         return "0"
     return "1/64" if OmegaConf.select(_root_, "memory") is None else None

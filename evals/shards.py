@@ -125,7 +125,7 @@ def divide(number: int, group: Group, waiting: Sequence[PreparedSample], n_shard
 
 
 def ask(works: Sequence[Work], run: Run, look: Callable[[], None], folders: Mapping[Path, RunFolder]) -> None:
-    """Let all shards run, take over what they leave, and finish each group behind its last one."""
+    """Let all shards run, take over what they leave, and finish each group after its last one."""
     by_name = {shard.name: work for work in works for shard in work.shards}
     for work in works:
         finish(work)
@@ -200,7 +200,7 @@ class Tail:
         self.path, self.n_bytes = path, 0
 
     def rows(self) -> list[SampleRow]:
-        """Those that were added since the last call."""
+        """Lines that were added since the last call."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
@@ -263,7 +263,7 @@ def samples_of(shard: Shard, group: Group, tokenizer: Any) -> list[PreparedSampl
 
 @contextmanager
 def at(cwd: Path) -> Iterator[None]:
-    """In the folder where the command was given: relative paths count from there."""
+    """Work in the folder where the command was given: relative paths count from there."""
     if not cwd.is_dir():
         raise ConfigError(f"{socket.gethostname()} has no folder {cwd}; all machines must share the file system")
     with chdir(cwd):
@@ -297,7 +297,7 @@ def lost(shard: Shard, n_tries: int, reason: object) -> RunError:
     )
 
 
-# Ray's workers yield to all else on the machine; beside another job a sweep would stand still without a word.
+# Ray's workers yield to all else on the machine; next to another job a sweep would stand still without a word.
 USUAL_PRIORITY = {"worker_niceness": 0}
 
 

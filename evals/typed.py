@@ -128,7 +128,7 @@ def scorer(value: Any, key: str) -> Scorer:
 
 
 def scorer_values(value: Any, key: str) -> dict[str, Any]:
-    """The values of a scorer's file in conf/method, with its `name`, and over them those that were given beside it."""
+    """The values of a scorer's file in conf/method, with its `name`, and over them those that were given with it."""
     given = dict(value) if isinstance(value, Mapping) else {"name": value}
     name, known = given.get("name"), [file.stem for file in METHODS.glob("*.yaml")]
     if not isinstance(name, str):

@@ -101,7 +101,7 @@ class Verification:
             self.runs.append(Checked(**{**found, "findings": findings}))
 
     def pair(self, fulls: dict[str, str]) -> None:
-        """Each run once, and full attention on the same samples for each."""
+        """Pair each run once with full attention on the same samples."""
         by_run = {one.run: one for one in self.runs}
         seen: dict[str, str] = {}
         for one in self.runs:
@@ -127,7 +127,7 @@ class Verification:
     # --- methods in files of their own ---
 
     def check_methods(self, manifest: Manifest) -> None:
-        """Each method's file is there, is the one that answered, and holds what every method must."""
+        """Check that each method's file is there, is the one that answered, and holds what every method must."""
         digests = {sha[:16]: path for path, sha in manifest.files.items() if path.startswith("methods/")}
         used: set[str] = set()
         for one in self.runs:

@@ -1,4 +1,4 @@
-"""Writes what cells give: lines into their folders, files beside them, and the result once all are there.
+"""Writes what cells give: lines into their folders, files next to them, and the result once all are there.
 
 Not here: what a line and a result say (`evals/lines.py`), how files are written (`results`).
 """
@@ -32,7 +32,7 @@ class Began:
         self.at, self.cpu_s = datetime.now(UTC), process_time()
 
     def times(self) -> dict[str, Any]:
-        """For env.json."""
+        """Times of the group's work, for env.json."""
         return {
             "started": self.at.isoformat(timespec="seconds"),
             "ended": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -82,7 +82,7 @@ class Writer:
         lines, key = [(line, ledger)], (reply.cell.path, one.sample.id)
         if reply.turn is not None:
             turns = self.turns.setdefault(key, {})
-            turns[reply.turn.index] = line, ledger  # asked a second time, if memory ran out behind it
+            turns[reply.turn.index] = line, ledger  # asked a second time, if memory ran out after it
             if reply.turn.index + 1 < one.n_lines:
                 return
             lines = [turns[i] for i in sorted(self.turns.pop(key))]

@@ -5,7 +5,7 @@
     kvbench.results(FOLDER)                              the samples of finished runs, as a DataFrame
     from kvbench.methods.base import SelectiveAttention  what a method of your own is made of
 
-In a checkout the rooms (`kvbench.methods`, `kvbench.tasks`, …) are links to the folders beside this one.
+In a checkout the rooms (`kvbench.methods`, `kvbench.tasks`, …) are links to the folders next to this one.
 
 Not here: anything that takes time to import.
 """

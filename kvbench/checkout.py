@@ -19,14 +19,14 @@ if os.path.isfile(os.path.join(PACKAGE, "engine")):  # what git leaves where it 
     raise ImportError(f"{PACKAGE}/engine is no link to engine/: git clone -c core.symlinks=true, or install a wheel")
 LINKS = {name for name in os.listdir(PACKAGE) if os.path.islink(os.path.join(PACKAGE, name))}
 ROOMS = frozenset(LINKS | {"run"} if LINKS else LINKS)  # what is hidden, run.py among it; nothing in a wheel
-# A line of a .pth file. It leaves no module behind: what `kvbench` is, the program's own search finds.
+# A line of a .pth file. It leaves no module: what `kvbench` is, the program's own search finds.
 AT_START = """import os; f = {file!r}; t = {{"__name__": "kvbench.checkout", "__file__": f}}; \
 os.path.isfile(f) and (exec(open(f, encoding="utf-8").read(), t), t["hide_rooms"]())
 """
 
 
 def runs() -> str:
-    """Where runs go that are not told: into the checkout, or the working directory of an installed KVBench."""
+    """The folder where runs go by default: in the checkout, or the working directory of an installed KVBench."""
     return os.path.join(ROOT if ROOMS else os.getcwd(), "runs")
 
 
@@ -70,7 +70,7 @@ def tried(hook: object, path: str) -> PathEntryFinder | None:
 
 
 def hide_at_start() -> None:
-    """Of `make setup`: hide them whenever this Python starts."""
+    """Hide the rooms whenever this Python starts; for `make setup`."""
     import sysconfig
 
     with open(os.path.join(sysconfig.get_path("purelib"), "kvbench-rooms.pth"), "w", encoding="utf-8") as file:

@@ -15,7 +15,7 @@ from pathlib import Path
 from kvbench.checkout import VERSION
 from kvbench.engine.terminal import lacks, say
 
-WORDS = {  # what stands behind each, what it does, and the module of those whose `main` takes the words behind
+WORDS = {  # what follows each, what it does, and the module of those whose `main` takes the words after
     "run": ("KEY=VALUE…", "run methods, print a table: method=snapkv ratio=0.2", ""),
     "check": ("[model=NAME]", "what this machine has; what a model has and fits", ""),
     "ls": ("KIND", "methods, tasks, models or experiments", ""),
@@ -135,7 +135,7 @@ def completions(words: Sequence[str]) -> Iterator[str]:
 
 
 def of_run(last: str) -> Iterator[str]:
-    """Groups, keys, and the names in a group, of which a sweep has several behind commas."""
+    """Groups, keys, and the names in a group, of which a sweep has several after commas."""
     group, has_value, value = last.partition("=")
     if not has_value:
         groups = (path.name for path in conf().iterdir() if path.is_dir() and any(path.glob("*.yaml")))

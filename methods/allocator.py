@@ -48,7 +48,7 @@ class Allocator:
             )
 
     def label(self) -> str:
-        """Its name, with what is not as usual."""
+        """The allocator's name, with what is not as usual."""
         usual = Allocator(self.name)
         words = [f"alpha {show(self.alpha)}"] if self.alpha != usual.alpha else []
         words += [f"beta {self.beta}"] if self.beta != usual.beta else []

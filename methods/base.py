@@ -140,7 +140,7 @@ class SelectiveAttention(Rules, ABC):
     wants_lookahead: bool = False  # True: `select` finds `q_ahead`
     q_ahead: Tensor  # (1, h, 1, d_h), the query that the layer below foretells
     delay: int | None = None  # how many newer tokens still see one that `goes`, where each is judged by itself
-    wants_input: bool = False  # True: behind a step it finds `x_now`
+    wants_input: bool = False  # True: after a step it finds `x_now`
     x_now: Tensor  # (1, 1, D), what the layer's attention was called with
     draw: int = 0  # which of a prompt's answers it belongs to; known once its layers are built
     pads: ClassVar[bool] = False  # True: `select` may return -1 for "no token"
@@ -184,17 +184,17 @@ class SelectiveAttention(Rules, ABC):
 
     @classmethod
     def observations(cls, params: Any, plan: Any) -> tuple[Observation, ...]:
-        """What the prefill has to observe for this method, given its integers for the prompt."""
+        """Observations that the prefill makes for this method, given its integers for the prompt."""
         return ()
 
     @classmethod
     def probes(cls, params: Any, plan: Any) -> tuple["Probe", ...]:
-        """What has to be read behind the prompt before `arrange_rest`; variants that ask for the same share it."""
+        """Second passes to make after the prompt, before `arrange_rest`; variants that ask for the same share it."""
         return ()
 
     @classmethod
     def thinning(cls, plan: Any) -> "Thinning | None":
-        """What leaves the pass over the prompt, for methods with a prefill of their own; None: they share one."""
+        """How tokens leave the pass over the prompt, for methods with a prefill of their own; None: they share one."""
         return None
 
     def build(self, layer: int) -> None:
@@ -243,7 +243,7 @@ class SelectiveAttention(Rules, ABC):
         return [*range(min(getattr(self.plan, "n_sink", 0), n - n_window)), *range(n - n_window, n)]
 
     def select(self, layer: int, q: Tensor) -> Found:
-        """What to fetch for this query (1, h, 1, d_h): positions (1, h_kv or h, k) without repeats, a `Selection`."""
+        """Positions to fetch for this query (1, h, 1, d_h): (1, h_kv or h, k) without repeats, or a `Selection`."""
         return None
 
     @classmethod
@@ -279,7 +279,7 @@ class SelectiveAttention(Rules, ABC):
     def search_rows(
         cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch, ahead: int
     ) -> Search | None:  # fmt: skip
-        """What the search that these rows have just made does at steps to come, if they do nothing behind attention.
+        """How a search these rows have just made goes on at steps to come, if they do nothing after attention.
 
         There are `ahead` of them at most.
         """
@@ -298,11 +298,11 @@ class SelectiveAttention(Rules, ABC):
     def search_again(
         cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch, ahead: int
     ) -> Search | None:  # fmt: skip
-        """The same for rows of one kind; None where each step is told anew."""
+        """The next search of rows of one kind, as `search_rows` answers; None where each step is planned anew."""
         return None
 
     def resident(self, layer: int, q: Tensor) -> list["Part"]:
-        """What is attended to without a fetch."""
+        """Keys and values that are attended to without a fetch."""
         return self.store[layer].resident()
 
     @property
@@ -321,14 +321,14 @@ class SelectiveAttention(Rules, ABC):
         return out
 
     def behind(self, layer: int, weights: Tensor | None) -> Change | None:
-        """What becomes of the layer's tokens behind this step, which attended to all of them: `Evict`, `Stay`,
+        """What becomes of the layer's tokens after this step, which attended to all of them: `Evict`, `Stay`,
         `Release`, or a `Change` that only costs; None: they stay as they are."""
 
     @classmethod
     def after_rows(
         cls, rows: Sequence[Self], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> Sequence[Change | None]:
-        """Both for all rows of this class at once; out (n, h, 1, d_h) is corrected in place."""
+        """`after_attention` and `behind` for all rows of this class at once; out (n, h, 1, d_h) changes in place."""
         if cls.after_attention is not SelectiveAttention.after_attention:
             for i, row in enumerate(rows):
                 given = out[i : i + 1]
@@ -342,7 +342,7 @@ class SelectiveAttention(Rules, ABC):
     def after_rows_on_gpu(
         cls, rows: Sequence[Self], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> Sequence[Change | None]:
-        """The same where a GPU works: rows that say what they learn do so together."""
+        """`after_rows` where a GPU works: rows that say what they learn do so together."""
         if cls.learns is SelectiveAttention.learns:
             return cls.after_rows(rows, layer, out, weights)
         from kvbench.engine.caches.eviction import learn_rows
@@ -359,14 +359,14 @@ class SelectiveAttention(Rules, ABC):
         """
 
     def after_step(self) -> Iterable[tuple[int, Change]]:
-        """What leaves which layer once a step has gone through all of them, for methods whose budget is `of_answers`.
+        """Changes by layer once a step has gone through all layers, for methods whose budget is `of_answers`.
 
         A layer's change is made before the next is asked for.
         """
         return ()
 
     def cue(self, encode: Callable[[str], Sequence[int]]) -> Cue | None:
-        """What an answer is made to say from some token on, its words encoded; None: it speaks for itself."""
+        """Words that an answer is made to say from some token on, encoded; None: it speaks for itself."""
         return None
 
     def report(self) -> dict[str, Any]:
@@ -374,7 +374,7 @@ class SelectiveAttention(Rules, ABC):
         return {}
 
     def reported(self) -> dict[str, Any]:
-        """What the sample's line has as `method_report`, where that is anything."""
+        """The sample's `method_report`, where there is anything to report."""
         return {} if self.variant.is_full else self.shortened() | self.report()
 
     def overall_ratio(self, share: Fraction | float) -> float:
@@ -383,7 +383,7 @@ class SelectiveAttention(Rules, ABC):
         return float((n_full + (n_layers - n_full) * share) / n_layers)
 
     def shortened(self) -> dict[str, Any]:
-        """For the sample's `method_report`: the number of sinks, where the budget left room for fewer."""
+        """The number of sinks for `method_report`, where the budget left room for fewer than asked."""
         wanted, n_sink = getattr(self.params, "n_sink", None), getattr(self.plan, "n_sink", None)
         if wanted is None or n_sink is None or n_sink >= wanted or self.variant.is_full:
             return {}
@@ -448,8 +448,8 @@ class SelectiveAttention(Rules, ABC):
 
         The feed stays and was read with the queries q (1, h, m, d_h). What was dropped before is gone. Returns which
         tokens stay, if some leave; what is written for that, and its `cost`, are `rebuilt_bytes` of the ledger.
-        A method that fetches lets the growth go to what a step fetches, beside sinks and a window as long as it was
-        behind the context: what is older leaves it for the host, and can be fetched from then on.
+        A method that fetches lets the growth go to what a step fetches, besides sinks and a window as long as it was
+        right after the context: what is older leaves it for the host, and can be fetched from then on.
         """
         at = self.store[layer]
         assert self.extends(self.params), f"{type(self).__name__} keeps the budget of the context"

@@ -73,7 +73,7 @@ def file_of(name: str) -> Path:
 
 
 def card(file: Path) -> str:
-    """What the card says behind `Paper`, on one line; "" where it says nothing."""
+    """What a card says after `Paper`, on one line; "" where it says nothing."""
     try:
         text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     except (OSError, SyntaxError, ValueError) as error:

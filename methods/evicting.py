@@ -25,7 +25,7 @@ Scores = Callable[[Tensor, int], Tensor]  # from weights (1, h, n) and the token
 
 
 class Eviction(NamedTuple):
-    """What tokens are worth after a step, and when the one of the lowest score leaves; of equal ones the later."""
+    """How tokens are scored after a step, and when the one of the lowest score leaves; of equal ones the later."""
 
     reduce: str  # how weights of the query heads that share a score become one: "sum", "max" or "mean"
     tokens: int = NEVER  # that a KV head holds after a step
@@ -41,7 +41,7 @@ class Evicting(SelectiveAttention):
     sums: dict[int, Tensor]  # per layer (1, h_kv or 1, n) float32, in the order of the store's slots
 
     def eviction(self) -> Eviction | None:
-        """None: no step changes anything."""
+        """The rule by which steps evict; None: no step changes anything."""
         raise NotImplementedError
 
     def setup(self) -> None:
@@ -93,7 +93,7 @@ class Evicting(SelectiveAttention):
         return m if evicts else super().at_once(layer, m)
 
     def read_feed(self, layer: int, feed: Feed) -> Tensor | None:
-        """As one by one: scores add up, and once the cache is full the lowest one leaves it."""
+        """Read a feed's tokens as one by one: scores add up, and the lowest leaves once the cache is full."""
         rule = self.eviction()
         if rule is None or self.variant.is_full:
             return None
@@ -118,7 +118,7 @@ def weakest(scores: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
 
 
 def grown_cache(row: SelectiveAttention, layer: int, tokens: int) -> Stay:
-    """All that the layer holds stays, with room for so many tokens in all before one has to leave again."""
+    """Keep all that the layer holds, with room for so many tokens in all before one has to leave again."""
     at, store = row.store[layer], row.store
     positions = at.positions()
     slots, n = positions.argsort(-1), positions.shape[-1]

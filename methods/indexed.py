@@ -59,7 +59,7 @@ class Indexed(SelectiveAttention):
         return self.params
 
     def arrange(self, layer: int) -> Placement | None:
-        """By default the whole prompt goes to the host, and what follows it stays on the device."""
+        """Place the whole prompt on the host by default, and what follows it on the device."""
         key = "index", type(self), layer, self.made_of()
         self.index[layer] = self.trace.once(key, lambda: self.make_index(layer))
         return Offloaded(0, 0)
@@ -70,10 +70,10 @@ class Indexed(SelectiveAttention):
 
     @abstractmethod
     def score(self, layer: int, question: Any, index: Any) -> Tensor:
-        """What units are worth to each query head: (n, h_kv, g, units) float32."""
+        """Scores of units for each query head: (n, h_kv, g, units) float32."""
 
     def merge(self, layer: int, scores: Tensor) -> Tensor:
-        """What they are worth to those who choose, (n, heads, units): a group, as `method.agg` says, or query heads."""
+        """Scores of units for the heads that choose, (n, heads, units): groups or query heads, by `method.agg`."""
         return merged(scores, self.agg)
 
     @abstractmethod
@@ -82,7 +82,7 @@ class Indexed(SelectiveAttention):
 
     @abstractmethod
     def cost(self, layer: int) -> Cost:
-        """What finding them takes."""
+        """What it costs to find a step's units."""
 
     def append(self, layer: int) -> None:
         """Take the current token into the index, for methods whose index grows."""
@@ -93,7 +93,7 @@ class Indexed(SelectiveAttention):
 
     @classmethod
     def generated(cls, rows: Sequence[Self], layer: int) -> Any:
-        """Where the shared index has none of the generated tokens that compete: theirs, row by row."""
+        """An index of generated tokens that compete, row by row, where the shared index has none of them."""
         return None
 
     @classmethod
@@ -102,7 +102,7 @@ class Indexed(SelectiveAttention):
         return q
 
     def choose(self, layer: int, ranking: Tensor, scores: Tensor) -> Tensor | None:
-        """What is fetched by the merged scores (n, heads, units); `scores` are those of query heads."""
+        """Positions to fetch by the merged scores (n, heads, units); `scores` are those of query heads."""
         return best_tokens(ranking, self.units(layer))
 
     @property
@@ -115,11 +115,11 @@ class Indexed(SelectiveAttention):
         return self.trace.shape.h if self.agg == "query_head" else self.trace.shape.h_kv
 
     def of_heads(self, idx: Tensor) -> Tensor:
-        """What is fetched (n, heads, k) where one head chooses for all: (n, h_kv, k)."""
+        """Positions (n, heads, k) for each KV head, (n, h_kv, k), where one head may choose for all."""
         return idx.expand(-1, self.trace.shape.h_kv, -1) if idx.shape[1] == 1 else idx
 
     def found(self, layer: int, idx: Tensor | None) -> Selection:
-        """What a step fetches, of positions (1, heads, k)."""
+        """The selection of a step, from positions (1, heads, k)."""
         return Selection(idx, self.cost(layer))
 
     def n_static(self, layer: int) -> int:
@@ -127,7 +127,7 @@ class Indexed(SelectiveAttention):
         return ALWAYS
 
     def alike(self, layer: int) -> Hashable:
-        """Of rows with one index those are searched together of which this is the same."""
+        """A key that rows with one index share if they are searched together."""
         return self.agg
 
     # On an accelerator.
@@ -139,7 +139,7 @@ class Indexed(SelectiveAttention):
 
     @classmethod
     def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor], ahead: int) -> Launch:
-        """Tell the kernel of rows that are searched together, for the step at hand and so many behind it.
+        """Tell the kernel of rows that are searched together, for the step at hand and so many after it.
 
         `keys()` is memory for a key of each unit.
         """
@@ -147,7 +147,7 @@ class Indexed(SelectiveAttention):
 
     @classmethod
     def told(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None, ahead: int) -> KernelSearch:
-        """The search of rows by their kernel, for the step at hand and so many behind it at most."""
+        """The search of rows by their kernel, for the step at hand and so many after it at most."""
         first, room = rows[0], empty if scratch is None else scratch.take
 
         def keys() -> Tensor:
@@ -185,7 +185,7 @@ class Indexed(SelectiveAttention):
 
     @classmethod
     def scored(cls, rows: Sequence[Self], layer: int, q: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Of each row what units are worth to those who choose (1, heads, units), and to query heads."""
+        """For each row what units are worth to the heads that choose, (1, heads, units), and to query heads."""
         first = rows[0]
         question = first.question(layer, q)
         scores = first.score(layer, question, first.seen(layer))
@@ -214,7 +214,7 @@ class Indexed(SelectiveAttention):
     # A feed.
 
     def selects_feeds(self, layer: int) -> bool:
-        """Where tokens of a feed change nothing that the next ones find: what no method adds to its index."""
+        """Whether no token of a feed changes what the next ones find: none is added to the index."""
         return type(self).append is Indexed.append
 
     def generated_of_feed(self, layer: int, feed: Feed) -> Any:

@@ -79,7 +79,7 @@ class OverScorer(ScoringMethod):
 
     @classmethod
     def notes(cls, params: Any) -> list[str]:
-        """What a label says beside the method's name."""
+        """What a label says in addition to the method's name."""
         title = params.scorer.rules.label(params.scorer.params, EVERYTHING)
         return ([] if title == "SnapKV" else [title]) + ["published"] * params.match_published
 

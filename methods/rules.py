@@ -27,7 +27,7 @@ INDEX_PARTS = 32  # an index that is too large is made smaller by so many steps
 
 
 class Coding(NamedTuple):
-    """Who makes codes in a composition."""
+    """The method that makes codes in a composition."""
 
     rules: "type[Rules]"
     params: Any
@@ -37,7 +37,7 @@ class Coding(NamedTuple):
         return self.rules.token_code(self.params)
 
     def title(self, drops: bool) -> str:
-        """Behind the name of a method that drops, or retrieves."""
+        """Words that follow the name of a method that drops, or retrieves."""
         code = None if drops else self.token_code()
         if code is not None:
             return code.title
@@ -57,7 +57,7 @@ class Scorer:
 
 @dataclass(frozen=True)
 class NoParams:
-    """Of a method that has nothing to set."""
+    """Parameters of a method that has nothing to set."""
 
 
 class Rules:
@@ -183,7 +183,7 @@ class Rules:
 
     @classmethod
     def budget_for(cls, request: BudgetRequest, s_prompt: int) -> Budget:
-        """What the method gets of a prompt."""
+        """The budget that the method gets for a prompt of this length."""
         return resolve(request, s_prompt, cls.drops)
 
     @classmethod
@@ -292,21 +292,21 @@ class Rules:
 
     @classmethod
     def check_shape(cls, params: Any, shape: ModelShape) -> None:
-        """Of a quantising method: raise `ConfigError` where heads of this shape cannot be packed so."""
+        """Raise `ConfigError` where a quantising method cannot pack heads of this shape."""
 
     @classmethod
     def title_of(cls, params: Any) -> str:
-        """Of a quantising method: its name with its bits."""
+        """The method's name, for a quantising one with its bits."""
         return cls.title
 
     @classmethod
     def code_bytes(cls, plan: Any, n: int, shape: ModelShape) -> int:
-        """Of a quantising method: the bytes of a layer's first `n` tokens."""
+        """Bytes of a layer's first `n` tokens, as a quantising method packs them."""
         raise NotImplementedError(cls.title)
 
     @classmethod
     def token_code(cls, params: Any) -> TokenCode | None:
-        """Of a quantising method: how it packs a token that lies on the host; None where it cannot."""
+        """How a quantising method packs a token that lies on the host; None where it cannot."""
         return None
 
     @classmethod
@@ -342,7 +342,7 @@ class Rules:
             return replace(budget, tokens=n, nominal_tokens=n, ratio=Fraction(n, budget.s_prompt))
 
         def held(n: int) -> Footprint | None:
-            """What so many tokens take; None where they are too few for a plan."""
+            """Footprint of so many tokens; None where they are too few for a plan."""
             try:
                 plan = cls.plan_for(params, with_tokens(n), shape)
             except ConfigError:
@@ -372,7 +372,7 @@ class Rules:
 
     @classmethod
     def fit_with_index(cls, params: Any, budget: Budget, shape: ModelShape) -> tuple[Budget, Any]:
-        """`fit` where `comm` is off: the budget's tokens, with the published index or the largest beside them.
+        """`fit` where `comm` is off: the budget's tokens, and in addition the published index or the largest.
 
         Where no index leaves room for the budget's tokens, it is the largest that costs at most half of those that the
         smallest leaves.
@@ -380,7 +380,7 @@ class Rules:
         published, errors = budget.comm, list[ConfigError]()
 
         def with_index(part: int) -> tuple[Budget, Any] | None:
-            """With so many parts of the published index; None where there is no room."""
+            """Budget and plan with so many parts of the published index; None where there is no room."""
             try:
                 share = Fraction(part, INDEX_PARTS)
                 return cls.fit(params, replace(budget, comm=published * share, index_share=share), shape)
@@ -401,7 +401,7 @@ class Rules:
 
     @classmethod
     def footprint(cls, params: Any, plan: Any, budget: Budget, shape: ModelShape) -> Footprint:
-        """What lies on the device right behind the prompt; `ConfigError` where nothing can be moved away from there."""
+        """Footprint on the device right after the prompt; `ConfigError` where nothing can be moved away from there."""
         if not cls.drops:
             asked = show(budget.given or budget.memory or Fraction(1))
             raise ConfigError(
@@ -456,7 +456,7 @@ class Rules:
 
     @classmethod
     def own_keeping(cls, params: Any) -> Keeping:
-        """What the method itself makes of keys and values that stay, where no key asks for another form."""
+        """The method's own post-processing of keys and values that stay, where no key asks for another form."""
         return AS_THEY_ARE
 
     @classmethod
@@ -481,7 +481,7 @@ class Rules:
 
     @classmethod
     def chosen(cls, report: Mapping[str, Any]) -> str:
-        """Behind the label: what a byte budget chose for a prompt, such as its bits, by what `report` says; or ""."""
+        """Words after the label: what a byte budget chose for a prompt, such as its bits, from `report`; or ""."""
         return ""
 
     @classmethod

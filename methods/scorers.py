@@ -1,4 +1,4 @@
-"""What a token of the prompt is worth, for methods that keep the best: free functions from a trace to scores.
+"""Scores of the prompt's tokens, for methods that keep the best: free functions from a trace to scores.
 
 A score is a number per layer, head and token, (1, heads, n) float32, and higher stays. `heads` is h_kv; it is h where
 every query head chooses for itself. Methods name a scorer here and an allocator in `methods/dropping/allocators.py`;
@@ -51,7 +51,7 @@ def window_votes(trace: Trace, observed: LastQueries, w: int, layer: int) -> Ten
 def by_heads(trace: Trace, layer: int, keys: Tensor, score: Callable[[Tensor], Tensor]) -> Tensor:
     """What `score` makes of the geometry of keys (1, h_kv, n, d_h), head by head: (1, h_kv, n).
 
-    Of latents, which a norm has made alike, it is the mean over the keys that all heads make of them.
+    For latents, which a norm has made alike, it is the mean over the keys that all heads make of them.
     """
     made, _ = trace.of_heads(layer, keys, keys)
     scores = torch.cat([score(head) for head in made.split(1, 1)], 1)  # one by one: each is made float32
@@ -81,6 +81,6 @@ def lowest_slot(scores: Tensor, positions: Tensor) -> Tensor:
 
 
 def lowest_slots(scores: Tensor, positions: Tensor, k: int) -> Tensor:
-    """As `lowest_slot`, of each head's `k` lowest scores: (1, heads, k), in no order."""
+    """Slots of each head's `k` lowest scores, chosen as in `lowest_slot`: (1, heads, k), in no order."""
     late_first = positions.argsort(-1, descending=True)
     return late_first.gather(-1, top_stable(-scores.gather(-1, late_first), k))

@@ -35,7 +35,7 @@ class ScoringMethod(SelectiveAttention):
 
     Every head keeps the protected tokens, which are the prompt's first and last ones, and of those between them the
     best by `scores`, as many as the allocator says. Scorers are in `methods/scorers.py`, allocators in
-    `methods/dropping/allocators.py`; `allocator=NAME` puts another one behind a scorer.
+    `methods/dropping/allocators.py`; `allocator=NAME` puts another one after a scorer.
     """
 
     drops = True
@@ -48,16 +48,16 @@ class ScoringMethod(SelectiveAttention):
 
     @staticmethod
     def score(keys: Tensor) -> Tensor:
-        """What keys (1, h_kv, n, d_h) are worth, (1, h_kv, n) float32, for methods that look at nothing else."""
+        """Scores of keys (1, h_kv, n, d_h), (1, h_kv, n) float32, for methods that look at nothing else."""
         raise NotImplementedError
 
     def scores(self, layer: int) -> Tensor:
-        """What the tokens between the ends are worth, (1, h_kv or h, n) float32; (1, 1, n) where all heads agree."""
+        """Scores of the tokens between the ends, (1, h_kv or h, n) float32; (1, 1, n) where all heads agree."""
         n_first, n_last = self.ends()
         return self.worth(layer, self.trace.keys(layer)[:, :, n_first : self.trace.s_prompt - n_last])
 
     def scores_of(self, layer: int, keys: Tensor, inputs: Tensor | None) -> Tensor:
-        """What new tokens are worth, each of another row, by keys (n, h_kv, 1, d_h) or attention inputs (n, 1, D),
+        """Scores of new tokens, each of another row, by keys (n, h_kv, 1, d_h) or attention inputs (n, 1, D),
         as `judges` says: (n, h_kv)."""
         keys = keys.transpose(0, 2)
         return (self.worth(layer, keys) if self.trace.shape.is_latent else self.score(keys))[0].mT
@@ -99,11 +99,11 @@ class ScoringMethod(SelectiveAttention):
         return self.budget.tokens - sum(self.ends())
 
     def n_summed(self) -> int:
-        """Of how many queries a score adds up the weights; 1 where it is a mean, or no weight."""
+        """How many queries' weights a score adds up; 1 where it is a mean, or no weight."""
         return 1
 
     def scorer(self) -> Hashable:
-        """All that the scores of a sample depend on: variants where it is equal share them."""
+        """A key of all that a sample's scores depend on: variants where it is equal share them."""
         return type(self).__qualname__, self.params, self.plan
 
     def shared_scores(self, layer: int) -> Tensor:
@@ -186,7 +186,7 @@ class ScoringMethod(SelectiveAttention):
         return Kept(best, n_window=self.ends()[1])
 
     def place_ragged(self, layer: int, best: Sequence[Tensor]) -> Placement:
-        """The same where each head has tokens of its own number, counted from behind the first protected ones."""
+        """Where the best tokens go, a different number for each head, counted from after the first protected ones."""
         (n_first, n_last), s, device = self.ends(), self.trace.s_prompt, best[0].device
         first, last = torch.arange(n_first, device=device), torch.arange(s - n_last, s, device=device)
         chosen = [torch.cat([first, each.sort().values + n_first, last]) for each in best]
@@ -196,7 +196,7 @@ class ScoringMethod(SelectiveAttention):
         return Kept(padded.unsqueeze(0))  # query heads chose: their KV head keeps the union
 
     def report(self) -> dict[str, Any]:
-        """Where KV heads keep different counts: the fewest, the mean and the most of the prompt's tokens."""
+        """The fewest, the mean and the most of the prompt's tokens that KV heads keep, where these differ."""
         kept = [layer.kept_counts() for layer in self.store.layers.values()]
         counts = [count for layer in kept for count in layer]
         if not any(len(set(layer)) > 1 for layer in kept):

@@ -1,4 +1,4 @@
-"""docs/cited.md: a table for each of the tasks that are cited now, from scores that stand beside the page.
+"""docs/cited.md: a table for each of the tasks that are cited now, from scores that stand next to the page.
 
     python -m kvbench.plots.cited             the page again, from docs/cited/scores.csv.gz
     python -m kvbench.plots.cited RUNS        the values of the runs of conf/experiment/cited_*.yaml, and the page
@@ -39,13 +39,13 @@ ENOUGH = 0.75  # of full attention's samples: a method that has fewer is left ou
 class Asked:
     """One table: which values of which runs, and the words for it."""
 
-    experiment: str  # behind cited_
+    experiment: str  # after cited_
     title: str
     about: str
     task: str
     columns: Mapping[str, str]  # what a sample's place is called, in their order
     n: int  # samples that the experiment asks of each column
-    measure: str = ""  # a loss in nats that stands beside the score, instead of it
+    measure: str = ""  # a loss in nats that is measured too, shown instead of the score
     chance: Mapping[str, float] | None = None  # share that guessing scores, by column
     by: str = "dataset"  # field that says which column, or "age"
     groups: Mapping[str, str] = field(default_factory=dict[str, str])  # columns of that field's values
@@ -264,7 +264,7 @@ def by_context(values: Mapping[str, float], samples: Sequence[str]) -> dict[str,
 
 
 def name_in(columns: Sequence[Column], method: str) -> str:
-    """What readers call a method's variants in these columns, with all that warns of what they are."""
+    """The name for readers of a method's variants in these columns, with all that warns of what they are."""
     labels = dict.fromkeys(label for column in columns if (label := column.labels.get(method)))
     return " or ".join(labels) or title(method)
 
@@ -316,7 +316,7 @@ def order(method: str, columns: Sequence[Column]) -> float:
 
 
 def verdicts(columns: Sequence[Column], against: Sequence[Mapping[str, Corrected]]) -> str:
-    """Who is shown to lose, by column."""
+    """Words on who is shown to lose, by column."""
     found = list[str]()
     for column, each in zip(columns, against, strict=True):
         if column.is_at_chance:

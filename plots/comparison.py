@@ -202,7 +202,7 @@ def made_otherwise(found: Comparison, here: Mapping[str, Any]) -> list[str]:
 
 
 def print_comparison(found: Comparison) -> None:
-    """To standard output."""
+    """Print a comparison to standard output."""
     show(table(found))
 
 

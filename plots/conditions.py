@@ -1,4 +1,4 @@
-"""What holds for all runs of docs/results.md, docs/which-method.md and docs/cited.md, said before their first number.
+"""Conditions of all runs of docs/results.md, docs/which-method.md and docs/cited.md, said before their first number.
 
     second_budget   what `comm` left of an index, where it was on
     collapse        at which budget KVzip fails on documents

@@ -69,7 +69,7 @@ CONTRASTS = (
     # 24 November 2026: of two needles at once full attention's first ten were known, no method's.
     Contrast("needle-two", (SHOWN, "0.25", "pqcache"), "snapkv", 0),
     Contrast("needle-two", (HIDDEN, "0.125", "kvzip"), "snapkv", 0),
-    # Later that day: while generating, full attention's first two samples were known, no method's. Of sums behind
+    # Later that day: while generating, full attention's first two samples were known, no method's. Of sums after
     # solved ones the first 32 were known of full attention, SnapKV, StreamingLLM and PQCache, and 24 of the others.
     Contrast("generating", (SHOWN, "96", "rkv"), FULL, 0),
     Contrast("generating", (SHOWN, "96", "rkv"), "snapkv_decode", 0),
@@ -85,13 +85,13 @@ LOOKED = (
 
 
 def outcomes(sets: Sequence[Scores], contrasts: Sequence[Contrast] = CONTRASTS) -> dict[Contrast, Corrected]:
-    """Those that can be tested so far. The others count in the correction as if their p-values were larger."""
+    """Outcomes of contrasts that can be tested so far; the others count in the correction as if their p were larger."""
     pairs = {one: less(*found) for one in contrasts if (found := one.fresh(sets)) is not None}
     return corrected_over(pairs, len(contrasts))
 
 
 def looked_at(contrast: Contrast, scores: Scores) -> Corrected | None:
-    """On all samples, among all comparisons of its kind."""
+    """A contrast on all samples, among all comparisons of its kind."""
     scope, memory, method = contrast.place
     if contrast.against == FULL:
         return scores.against_full.get(contrast.place)

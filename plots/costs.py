@@ -165,7 +165,7 @@ def tpot(row: SampleRow) -> float | None:
 
 
 def hit_rate(row: SampleRow) -> float | None:
-    """Of the cache of blocks, or of the method's own."""
+    """Hit rate of the cache of blocks, or of the method's own cache."""
     found = row.ledger.get("cache_hit_rate")
     return (row.fields.get("method_report") or {}).get("cluster_hit_rate", found)
 

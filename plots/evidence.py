@@ -150,7 +150,7 @@ SPLIT = frozenset(asked.others_of for asked in SETS if asked.others_of)
 
 @dataclass(frozen=True)
 class Costs:
-    """Of an answer; mean over a sample's turns and draws, and over samples."""
+    """Costs of an answer; mean over a sample's turns and draws, and over samples."""
 
     device_bytes: float
     tokens: float = 0.0
@@ -174,7 +174,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Scores:
-    """What was asked of one task."""
+    """Scores of one task, with what was asked."""
 
     asked: Asked
     model: str
@@ -185,11 +185,11 @@ class Scores:
     labels: Mapping[Place, str] = field(default_factory=dict[Place, str])
 
     def label(self, place: Place) -> str:
-        """What readers call a variant, with all that warns of what it is."""
+        """A variant's name for readers, with all that warns of what it is."""
         return self.labels.get(place) or title(place[2])
 
     def name(self, method: str, columns: Sequence[tuple[str, str]] = ()) -> str:
-        """What a row is called that holds a method's variants of some columns, or of all."""
+        """The name of a row that holds a method's variants of some columns, or of all."""
         asked = [(s, m) for s, m in columns or self.columns if (s, m, method) in self.of]
         return row_name([(self.label((*at, method)), at[0], self.asked.column(*at)) for at in asked]) or title(method)
 
@@ -199,7 +199,7 @@ class Scores:
 
     @property
     def memories(self) -> list[str]:
-        """From the largest on."""
+        """Budgets from the largest on."""
         return sorted({memory for _, memory, _ in self.of}, key=Fraction, reverse=True)
 
     @property
@@ -213,7 +213,7 @@ class Scores:
 
     @cached_property
     def methods(self) -> list[str]:
-        """But full attention; the best at the smallest budgets first, and of equals by name."""
+        """All methods but full attention; the best at the smallest budgets first, and of equals by name."""
         found = dict.fromkeys(place[2] for place in self.variants)
         means = {name: [mean(s) for p, s in self.of.items() if p[2] == name] for name in found}
         return sorted(found, key=lambda name: (-fsum(means[name]) / len(means[name]), name))
@@ -229,7 +229,7 @@ class Scores:
         return sum(score > 0 for score in self.full(scope, memory).values())
 
     def least_lost(self, scope: str) -> int:
-        """On how many of them a method must do worse, and on none better, to be shown to be worse.
+        """Number of samples on which a method must do worse, and on none better, to be shown to be worse.
 
         Of so many differences that all point one way the sign-flip test finds 2 of 2^j signs as extreme.
         """
@@ -259,7 +259,7 @@ class Scores:
 
     @cached_property
     def hiding(self) -> dict[Place, Corrected]:
-        """Of each variant, with the question hidden less with the question shown; corrected over all variants."""
+        """Each variant's score with the question hidden less with the question shown; corrected over all variants."""
         mine = [p for p in self.variants if p[0] == HIDDEN and (SHOWN, *p[1:]) in self.of]
         return corrected({p: less(self.of[p], self.of[SHOWN, p[1], p[2]]) for p in mine})
 
@@ -283,15 +283,15 @@ def mean(scores: Mapping[str, float]) -> float:
 
 
 def less(one: Mapping[str, float], other: Mapping[str, float]) -> Paired:
-    """One's scores less the other's on the samples that both have."""
+    """Scores less another's on the samples that both have."""
     both = [sample for sample in one if sample in other]
     return paired([one[sample] for sample in both], [other[sample] for sample in both])
 
 
 def row_name(labels: Sequence[tuple[str, str, str]]) -> str:
-    """What a row is called whose cells are of variants with these labels, each with its scope and its column's words.
+    """The name of a row whose cells are of variants with these labels, each with its scope and its column's words.
 
-    The first one's, and where it is another: "KVzip, whole prompt (question hidden: KVzip)".
+    The first label, and where another differs: "KVzip, whole prompt (question hidden: KVzip)".
     """
     columns: dict[str, list[tuple[str, str]]] = {}
     for label, scope, words in labels:
@@ -313,7 +313,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def title(method: str) -> str:
-    """What its file calls a method. A variant's name says more (`Scores.label`)."""
+    """A method's title in its file. A variant's name says more (`Scores.label`)."""
     file = own_methods().get(method)
     found = None if file is None else re.search(r'^    title = "(.+)"$', file.read_text(encoding="utf-8"), re.MULTILINE)
     return method if found is None else found[1]
@@ -341,7 +341,7 @@ def read(root: Path) -> list[Line]:
 
 
 def lines_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow], label: str) -> Iterator[Line]:
-    """One for each sample, of whose turns the mean counts."""
+    """Lines of a run, one for each sample, of whose turns the mean counts."""
     method = config["method"]["name"]
     memory = "" if method == FULL else str(config.get("budget" if asked.has_tokens else "memory") or "")
     place = asked.scope or config.get("compression_scope") or SHOWN, memory, method
@@ -369,7 +369,7 @@ def averaged(each: Sequence[Costs]) -> Costs:
 
 
 def gathered(lines: Sequence[Line]) -> list[Scores]:
-    """By task, with the samples that all variants of a scope and budget answered; a model with fewer is left out."""
+    """Scores by task, with samples that all variants of a scope and budget answered; a model with fewer is left out."""
     found = []
     for asked in SETS:
         own = [line for line in lines if line.asked == asked.key]
@@ -449,7 +449,7 @@ def renewed(kept: Sequence[Line], lines: Sequence[Line]) -> list[Line]:
 
 
 def by_place(lines: Sequence[Line]) -> dict[tuple[str, str, Place], dict[str, Line]]:
-    """By sample, those of each task, model and place; of two lines of a sample the later one counts."""
+    """Lines by sample, for each task, model and place; of two lines of a sample the later one counts."""
     found: dict[tuple[str, str, Place], dict[str, Line]] = {}
     for line in lines:
         found.setdefault((line.asked, line.model, line.place), {})[line.sample] = line

@@ -1,11 +1,11 @@
-"""docs/results.md: findings first, then a figure and a short table per task, from scores that stand beside the page.
+"""docs/results.md: findings first, then a figure and a short table per task, from scores that stand next to the page.
 
     python -m kvbench.plots.findings             the page again, from docs/results/scores.csv.gz
     python -m kvbench.plots.findings RUNS    with runs of conf/experiment/evidence_*.yaml in place of what is kept
                                          of the same task, model, scope, budget and method; all else stays
     python -m kvbench.plots.findings RUNS --out FOLDER   a page of these runs alone, where FOLDER holds none yet
 
-RUNS with fewer samples of a method than are kept make n smaller for all methods beside it
+RUNS with fewer samples of a method than are kept make n smaller for all methods compared with it
 (`kvbench.plots.evidence.renewed`).
 
 A finding is a comparison that `plots/contrasts.py` fixed beforehand; its numbers come from the samples, and it is left
@@ -284,7 +284,7 @@ def section(scores: Scores, every: Mapping[str, str] | None = None) -> str:
 
 
 def lengths_of(scores: Scores) -> str:
-    """Of prompts, the question in them: the median and both ends."""
+    """Lengths of prompts, the question in them: the median and both ends."""
     if not (tokens := scores.prompts):
         return ""
     return f"; prompts of {conditions.typical(scores):,} tokens ({tokens[0]:,} to {tokens[-1]:,})"
@@ -340,7 +340,7 @@ def what_can_be_lost(scores: Scores, column: tuple[str, str]) -> str:
 
 
 def left_out(scores: Scores, every: Mapping[str, str]) -> str:
-    """Of other tasks' methods; those that cut while they answer are no other task's."""
+    """Words on other tasks' methods; those that cut while they answer are no other task's."""
     names = [] if scores.asked.has_tokens else sorted(every[name] for name in {*every} - {*scores.methods})
     return f" Not asked: {listed(names)}." if names else ""
 
@@ -373,7 +373,7 @@ def table(scores: Scores) -> str:
 
 
 def lengths(scores: Scores, place: tuple[str, str, str]) -> list[str]:
-    """Of answers: a longer one costs more, and one that was cut off is wrong."""
+    """Lengths of answers: a longer one costs more, and one that was cut off is wrong."""
     if place not in scores.costs:
         return [ABSENT, ABSENT]
     return [f"{scores.costs[place].tokens:.0f}", f"{100 * scores.costs[place].cut_off:.0f} %"]
@@ -389,7 +389,7 @@ def cell(scores: Scores, place: tuple[str, str, str]) -> str:
 
 
 def groups(scores: Scores) -> list[str]:
-    """Who is ahead at each budget, with all that cannot be told from the best."""
+    """Words on who is ahead at each budget, with all that cannot be told from the best."""
     found = []
     for scope, memory in scores.columns:
         best, worse = scores.groups(scope, memory)

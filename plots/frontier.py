@@ -50,7 +50,7 @@ class Table:
 
     @property
     def shares(self) -> list[Fraction | Bytes]:
-        """From the largest; bytes stand behind them."""
+        """Shares from the largest; bytes stand after them."""
         every = {share for of in self.runs.values() for share in of}
         shares = sorted((one for one in every if isinstance(one, Fraction)), reverse=True)
         return [*shares, *sorted((one for one in every if isinstance(one, Bytes)), reverse=True)]
@@ -67,7 +67,7 @@ class Table:
         return ABSENT if found is None else spanned(found, self.height) + (" †" if over_budget(run.rows) else "")
 
     def costs(self) -> str:
-        """What each method holds and moves at the share that most of them meet, the smaller one of two."""
+        """Bytes that each method holds and moves at the share that most of them meet, the smaller one of two."""
         share = max(reversed(self.shares), key=lambda share: sum(share in of for of in self.runs.values()))
         head = ["method", "attended", "resident share", "device, MB", "moved a step, KB", "host, MB", "whole layers"]
         rows = [[label, *cost_of(of[share])] for label, of in self.runs.items() if share in of]

@@ -1,4 +1,4 @@
-"""The runs of a page of results as grids: for each measure a cell per method and ratio, beside full attention.
+"""The runs of a page of results as grids: for each measure a cell per method and ratio, next to full attention.
 
 Full attention counts once, at however many ratios it was run.
 
@@ -20,7 +20,7 @@ MORE = 1.25
 
 
 def measure(name: str) -> Callable[[SampleRow], float | None]:
-    """One of the task's other figures."""
+    """A measure of one of the task's other figures."""
 
     def of(row: SampleRow) -> float | None:
         measures = row.fields.get("measures")
@@ -45,7 +45,7 @@ class Measure:
 
     @property
     def scale(self) -> float:
-        """What it is shown times: shares are 0 to 100."""
+        """The factor by which tables show it: shares are 0 to 100."""
         return 100 if self.highest == 1 else 1
 
     def place(self, run: Run) -> Scored:
@@ -83,7 +83,7 @@ class Grid:
 
     @property
     def methods(self) -> list[str]:
-        """Those that retrieve, then those that drop, each in the order of all figures; others of each behind."""
+        """Methods that retrieve, then those that drop, each in the order of all figures; others of each kind last."""
         known = {name: i for i, name in enumerate(looks.LOOKS)}
         return sorted(self.cells, key=lambda name: (not self.retrieves(name), known.get(name, len(known)), name))
 
@@ -151,6 +151,6 @@ def is_by_ratio(run: Run) -> bool:
 
 
 def about(found: RunSet) -> str:
-    """What was run, without the task."""
+    """Words on what was run, without the task."""
     comms = sorted({run.comm for run in found.runs if not run.is_full})
     return f"{str(found.where).replace('no comm · ', '')} · comm {', '.join(comms)}"

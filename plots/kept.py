@@ -1,4 +1,4 @@
-"""Pages of docs/ that are made of values which stand beside them, a line each, in a compact file.
+"""Pages of docs/ that are made of values that stand next to them, a line each, in a compact file.
 
 Not here: which values, and what a page says of them (`plots/findings.py`, `plots/cited.py`).
 """
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def keep(path: Path, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """The same rows make the same bytes."""
+    """Write rows to a file; the same rows make the same bytes."""
     text = io.StringIO()
     writer = CsvWriter(text, lineterminator="\n")
     for row in (columns, *rows):
@@ -45,19 +45,19 @@ def configured(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def samples_of(folder: Path) -> Sequence[SampleRow]:
-    """Of a run that has ended or not, of whatever version of result.json."""
+    """Samples of a run that has ended or not, of whatever version of result.json."""
     path = folder / "samples.jsonl"
     return [*parse_samples(path, path.read_bytes())[0].values()] if path.is_file() else []
 
 
 def answers(folder: Path) -> tuple[Sequence[SampleRow], str]:
-    """What a run has answered so far, and what it calls its method."""
+    """Lines that a run has answered so far, and what it calls its method."""
     rows = samples_of(folder)
     return rows, label_of(folder, rows)
 
 
 def label_of(folder: Path, rows: Sequence[SampleRow]) -> str:
-    """What a run calls its method, with all that warns of what it is; "" where it has not ended and is older than that.
+    """A run's name for its method, with all that warns of what it is; "" where it has not ended and is older than that.
 
     Each sample says it, with what a byte budget chose for it, such as its bits. Runs from before that have it in
     result.json.

@@ -180,7 +180,7 @@ def outside(methods: Iterable[str]) -> dict[str, Look]:
 
 
 def from_there(names: Sequence[str], first: str) -> list[str]:
-    """All of them in their order, from one of them round to it."""
+    """All names in their order, from one of them round to it."""
     at = names.index(first)
     return [*names[at:], *names[:at]]
 

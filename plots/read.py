@@ -71,7 +71,7 @@ class Run:
 
     @property
     def file(self) -> dict[str, str]:
-        """Which state of the user's own file or package the method was, as if it were a parameter; {} for ours."""
+        """The state of the user's own file or package of the method, as if it were a parameter; {} for ours."""
         digest, package = self.setting("method", "digest"), self.setting("method", "package")
         if digest is None:
             return {}
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def prefill(self) -> str:
-        """As `method`: `minference` of `minference_short`."""
+        """The prefill without a preset's ending: `minference` for `minference_short`."""
         return self.result.prefill.removesuffix("_short")
 
     @property
@@ -123,7 +123,7 @@ class Run:
 
     @property
     def comm(self) -> str:
-        """As people write it: 1/8, where the result has 0.125; "off"."""
+        """`comm` as people write it: 1/8, where the result has 0.125; "off"."""
         return self.result.shown_comm
 
     def setting(self, *keys: str) -> Any:
@@ -340,7 +340,7 @@ def score(row: SampleRow) -> float | None:
 
 
 def prompt(row: SampleRow) -> str:
-    """What tells the samples of a dataset apart in all runs: the prompt, of one with several questions its name."""
+    """A key that tells a dataset's samples apart in all runs: the prompt, of one with several questions its name."""
     return row.sample_id if "turn" in row.fields else row.prompt_sha256
 
 
@@ -349,7 +349,7 @@ def per_prompt(
     of: Callable[[SampleRow], float | None] = score,
     key: Callable[[SampleRow], str] = prompt,
 ) -> dict[str, float]:
-    """What `of` says of each prompt, mean over its draws and turns: these are no samples of their own."""
+    """Values of `of` for each prompt, mean over its draws and turns: these are no samples of their own."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if (value := of(row)) is not None:
@@ -391,5 +391,5 @@ def default_root() -> Path:
 
 
 def finite(values: Iterable[float | None]) -> Iterator[float]:
-    """Those that were measured."""
+    """Values that were measured."""
     return (value for value in values if value is not None)

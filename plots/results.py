@@ -92,7 +92,7 @@ def score_table(grid: Grid) -> str:
 
 
 def difference_table(grid: Grid) -> str:
-    """Each variant less full attention, sample by sample; "" without it."""
+    """A table of each variant less full attention, sample by sample; "" without it."""
     if grid.full is None or not grid.measure.against_full:
         return ""
     places = {(method, ratio): cell for method, cells in grid.cells.items() for ratio, cell in cells.items()}
@@ -114,7 +114,7 @@ def device_table(grid: Grid) -> str:
 
 
 def moved_table(grid: Grid) -> str:
-    """Of the methods that move anything; the others stand below it."""
+    """Table of the methods that move anything; the others stand below it."""
     moving = [name for name in grid.methods if any(moved_bytes(cell) for cell in grid.cells[name].values())]
     still = ["Full", *(grid.labels[name] for name in grid.methods if name not in moving)]
     found = table(grid, lambda method, ratio, cell: scaled(moved_bytes(cell), 1e-3), methods=moving)
@@ -129,7 +129,7 @@ def scaled(n_bytes: float | None, by: float) -> str:
 
 
 def read_seconds(runs: Sequence[Run]) -> float:
-    """Of all prefills; one that variants shared counts once."""
+    """Seconds of all prefills; one that variants shared counts once."""
     return fsum(spent for _, spent in {(row.prompt_sha256, row.prefill_s or 0.0) for run in runs for row in run.rows})
 
 

@@ -51,7 +51,7 @@ class RunSet:
 
 
 def dataset_words(runs: Iterable[Run]) -> str:
-    """Which datasets the samples are of, where they say so: the same name of a set may stand for different choices."""
+    """The samples' datasets, where they say so: the same name of a set may stand for different choices."""
     names = dict.fromkeys(str(row.fields["dataset"]) for run in runs for row in run.rows if "dataset" in row.fields)
     if len(names) > MOST_NAMES:
         return f"{len(names)} datasets"
@@ -59,7 +59,7 @@ def dataset_words(runs: Iterable[Run]) -> str:
 
 
 def run_sets(runs: Iterable[Run], keep: Callable[[Run], bool] = lambda run: True) -> list[RunSet]:
-    """Those that may share a figure, the largest first."""
+    """Sets of runs that may share a figure, the largest first."""
     found: dict[tuple[Any, ...], list[Run]] = {}
     for run in filter(keep, runs):
         params = json.dumps(run.setting("task", "params"), sort_keys=True)

@@ -3,7 +3,7 @@
     python -m kvbench.plots.scopes [RUNS] [--out docs]
 
 Only runs count that were made in both scopes with the same settings. Nothing on the page is typed. `make paper-tables`
-writes the same tables beside the papers', as Markdown, LaTeX and CSV.
+writes the same tables next to the papers', as Markdown, LaTeX and CSV.
 
 Not here: how a table is made of runs (`plots/tables/generic.py`) and worded (`plots/tables/words.py`).
 """

@@ -29,7 +29,7 @@ def sample(row: SampleRow) -> str:
 
 
 def metric_of(rows: Sequence[SampleRow]) -> str:
-    """What the scores of these samples are."""
+    """The name of what these samples' scores are."""
     return next((str(row.fields["metric"]) for row in rows if "metric" in row.fields), "score")
 
 
@@ -52,7 +52,7 @@ class Scored:
 
     @cached_property
     def values(self) -> dict[str, dict[str, float]]:
-        """By dataset and prompt, of samples that were answered."""
+        """Values by dataset and prompt, of samples that were answered."""
         groups: dict[str, list[SampleRow]] = {}
         for row in self.rows:
             groups.setdefault("" if self.by_sample else str(row.fields.get("dataset", "")), []).append(row)
@@ -78,7 +78,7 @@ class Scored:
 
     @cached_property
     def mean(self) -> float | None:
-        """As in result.json; of several datasets the mean of theirs."""
+        """The mean as in result.json; of several datasets the mean of theirs."""
         if self.is_of_result:
             return combined(self.rows, self.metric)
         parts = [fsum(values.values()) / len(values) for values in self.values.values()]
@@ -99,7 +99,7 @@ class Scored:
         return self.of is score and (len(self.values) < 2 or METRICS[self.metric].weight is not None)
 
     def against(self, other: "Scored") -> Paired | None:
-        """On the prompts that both answered; None where a dataset has none of them."""
+        """The comparison on the prompts that both answered; None where a dataset has none of them."""
         whole = {prompt: value for values in other.values.values() for prompt, value in values.items()}
         pairs = [
             [(value, whole[prompt]) for prompt, value in values.items() if prompt in whole]

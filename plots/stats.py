@@ -115,9 +115,9 @@ def paired_over_datasets(
     tolerance: float = ROUNDING,
     bounds: Bounds = SHARE,
 ) -> Paired:
-    """As `paired`, of the means over datasets of their means: every dataset counts as much, however long it is.
+    """`paired` for the means over datasets of their means: every dataset counts as much, however long it is.
 
-    Of these datasets, as the test is: samples are compared with each other, and no other dataset is spoken of.
+    It holds for these datasets, as the test does: samples are compared with each other, and no other dataset is meant.
     """
     if len(scores) != len(reference):
         raise ValueError(f"{len(scores)} datasets against {len(reference)}: not the same samples")
@@ -170,7 +170,7 @@ class Corrected:
 
     @property
     def words(self) -> str:
-        """What a reader should take from it, in a sentence's part."""
+        """The conclusion for a reader, as a part of a sentence."""
         test = f"p {p_short(self.p, self.is_bound)}" + (f" after Holm over {self.family}" if self.family > 1 else "")
         if self.sign:
             return f"{'higher' if self.sign > 0 else 'lower'} ({test}, n {self.paired.n})"
@@ -275,7 +275,7 @@ def rank_ranges(
 ) -> dict[str, tuple[int, int]]:
     """The ranks that each name of a column may have, 1 for the best; names that cannot be told apart share theirs.
 
-    A name lies behind those that are shown to be better and ahead of those that are shown to be worse. Its comparisons
+    A name ranks after those that are shown to be better and ahead of those that are shown to be worse. Its comparisons
     with all others are corrected for their number (Holm), so that each range holds its own name's rank in 95 %.
     """
     names, sign = [name for name in column if column[name]], {"higher": 1.0, "lower": -1.0}[better]
@@ -382,14 +382,14 @@ def sign_flip_p(differences: Array, seed: int = 0) -> float:
 
 @lru_cache(maxsize=4096)
 def _general_p(stored: bytes, least: float, seed: int) -> float:
-    """Kept, since a page says of the same pair who is best, who lies behind, and what rank it may have."""
+    """The p-value, kept since a page says of the same pair who is best, who is worse, and what rank it may have."""
     sizes = np.frombuffer(stored)
     return _p_of_all(sizes, least) if len(sizes) <= EXACT_UP_TO else _p_of_draws(sizes, least, seed)
 
 
 @lru_cache(maxsize=4096)
 def _binomial_p(n: int, more: int) -> float:
-    """Of `n` coins, how often one side comes up at least `more` times, which are half of them or more."""
+    """The chance that one side of `n` coins comes up at least `more` times, which are half of them or more."""
     ways = tail = 1  # to choose what comes up on the other side
     for k in range(n - more):
         ways = ways * (n - k) // (k + 1)

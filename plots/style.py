@@ -66,7 +66,7 @@ HANDLE = 5  # characters that a legend's picture takes
 
 @dataclass(frozen=True)
 class Canvas:
-    """What figures are drawn for: how wide they will be printed, with titles or without, the cost on their x axes."""
+    """How figures are drawn: how wide they will be printed, with titles or without, the cost on their x axes."""
 
     width: float | None = None  # inches; None: as each figure needs
     titled: bool = True
@@ -87,7 +87,7 @@ class Canvas:
 
 @dataclass
 class Picture:
-    """A figure and what must be said beside it."""
+    """A figure and what must be said next to it."""
 
     figure: Figure
     axes: Any
@@ -96,18 +96,18 @@ class Picture:
     runs: list[Run]  # that were drawn
     titled: bool
     notes: list[str] = field(default_factory=list[str])  # that explain marks; in the figure too
-    said: list[str] = field(default_factory=list[str])  # beside the figure only
+    said: list[str] = field(default_factory=list[str])  # next to the figure only
 
     def note(self, *sentences: str) -> None:
         self.notes += [each for each in sentences if each and each not in self.notes]
 
     @property
     def caption(self) -> str:
-        """As text, to stand below the figure."""
+        """The caption as text, to stand below the figure."""
         return " ".join(f"{part.rstrip('.')}." for part in (self.title, self.about, *self.notes, *self.said) if part)
 
     def finish(self, columns: int = 4, legend: bool = True) -> "Picture":
-        """With its title, and below all panels one legend and the notes; the panels keep their height."""
+        """Finish with a title, and below all panels one legend and the notes; the panels keep their height."""
         figure, fit = self.figure, int(self.figure.get_figwidth() * CHARACTERS)
         more = 0
         if self.titled:
@@ -164,7 +164,7 @@ def numbered(i: int, dash: str = "-") -> dict[str, Any]:
 
 
 def save(picture: Picture, folder: Path, name: str, formats: Sequence[str]) -> list[Path]:
-    """A file per format without a date or a version, and the caption as text beside them."""
+    """A file per format without a date or a version, and the caption as text next to them."""
     folder.mkdir(parents=True, exist_ok=True)
     for text in picture.figure.findobj(Text):
         assert isinstance(text, Text)

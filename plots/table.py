@@ -36,7 +36,7 @@ FORMATS = {"markdown": "md", "latex": "tex", "csv": "csv"}
 
 
 def written(made: list[Pivot], caption: str | None = None) -> dict[str, str]:
-    """All formats, by suffix."""
+    """Tables in all formats, by suffix."""
     return texts([sheet_of(pivot) for pivot in made], records(made), caption)
 
 

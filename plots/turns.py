@@ -31,7 +31,7 @@ from kvbench.results.summary import combined_ci95
 
 MODES = ("query_aware", "independent", "golden", "dialogue")
 MOST_INTERVALS = 8  # of a panel, that can be told apart
-WIDTH = 0.3  # of a turn, over which lines stand beside each other, so that their intervals can be seen
+WIDTH = 0.3  # of a turn, over which lines stand next to each other, so that their intervals can be seen
 Point = tuple[float, list[float] | None]  # a mean, and its interval
 
 
@@ -90,7 +90,7 @@ def less_full(run: Run, full: Run | None, is_first: bool) -> Point | None:
 
 
 def of_samples(run: Run, is_first: bool) -> dict[str, list[float]]:
-    """Each sample's scores of the first turn, or of all others."""
+    """Samples' scores in the first turn, or in all others."""
     scores: dict[str, list[float]] = {}
     for row in run.rows:
         if row.score is not None and "turn" in row.fields and (int(row.fields["turn"]) == 1) == is_first:

@@ -1,10 +1,10 @@
-"""docs/which-method.md: which method to take, by what somebody has, from the scores that stand beside two other pages.
+"""docs/which-method.md: which method to take, by what somebody has, from the scores that stand next to two other pages.
 
     python -m kvbench.plots.which                 the page, from docs/results/scores.csv.gz and docs/cited/scores.csv.gz
     python -m kvbench.plots.which --out FOLDER    the same from scores below another folder, cited tasks too
 
 A method is in front on a skill where on none of its tasks a method of the same situation is shown to be better. Each
-skill counts once. The distance to full attention stands beside it, since the first of a bad lot is in front too.
+skill counts once. The distance to full attention stands next to it, since the first of a bad lot is in front too.
 
 Not here: findings (`plots/findings.py`), the cited tasks' tables (`plots/cited.py`), statistics (`plots/stats.py`).
 """
@@ -96,7 +96,7 @@ class OfSkill:
 
     @property
     def distance(self) -> float:
-        """To full attention's score, of 100."""
+        """Distance to full attention's score, of 100."""
         return 100 * self.paired.mean
 
     @property
@@ -118,12 +118,12 @@ def needs(method: str) -> str:
 
 
 def shared(sets: Sequence[Scores]) -> list[Scores]:
-    """Those of the methods that papers compare first, and by bytes: what happens in an answer is another question."""
+    """Scores of the methods that papers compare first, and by bytes: what happens in an answer is another question."""
     return [one for one in sets if not one.asked.has_tokens and not one.asked.others_of]
 
 
 def standings(sets: Sequence[Scores], scope: str, memory: str, has_host: bool) -> dict[str, dict[str, OfSkill]]:
-    """By skill, of the methods that such a machine can run and that were asked all its tasks, the best first.
+    """Standings by skill, of the methods that such a machine can run and that were asked all its tasks, the best first.
 
     A task that full attention hardly does does not count.
     """
@@ -148,7 +148,7 @@ def standings(sets: Sequence[Scores], scope: str, memory: str, has_host: bool) -
 
 
 def in_front(scores: Scores, scope: str, memory: str, has_host: bool) -> dict[str, bool]:
-    """Of each method that may run: whether none of them is shown to be better on this task."""
+    """For each method that may run: whether none of them is shown to be better on this task."""
     mine = {p: each for p, each in scores.of.items() if p[2] == FULL or has_host or not fetches(p[2])}
     best, worse = replace(scores, of=mine).groups(scope, memory)
     return dict.fromkeys(best, True) | dict.fromkeys(worse, False)
@@ -177,7 +177,7 @@ def take(sets: Sequence[Scores]) -> str:
 
 
 def labels(sets: Sequence[Scores], scope: str, memory: str) -> dict[str, str]:
-    """What readers call the variants at a budget, by method."""
+    """Names of the variants at a budget, by method."""
     found: dict[str, dict[str, None]] = {}
     for one in shared(sets):
         for place in one.of:
@@ -187,7 +187,7 @@ def labels(sets: Sequence[Scores], scope: str, memory: str) -> dict[str, str]:
 
 
 def first(standing: Mapping[str, OfSkill], labels: Mapping[str, str]) -> str:
-    """Who is in front; several that cannot be told apart are said to be."""
+    """Words on who is in front; several that cannot be told apart are said to be."""
     if len(standing) < 2:
         return ABSENT
     names = [f"{labels[name]} {one.words}" for name, one in standing.items() if one.is_in_front]

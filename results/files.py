@@ -38,7 +38,7 @@ MOST_BYTES_OF_CONFIG = 2**20  # a run's takes a few thousand; YAML is slow to re
 
 
 def file_stem(id: str) -> str:
-    """What the files of one sample are called: readable, and different for different ids of any length."""
+    """The stem of one sample's file names: readable, and different for different ids of any length."""
     readable = re.sub(r"[^A-Za-z0-9_]+", "-", id)[:40]
     return f"{readable}-{hashlib.sha256(ascii(id).encode()).hexdigest()[:12]}"
 
@@ -82,7 +82,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 
 
 def crc_of(path: Path) -> str:
-    """Of a file's content, a part of it in memory at once."""
+    """CRC of a file's content, a part of it in memory at once."""
     crc = 0
     with path.open("rb") as file:
         while part := file.read(2**20):
@@ -115,7 +115,7 @@ def check_place(path: Path, check_config: Callable[[Path], None]) -> bool:
                 f"{path / entry.name} is {is_link}, and a run writes into plain files and folders of its own alone; "
                 f"{REMEDY}"
             )
-    # Looked for behind the others: a process that has just begun writes it before them.
+    # Looked for after the others: a process that has just begun writes it before them.
     if os.path.lexists(path / "config.yaml"):
         check_config(path / "config.yaml")
         return True
@@ -144,7 +144,7 @@ def _has_just_begun(path: Path) -> bool:
 
 
 def size_of(path: Path) -> int:
-    """Of a file that another process may have removed just now."""
+    """Size of a file that another process may have removed just now."""
     try:
         return path.lstat().st_size
     except FileNotFoundError:
@@ -175,7 +175,7 @@ def naming(path: Path) -> Generator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Generator[BinaryIO]:
-    """A file written beside `path` and renamed when whole; killed before, `path` is as it was."""
+    """A file written next to `path` and renamed when whole; killed before, `path` is as it was."""
     beside = temporary(path)
     beside.unlink(missing_ok=True)
     # x: what somebody puts there meanwhile is not written to.
@@ -217,7 +217,7 @@ def scratch(folder: Path) -> Generator[Path]:
 
 
 def remove_scratch(folder: Path) -> None:
-    """What a killed process left of `scratch`."""
+    """Remove what a killed process left of `scratch`."""
     if is_folder(folder / MARK):
         shutil.rmtree(folder / MARK)
 

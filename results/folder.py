@@ -4,7 +4,7 @@ Its promises:
 
 - a sample counts once its line in samples.jsonl ends in a newline, never before and never twice;
 - result.json exists only when everything else is in place; a stopped run has none;
-- every file but samples.jsonl is written beside its place and renamed: it is whole or absent;
+- every file but samples.jsonl is written next to its place and renamed: it is whole or absent;
 - one process at a time: an exclusive lock is held from `open` to `close`;
 - a folder that is not the run's own is refused unchanged, and what others put into it stays.
 
@@ -150,7 +150,7 @@ class RunFolder:
         self._lock.release()
 
     def discard(self) -> None:
-        """Leave nothing behind of a run that completed no sample; what others put into the folder stays."""
+        """Leave nothing of a run that completed no sample; what others put into the folder stays."""
         if not self._rows and self._finished is None:
             with suppress(OSError):  # another process may have come in
                 self._remove_files(with_parent=False)
@@ -216,7 +216,7 @@ class RunFolder:
 
     @contextmanager
     def placing(self) -> Generator[Path]:
-        """A folder for files that belong beside the result; they are put there when all are whole."""
+        """A folder for files that belong with the result; they are put there when all are whole."""
         with going_on(self.path), scratch(self.path) as folder:
             yield folder
 
@@ -283,7 +283,7 @@ class RunFolder:
         return self._finished
 
     def _check_scores(self, rows: Sequence[SampleRow]) -> None:
-        """Where one of these has an answer without a score, none counts; all are kept for `scores_so_far`."""
+        """Check scores: where an answer has none, no score counts; all are kept for `scores_so_far`."""
         try:
             if self._scores is not None:
                 self._scores.lay_over(rows)
@@ -345,7 +345,7 @@ class RunFolder:
         self._append_line(row)
 
     def _remove_files(self, with_parent: bool = True) -> None:
-        """All that runs write, and the folder with it unless somebody else put something there."""
+        """Remove all that runs write, and the folder with it unless somebody else put something there."""
         self._remove_parts()
         remove_scratch(self.path)
         for name in FILES:
@@ -363,7 +363,7 @@ class RunFolder:
     def sort(self, ids: Sequence[str]) -> None:
         """Put the lines into this order, which is the task's, whoever answered first."""
         rows = {id: self._rows[id] for id in ids if id in self._rows}
-        rows |= self._rows  # those of samples that are no longer asked stay, behind the others
+        rows |= self._rows  # those of samples that are no longer asked stay, after the others
         if list(rows) != list(self._rows):
             with going_on(self.path):
                 self._rewrite(rows)
@@ -389,7 +389,7 @@ class RunFolder:
         self._seal_older_lines()
         self._prepare_scores()
         if retry_oom and any(row.status == "oom" for row in self._rows.values()):
-            # First the result: it must not stand beside fewer lines than it counted.
+            # First the result: it must not stand next to fewer lines than it counted.
             (self.path / "result.json").unlink(missing_ok=True)
             self._rewrite({id: row for id, row in self._rows.items() if row.status != "oom"})
         self._prepare_result()

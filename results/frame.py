@@ -21,7 +21,7 @@ from kvbench.results.schema import RunResult, SampleRow
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-OF_RUNS = (  # what identifies a run, beside each of its samples
+OF_RUNS = (  # what identifies a run, in addition to each of its samples
     *("method", "method_label", "task", "dataset", "model", "asked", "ratio", "budget", "memory_exact", "comm_exact"),
     *("prefill", "allocator", "keeping", "protocol", "seed", "dtype", "device"),
 )
@@ -89,5 +89,5 @@ def of_sample(row: SampleRow) -> dict[str, Any]:
 
 
 def tidy(table: "DataFrame") -> "DataFrame":
-    """Without the columns that nothing has."""
+    """A table without the columns that nothing has."""
     return table.dropna(axis="columns", how="all")

@@ -101,7 +101,7 @@ def bounded_ends(values: Sequence[float], weights: Sequence[float], bounds: Boun
 
 
 def lower_end(values: Sequence[float], weights: Sequence[float], bound: float, exact: float) -> float:
-    """Where the mean lies below with a chance of `TAIL`, of ascending scores and one at their bound."""
+    """The value below which the mean lies with a chance of `TAIL`, from ascending scores and one at their bound."""
     import numpy as np
 
     if values[-1] <= bound + exact:
@@ -146,7 +146,7 @@ def race(left: Array, right: Array) -> float:
     backwards = right[::-1]
     for step in range(n_left + n_right - 1):
         of_left = left[first : first + len(course)]
-        last = n_right - 1 - (step - first)  # the place in `backwards` of what goes on beside `of_left[0]`
+        last = n_right - 1 - (step - first)  # the place in `backwards` of what goes with `of_left[0]`
         of_right = backwards[last : last + len(course)]
         ends_left = course * (of_right / (of_left + of_right))
         after = np.zeros(len(course) + 1)
@@ -202,7 +202,7 @@ def root(of: Callable[[float], float], low: float, high: float, guess: float, st
 
 
 def student_ends(values: Sequence[float], weights: Sequence[float], bounds: Bounds) -> tuple[float, float]:
-    """By Student's t; of weighted samples by how far each moves the mean. As far as the mean can lie."""
+    """An interval by Student's t, of weighted samples by how far each moves the mean. As far as the mean can lie."""
     n, total = len(values), fsum(weights)
     mean = fsum(weight * value for value, weight in zip(values, weights, strict=True)) / total
     moved = fsum((weight * (value - mean)) ** 2 for value, weight in zip(values, weights, strict=True))
@@ -211,7 +211,7 @@ def student_ends(values: Sequence[float], weights: Sequence[float], bounds: Boun
 
 
 def student_reach(n: int) -> float:
-    """The 97.5 % quantile of Student's t for n samples; behind the table Fisher's expansion, right to 1e-5."""
+    """The 97.5 % quantile of Student's t for n samples; after the table's end Fisher's expansion, right to 1e-5."""
     if n - 2 < len(T95):
         return T95[n - 2]
     z, freedom = Z95, n - 1

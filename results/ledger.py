@@ -17,7 +17,7 @@ from kvbench.results.schema import RunResult, SampleRow
 
 
 def pyarrow() -> tuple[Any, Any]:
-    """pyarrow and pyarrow.parquet: slow to import and without types, hence behind one door."""
+    """pyarrow and pyarrow.parquet: slow to import and without types, hence in one place."""
     return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
 
 
@@ -54,7 +54,7 @@ def of_numbers(pa: Any, schema: Any) -> Any:
 
 
 def sample_of(path: Path) -> str | None:
-    """Whose part this is; None where it is no part."""
+    """The sample whose part this is; None where it is no part."""
     pa, pq = pyarrow()
     try:
         ids = pq.read_table(path, columns=["sample_id"], partitioning=None)["sample_id"]

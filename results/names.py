@@ -1,7 +1,7 @@
 """What readers call a task: its own name, or another one where a set of ours stands in for a published benchmark.
 
 Scores of a stand-in say nothing about the benchmark, so no table, figure or page shows them under the benchmark's name.
-Commands and files go on saying `task=longbench`, with `task.source=embedded` beside it.
+Commands and files go on saying `task=longbench`, with `task.source=embedded` added.
 
 A method of ours is a file of methods/ and one of conf/method/ of its name; further files there are presets, whose names
 begin with their method's.
@@ -22,7 +22,7 @@ EMBEDDED = "embedded"  # what `data_source` says of a set of ours
 FIRST = frozenset(  # methods that papers compare first; docs/results.md asks the others less
     "snapkv pyramidkv adakv h2o tova streamingllm expected_attention keydiff kvzip quest pqcache kivi".split()
 )
-LENGTHS = ("short", "brief")  # behind a task's name: the same in fewer or shorter samples
+LENGTHS = ("short", "brief")  # after a task's name: the same in fewer or shorter samples
 
 CARD = ("Names", "Asks", "Lengths", "Answers", "Licence")
 

@@ -37,7 +37,7 @@ LARGEST = 1e300  # of numbers that are averaged: a thousand of them can still be
 STATUSES = ("ok", "oom", "failed")
 
 # Fields of `RunResult` and the key of a sample's ledger summary that each is the mean of. A null
-# was not measured. `within_budget`, a bool, stands beside them and must hold for every sample.
+# was not measured. `within_budget`, a bool, stands next to them and must hold for every sample.
 LEDGER_MEANS = {
     "tokens_budget_mean": "tokens_budget",
     "tokens_attended_mean": "tokens_attended_mean",
@@ -75,7 +75,7 @@ class Metric:
 
     @property
     def scale(self) -> float:
-        """What tables, figures and pages show a score times: shares are 0 to 100."""
+        """The factor by which tables, figures and pages show a score: shares are 0 to 100."""
         return 100 if self.is_share else 1
 
 
@@ -230,17 +230,17 @@ class SampleRow:
         return columns | columns.pop("fields")
 
     def to_json(self) -> str:
-        """One line without its newline; ASCII, so that no character of a text can break it."""
+        """The row as a line without its newline; ASCII, so that no character of a text can break it."""
         return json.dumps(self.to_dict(), ensure_ascii=True, allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """From a line with or without a seal; ValueError where it is no sample."""
+        """A row from a line with or without a seal; ValueError where it is no sample."""
         return cls.from_data(parse_json(unsealed(line.removesuffix("\n")), is_ours=True))
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
-        """From the object that a line holds, its seal taken off."""
+        """A row from the object that a line holds, its seal taken off."""
         data = check_keys(data, ROW_KEYS - {"fields"})
         if "crc32" in data:  # a seal that is damaged itself
             raise ValueError("key 'crc32' is not 8 hex digits at the line's start")
@@ -263,7 +263,7 @@ ROW_KEYS = frozenset(spec.name for spec in fields(SampleRow))
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What the runner knows of a run beside its samples."""
+    """What the runner knows of a run besides its samples."""
 
     method: str
     method_label: str  # as printed in tables, such as "H2O (C)"
@@ -374,7 +374,7 @@ class RunResult(RunFacts):
     batch_rows_mean: float | None  # rows that were decoded together; above 1 tpot_s is the batch's
     n_failed: int = 0  # of which an answer ended in NaN
     measures: dict[str, float | None] | None = None  # means of the task's other figures, by name
-    probe_s: float | None = None  # of methods that read behind the prompt: beside `prefill_s`
+    probe_s: float | None = None  # of methods that read after the prompt: in addition to `prefill_s`
     prefill_share: float | None = None  # of all pairs of query and key, what a sparse prefill computed
     prefill_estimate: float | None = None  # multiply-adds of choosing them, relative to q·k of all pairs
     pseudo_tokens_mean: float | None = None  # of methods that attend to some in place of tokens; null: none
@@ -382,7 +382,7 @@ class RunResult(RunFacts):
     cut_off_share: float | None = None  # of answers that used up their allowance; they count as they were scored
     peak_entries: float | None = None  # most entries that a step of any answer attended to, mean over heads and layers
     footprint: float | None = None  # entries over prefill and decode, relative to full attention of the same length
-    footprint_vs_full: float | None = None  # the same, relative to the answers of the run of full attention beside it
+    footprint_vs_full: float | None = None  # the same, relative to the answers of the run of full attention next to it
     reached_answers: float | None = None  # share of answers that grew to the budget of prompt and answer
     reached_steps: float | None = None  # share of steps at which the cache was that full
     pass_at_k: dict[str, float | None] | None = None  # by k, where several answers were drawn, each right or wrong
@@ -472,7 +472,7 @@ class RunResult(RunFacts):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """From a text with or without a seal; ValueError where it is no result."""
+        """A result from a text with or without a seal; ValueError where it is no result."""
         data = check_keys(parse_json(unsealed(text), is_ours=True), ["schema_version"])
         version = data["schema_version"]
         if not isinstance(version, int) or isinstance(version, bool):

@@ -66,7 +66,7 @@ KEYS = frozenset(Score.__annotations__)
 
 
 def crc_of_answer(row: SampleRow) -> str:
-    """Of the prediction, as 8 hex digits."""
+    """CRC of the prediction, as 8 hex digits."""
     return f"{zlib.crc32(json.dumps(row.prediction).encode()):08x}"  # as JSON: a text may hold half a character
 
 
@@ -125,7 +125,7 @@ def parse_scores(content: bytes) -> tuple[list[Score], int]:
 
 
 def read_scores(folder: Path) -> Scores | None:
-    """Those of scores.jsonl, None without one; ValueError with the file's name where it is damaged."""
+    """Scores of scores.jsonl, None without one; ValueError with the file's name where it is damaged."""
     path = folder / SCORES
     if not os.path.lexists(path):
         return None

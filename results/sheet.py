@@ -43,7 +43,7 @@ COMMANDS = {"bold": r"\textbf{%s}", "tie": r"\underline{%s}", "small": r"{\scrip
 
 @dataclass(frozen=True)
 class Word:
-    """A cell whose number is marked: "bold", "tie", "small" or "code"; `more` stands behind it."""
+    """A cell whose number is marked: "bold", "tie", "small" or "code"; `more` stands after it."""
 
     number: str
     mark: str = ""
@@ -107,7 +107,7 @@ def on_terminal(sheet: Sheet, title: str | None = None) -> Table:
 
 
 def show(sheet: Sheet, fits: bool = False) -> None:
-    """To standard output, what all rows share above and the notes below; numbers are never cut.
+    """Print to standard output, what all rows share above and the notes below; numbers are never cut.
 
     One that `fits` is no wider than the terminal where the columns that may wrap allow it.
     """

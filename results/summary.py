@@ -197,7 +197,7 @@ def chance_of_one(n: int, n_right: int, k: int) -> float:
 
 
 def pass_at_k(rows: Sequence[SampleRow]) -> dict[str, float | None] | None:
-    """By k = 1, 2, 4 … up to the draws of a prompt; None without draws, or where an answer is partly right."""
+    """pass@k by k = 1, 2, 4 … up to the draws of a prompt; None without draws, or where an answer is partly right."""
     drawn = [row for row in rows if "draw" in row.fields]
     if not drawn or any(row.score not in (0, 1) for row in drawn):
         return None

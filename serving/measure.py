@@ -1,4 +1,4 @@
-"""What an engine does with a trace of requests: `drive`, and what is said of it, `Figures`.
+"""Drives an engine with a trace of requests (`drive`), and measures it (`Figures`).
 
 The engine is in this process, and is asked step by step: after each step its pool and its queues are looked at.
 
@@ -16,7 +16,7 @@ from kvbench.serving.adapter.front import Engine
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked."""
+    """A prompt to answer, and when it arrives."""
 
     name: str
     ids: Sequence[int]
@@ -26,11 +26,11 @@ class Request:
 
 @dataclass
 class Reply:
-    """What came back, and when."""
+    """An engine's answer to a request, and when its tokens came."""
 
     request: Request
     ids: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)  # of each token, in seconds behind the request's arrival
+    times: list[float] = field(default_factory=list)  # of each token, in seconds after the request's arrival
 
     @property
     def ttft_s(self) -> float:
@@ -43,7 +43,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one trace in one engine. Times are wall times of this machine."""
+    """Figures of one trace in one engine. Times are wall times of this machine."""
 
     requests: int
     steps: int

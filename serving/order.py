@@ -1,4 +1,4 @@
-"""What a vLLM process is to do: `Order`, in the environment as JSON, since every process of an engine inherits that.
+"""The order to a vLLM process: `Order`, in the environment as JSON, since every process of an engine inherits that.
 
 The method is asked for in the words of `run.py`, and read from the same conf. Without an order the plugin registers
 nothing.
@@ -41,7 +41,7 @@ class Order:
 
     @classmethod
     def given(cls) -> "Order | None":
-        """What this process was asked for."""
+        """The order of this process; None where there is none."""
         text = os.environ.get(VARIABLE)
         if not text:
             return None
@@ -82,7 +82,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the words say."""
+    """The method and settings that the words choose."""
 
     settings: Settings
     asked: Asked

@@ -16,14 +16,14 @@ from kvbench.engine.layouts.memory import Pair
 
 @dataclass(eq=False)
 class Pages:
-    """Of all requests."""
+    """Pages of keys and values of all requests."""
 
     k: Tensor  # (blocks, h_kv, d_h, block), views of vLLM's memory
     v: Tensor  # (blocks, h_kv, block, d_h)
 
     @classmethod
     def of(cls, cache: Tensor) -> "Pages":
-        """Of a layer's tensor as vLLM has it."""
+        """Pages of a layer's tensor as vLLM has it."""
         blocks, h_kv, block, width = cache.shape
         k, v = cache.view(blocks, h_kv, 2 * block, width // 2).chunk(2, 2)
         strides = (*k.stride()[:2], block, 1)

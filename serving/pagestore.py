@@ -60,7 +60,7 @@ class PageTrace(Trace):
         return self.taken
 
     def offload(self, layer: int) -> None:
-        """Nothing moves."""
+        """Move nothing."""
 
     def hold(self, layer: int) -> None:
         """Pages stay until vLLM takes them."""
@@ -128,7 +128,7 @@ class Moved:
 
 
 class PageHost(Host):
-    """All tokens, which never left their pages."""
+    """A host tier of all tokens, which never left their pages."""
 
     def __init__(self, trace: PageTrace, layer: int) -> None:
         self.trace, self.index, self.n = trace, layer, trace.s_prompt
@@ -145,7 +145,7 @@ class PageHost(Host):
 
     @property
     def late(self) -> Pair:
-        """What came behind them."""
+        """Keys and values that came after the prompt's."""
         return self.read(self.n_prompt, self.n)
 
     def write(self, at: int, k_new: Tensor, v_new: Tensor) -> None:
@@ -168,12 +168,12 @@ def part_of(trace: PageTrace, layer: int, positions: Tensor, mask: Tensor | None
     if trace.rung == PAGES:
         nothing = torch.empty(1, h_kv, 0, trace.shape.d_h)
         return Part(nothing, nothing, mask, idx=positions)
-    k, v = trace.read(layer, positions.reshape(h_kv, -1))  # query heads of a group: one behind the other
+    k, v = trace.read(layer, positions.reshape(h_kv, -1))  # query heads of a group: one after the other
     return Part(k.view(1, heads, n, k.shape[3]), v.view(1, heads, n, v.shape[3]), mask)
 
 
 class PageHome(Home):
-    """What a layer gets of vLLM."""
+    """The place of a layer's tokens in vLLM's pages."""
 
     trace: PageTrace
 
@@ -208,7 +208,7 @@ def whole(home: PageHome, placement: Whole) -> Layer:
 
 
 def ragged(home: PageHome, placement: Ragged) -> Layer:
-    """Each head's own tokens, and nothing where another head has more."""
+    """Place each head's own tokens, and nothing where another head has more."""
     if placement.rolls is not None:
         raise Unserved("lets some heads of a layer roll while others grow, which no table of pages says")
     chosen = torch.nn.utils.rnn.pad_sequence([*placement.chosen], batch_first=True, padding_value=-1).unsqueeze(0)
@@ -249,7 +249,7 @@ class PageStore(Store):
         return isinstance(placement.chosen, int) or placement.chosen.shape[1] == self.shape.h_kv
 
     def n_held(self) -> int:
-        """Of the dropping rung: slots that every layer has taken."""
+        """Slots that every layer has taken, on the dropping rung."""
         found = {at.n_kept + at.n_window for at in self.layers.values()}
         if len(found) > 1:
             raise Unserved("keeps another number of tokens in each layer, and vLLM has one table of blocks for all")

@@ -72,7 +72,7 @@ class Reader:
             self.is_placed = True
 
     def give_back(self, n_tokens: int, block: int) -> None:
-        """On the dropping rung: blocks behind those that stay are the scheduler's from the next step on."""
+        """On the dropping rung, give blocks after those that stay back to the scheduler, from the next step on."""
         most = self.order.most_slots(self.s_prompt, n_tokens)
         if (held := self.store.n_held()) > most:
             raise Unserved(f"holds {held} tokens where its budget is {most}, by which vLLM's scheduler counts")
@@ -103,18 +103,18 @@ class Reader:
         self.row.store.close(layer)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One token: (1, h, 1, d_h)."""
+        """Attention of one token: (1, h, 1, d_h)."""
         rows = [self.row]
         return attend_groups([(type(self.row), slice(0, 1))], rows, layer, q, k, v, self.trace.softmax[layer])
 
     def parts(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> list[Part]:
-        """What one token attends to, on the rung where vLLM's kernel reads it."""
+        """Keys and values that one token attends to, on the rung where vLLM's kernel reads it."""
         parts = step_rows(type(self.row), [self.row], layer, q, k, v)
         count_parts([self.row], layer, parts)
         return parts[0]
 
     def behind(self, layer: int, out: Tensor) -> None:
-        """What such a token's step leaves."""
+        """Make the changes that follow a token's step."""
         changes = behind_rows(type(self.row), [self.row], layer, out, [None])
         end(layer, Held([self.row], [], changes))
 
@@ -160,7 +160,7 @@ class Turn:
 
     @property
     def is_step(self) -> bool:
-        """Whether it is one token behind a prompt that is placed."""
+        """Whether it is one token after a prompt that is placed."""
         return self.n_prompt == 0 and self.seen == self.first + 1
 
 
@@ -175,7 +175,7 @@ class Desk:
     books: dict[str, Any] = field(default_factory=dict)  # of requests that ended
     replays: int = 0  # requests that read their own answers again
     n_steps: int = 0
-    most_decoding: int = 0  # requests in one step behind their prompts
+    most_decoding: int = 0  # requests in one step after their prompts
 
     @property
     def block(self) -> int:
@@ -185,7 +185,7 @@ class Desk:
         self, who: Sequence[tuple[str, Sequence[int], int]], starts: Sequence[int], seen: Sequence[int],
         tables: Tensor, alive: Collection[str],
     ) -> list[Turn]:  # fmt: skip
-        """What each request does in this step. `who` has names, prompts and tokens that may follow."""
+        """Each request's turn in this step. `who` has names, prompts and tokens that may follow."""
         for name in [name for name in self.readers if name not in alive]:
             self.close(name)
         turns = []
@@ -215,7 +215,7 @@ class Desk:
     def read(self, layer: int, turn: Turn, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """A layer's tokens of one request, q, k, v and out (n, heads, d_h); vLLM's own attention has been made.
 
-        Of the prompt's tokens it is right. What comes behind them attends as the method says.
+        It is right for the prompt's tokens. What comes after them attends as the method says.
         """
         reader, n = turn.reader, turn.n_prompt
         if n:
@@ -235,7 +235,7 @@ class Desk:
             self.books[name] = reader.books()
 
     def told(self) -> dict[str, Any]:
-        """What happened so far, for the front end."""
+        """The account of what happened so far, for the front end."""
         for name in [*self.readers]:
             self.close(name)
         return {

@@ -58,7 +58,7 @@ def slacks_of(order: Order) -> list[int | None]:
 
 
 def check_rules(order: Order) -> None:
-    """What a method says of itself."""
+    """Check what a method says of itself."""
     rules, params = order.chosen.asked.rules, order.chosen.asked.params
     if not rules.drops and rules.has_budget and order.rung == DROPPING:
         raise Unserved("retrieves what it needs, so that no page may go; use rung=visible with it")

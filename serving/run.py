@@ -31,7 +31,7 @@ FILE = "serving.json"
 
 
 def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
-    """Each cell's folder and result, in their order."""
+    """Run cells; each one's folder and result, in their order."""
     need_vllm()
     ready = prepare(cells)
     orders = {cell.path: order_of(cell) for cell in ready}
@@ -49,7 +49,7 @@ def run_cells(cells: Sequence[Settings]) -> list[tuple[Path, RunResult]]:
 
 
 def order_of(cell: Cell) -> Order:
-    """What vLLM is asked for; `ConfigError` where the method cannot be served."""
+    """The order to vLLM; `ConfigError` where the method cannot be served."""
     task = cell.task
     assert isinstance(task, Serving)
     settings = cell.settings
@@ -150,7 +150,7 @@ def line(
 
 
 def shown(figures: Mapping[str, Any]) -> str:
-    """One line."""
+    """The figures on one line."""
     ttft, tpot = figures["ttft_s"], figures["tpot_s"]
     return (
         f"{figures['at_once']} at once, {figures['preemptions']} preempted, up to {figures['blocks_most']} of "

@@ -1,6 +1,6 @@
 """`python -m kvbench.serving.serve model=… method=snapkv ratio=0.2`: an OpenAI-compatible server, with a method in it.
 
-The words are those of `run.py`. Beside them: `rung=` (dropping where the method drops, visible where it retrieves),
+The words are those of `run.py`. In addition: `rung=` (dropping where the method drops, visible where it retrieves),
 `host=`, `port=`, `as_shipped=true` (vLLM without a method), and vLLM's own flags as `vllm.max_model_len=4096`.
 `/v1/models` has the model's name with the method and its budget.
 
@@ -55,7 +55,7 @@ class Command:
         return command
 
     def order(self) -> Order | None:
-        """What vLLM is asked to do; `ConfigError` where the method cannot be served."""
+        """The order to vLLM; `ConfigError` where the method cannot be served."""
         if self.as_shipped:
             return None
         rung = self.rung or usual_rung(self.words)
@@ -75,7 +75,7 @@ def model_of(words: Sequence[str]) -> tuple[str, str]:
 
 
 def served_name(name: str, order: Order | None) -> str:
-    """In `/v1/models`."""
+    """The model's name in `/v1/models`."""
     if order is None:
         return name
     return "-".join([name, *order.chosen.label.replace("ratio=", "").split()])

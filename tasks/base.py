@@ -27,8 +27,8 @@ class Sample:
 
     id: str  # unique within the task and stable between runs
     context: str  # from the template's first character to the end of the block that carries the context
-    question: str  # the rest of the user's turn, behind the context
-    answer_prefix: str = ""  # an answer cue behind the user's turn; "" where the template has none
+    question: str  # the rest of the user's turn, after the context
+    answer_prefix: str = ""  # an answer cue after the user's turn; "" where the template has none
     references: tuple[str, ...] = ()
     max_new_tokens: int = 32
     stop_at_newline: bool = False
@@ -42,7 +42,7 @@ class Sample:
     fields: Mapping[str, Any] = field(default_factory=dict)  # task-specific columns, written to samples.jsonl
     ids: tuple[int, ...] | None = None  # the prompt as tokens, in a task that cuts its text at tokens
     conversation: Conversation | None = None  # several turns on the context, in place of one question
-    forced: tuple[int, ...] | None = None  # the continuation that a `ForcedTask` feeds behind the prompt
+    forced: tuple[int, ...] | None = None  # the continuation that a `ForcedTask` feeds after the prompt
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ SLACK = 100  # tokens kept free for a chat wrapper, and for what a second tokeni
 
 
 def check_choices(params: Any, **choices: Iterable[str]) -> None:
-    """Each of these fields has one of its choices."""
+    """Check that each of these fields has one of its choices."""
     for name, allowed in choices.items():
         value = getattr(params, name)
         if value not in allowed:
@@ -23,7 +23,7 @@ def check_choices(params: Any, **choices: Iterable[str]) -> None:
 
 
 def check_counts(params: Any, *names: str) -> None:
-    """Each of these fields is 1 or more, or null."""
+    """Check that each of these fields is 1 or more, or null."""
     for name in names:
         value = getattr(params, name)
         if value is not None and value < 1:
@@ -31,7 +31,7 @@ def check_counts(params: Any, *names: str) -> None:
 
 
 def check_numbers(params: Any, **least: int) -> None:
-    """Each of these fields has one number or more, from its least one on and each once."""
+    """Check that each of these fields has one number or more, from its least one on and each once."""
     for name, from_on in least.items():
         given = getattr(params, name)
         if not given or min(given) < from_on or len({*given}) < len(given):
@@ -39,7 +39,7 @@ def check_numbers(params: Any, **least: int) -> None:
 
 
 def check_some(params: Any, **known: Sequence[Any]) -> None:
-    """Each of these fields has one or more of what is known, each once."""
+    """Check that each of these fields has one or more of what is known, each once."""
     for name, allowed in known.items():
         given = getattr(params, name)
         if not given or not {*given} <= {*allowed} or len({*given}) < len(given):
@@ -59,17 +59,17 @@ class OfDatasets:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that are chosen."""
+        """Names of the chosen datasets."""
         return chosen(self.datasets, self.lists)
 
     @property
     def listed(self) -> str:
-        """As they are called together."""
+        """One name for the chosen datasets together."""
         return self.datasets if isinstance(self.datasets, str) else "+".join(self.names)
 
 
 def check_datasets(names: Sequence[str], known: Sequence[str], lists: Iterable[str]) -> None:
-    """One or more known datasets, each of them once."""
+    """Check that these are one or more known datasets, each of them once."""
     for name in names:
         if name not in known:
             raise unknown_name("task.datasets", name, (*known, *lists))
@@ -95,7 +95,7 @@ def check_lengths(lengths: Sequence[int], shape: ModelShape) -> None:
 
 
 def prompt_room(window: int, n_new: int) -> int:
-    """Tokens that a window leaves for the prompt, beside an answer of up to `n_new`."""
+    """Tokens that a window leaves for the prompt, besides an answer of up to `n_new`."""
     return window - n_new - SLACK
 
 

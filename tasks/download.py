@@ -79,7 +79,7 @@ def fetch(
     only: Sequence[str] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Path]:
-    """All files of a benchmark, or those whose targets match `only`: the ones below `root`, downloaded where missing.
+    """Find all files of a benchmark, or those whose targets match `only`, below `root`, downloaded where missing.
 
     `only` holds patterns such as `infinitebench/data/passkey.jsonl` or `longbench/config/*`.
     """

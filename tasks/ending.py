@@ -20,7 +20,7 @@ TURN_ENDS = (
     "<|user|>",  # GLM writes the next turn's header instead
 )
 THOUGHT = "</think>"  # ends a thought, and is what stands in an answer for the marks of other families:
-FINAL = "<|channel|>final<|message|>"  # gpt-oss: behind it is the answer, and other channels are thoughts
+FINAL = "<|channel|>final<|message|>"  # gpt-oss: after it is the answer, and other channels are thoughts
 THOUGHT_ENDS = (FINAL, "<channel|>")  # Gemma 4
 CHANNEL_END = "<|end|>"  # of a thought in a channel, too
 
@@ -29,7 +29,7 @@ class Ending:
     """How answers of one model end."""
 
     def __init__(self, tokenizer: Any, generation_config: Any = None) -> None:
-        """Without a `generation_config`, which comes with the weights, the model's own ends are not known yet."""
+        """Read how answers end; a model's own ends are known from `generation_config`, which comes with weights."""
         self.tokenizer = tokenizer
         eos = getattr(generation_config, "eos_token_id", None)
         every = [*(eos if isinstance(eos, list | tuple) else [eos]), tokenizer.eos_token_id]
@@ -60,7 +60,7 @@ class Ending:
     def text(self, sample: Sample, ids: Sequence[int]) -> str:
         """The prediction: all that was answered, or what precedes its first newline.
 
-        Pass the token that stopped the answer too: an id such as that of ".\\n" carries its last word. Behind a thought
+        Pass the token that stopped the answer too: an id such as that of ".\\n" carries its last word. After a thought
         stands `</think>`, whichever marks the model's family has.
         """
         text = self.decoded(sample, ids) if ids else ""

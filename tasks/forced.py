@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The score of one variant on one sample, and what was measured beside it."""
+    """The score of one variant on one sample, and what was measured with it."""
 
     score: float
     fields: dict[str, Any]  # columns of its line in samples.jsonl; `measures` among them are averaged in result.json
@@ -45,7 +45,7 @@ class ForcedWatch(Watch, Protocol):
     """Watches the decoding of one sample and gives the outcome of every variant."""
 
     def outcomes(self) -> list[Outcome]:
-        """One per variant, in the order of the rows that it was given."""
+        """Outcomes, one per variant, in the order of the rows that it was given."""
         ...
 
 
@@ -53,13 +53,13 @@ class ForcedTask(Task):
     """A task that feeds a continuation to all variants: the sample's own, or full attention's answer."""
 
     is_forced = True
-    wants_full: ClassVar[bool] = False  # whether a row of full attention is decoded beside the variants
+    wants_full: ClassVar[bool] = False  # whether a row of full attention is decoded with the variants
 
     @abstractmethod
     def watch(
         self, sample: Sample, continuation: "ForcedContinuation", rows: Sequence[SelectiveAttention]
     ) -> ForcedWatch:
-        """What watches the decoding, whose row i is `rows[i]`; with `wants_full` the last row is full attention."""
+        """The watch on the decoding, whose row i is `rows[i]`; with `wants_full` the last row is full attention."""
 
     def score(self, sample: Sample, prediction: str) -> float:
         raise AssertionError(f"{self.name} scores what it saw, not an answer")
@@ -77,7 +77,7 @@ def distinct(samples: Sequence[Sample]) -> Sequence[Sample]:
 
 @dataclass
 class ForcedContinuation:
-    """What all variants read behind one sample's prompt, and the ordinary pass over it."""
+    """Tokens that all variants read after one sample's prompt, and the ordinary pass over it."""
 
     task: ForcedTask
     sample: Sample
@@ -103,7 +103,7 @@ class ForcedContinuation:
         return self.plain
 
     def beside(self, model: "Model") -> list[SelectiveAttention]:
-        """The rows to decode behind the variants, built: one of full attention, or none.
+        """The rows to decode after the variants, built: one of full attention, or none.
 
         Call it before the trace settles.
         """

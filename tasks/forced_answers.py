@@ -30,7 +30,7 @@ class FedTask(ForcedTask):
     part: ClassVar[str]  # name of the tokens that are averaged apart
 
     def answer(self, sample: Sample) -> str:
-        """What is fed."""
+        """The answer that is fed."""
         return sample.references[0]
 
     @abstractmethod
@@ -48,7 +48,7 @@ class FedTask(ForcedTask):
 
 
 class Fed(LazySamples):
-    """Samples as prompts of tokens, with the right answer behind them."""
+    """Samples as prompts of tokens, with the right answer after them."""
 
     def __init__(self, task: FedTask, samples: Sequence[Sample], tokenizer: Any) -> None:
         self.task, self.places, self.tokenizer = task, samples, tokenizer
@@ -66,7 +66,7 @@ class Fed(LazySamples):
 
 
 def answer_ids(tokenizer: Any, reference: str) -> list[int]:
-    """An answer's tokens, and the end behind them where the model has one."""
+    """An answer's tokens, and the end after them where the model has one."""
     ids: list[int] = tokenizer.encode(reference, add_special_tokens=False)
     end: int | None = tokenizer.eos_token_id
     return ids if end is None else [*ids, end]
@@ -90,7 +90,7 @@ class Agreed:
         self.step = 0
 
     def attended(self, layer: int, order: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Only what comes out at the top counts."""
+        """Take nothing of a layer: only what comes out at the top counts."""
 
     def predicted(self, order: Sequence[int], logits: Tensor) -> None:
         target, rows = self.targets[self.step], list(order)

@@ -1,4 +1,4 @@
-"""GSM8K with worked exemplars: grade-school sums, solved step by step behind up to ten solved ones.
+"""GSM8K with worked exemplars: grade-school sums, solved step by step after up to ten solved ones.
 
 Names       GSM8K
 Asks        grade-school sums, step by step
@@ -7,7 +7,7 @@ Answers     up to 8,192 tokens, thinking
 Licence     MIT
 
 The exemplars are what gets compressed, and every token of the answer leans on them; one wrong step derails the rest.
-The prompt is exemplars, newline, `Question: ` and the question: no blank line and no cue behind it, the model writes
+The prompt is exemplars, newline, `Question: ` and the question: no blank line and no cue after it, the model writes
 that itself. It goes in as plain text, never through a chat template.
 
 Rows        gsm8k/test.jsonl from the data folder; downloaded with `source=hub`, and where it is missing and `data_dir`
@@ -15,10 +15,10 @@ Rows        gsm8k/test.jsonl from the data folder; downloaded with `source=hub`,
 Exemplars   gsm8k/gsm8k_prompt_formal.txt from the data folder (ten, about 3.7k tokens where digits are single
             tokens), downloaded with `source=hub` or `prompts=official`; without it ten short ones of our own, and the
             result says `prompts: own`.
-            `task.exemplars` is how many of them are shown, the first ones; null: as many as the window holds beside
+            `task.exemplars` is how many of them are shown, the first ones; null: as many as the window holds besides
             the longest question.
 Scores      `cot`: the last number before the next invented question equals the last one of the reference. No sign is
-            read: -5 equals 5. `hash4`: the text behind `#### ` equals the reference's, for fine-tuned models.
+            read: -5 equals 5. `hash4`: the text after `#### ` equals the reference's, for fine-tuned models.
             A finished run's gsm8k.json has both, and the length of the answers after the cut.
 
 Thinking    with `task.thinking=true` another task on the same rows: no exemplars, the prompt of
@@ -182,13 +182,13 @@ def cot(prediction: str, answer: str) -> float:
 
 
 def hash4_value(text: str) -> str:
-    """The number behind the first `#### ` as it is written, commas left out."""
+    """The number after the first `#### ` as it is written, commas left out."""
     match = HASH4.search(text)
     return match.group(1).replace(",", "") if match else INVALID
 
 
 def hash4(prediction: str, answer: str) -> float:
-    """1 where both name the same value behind `#### `, compared as text: 18.00 is not 18."""
+    """1 where both name the same value after `#### `, compared as text: 18.00 is not 18."""
     gold = hash4_value(answer)
     return float(gold != INVALID and hash4_value(prediction) == gold)
 
@@ -223,12 +223,12 @@ def has_number(row: Mapping[str, Any]) -> None:
 
 
 def final_number(answer: str) -> str:
-    """The reference without its worked solution: what stands behind the last `####`, without commas."""
+    """The reference without its worked solution: what stands after the last `####`, without commas."""
     return answer.rpartition("####")[2].strip().replace(",", "")
 
 
 def has_final_number(row: Mapping[str, Any]) -> None:
-    """As `has_number`, and the reference ends with a whole number."""
+    """Check `has_number`, and that the reference ends with a whole number."""
     has_number(row)
     if "####" not in row["answer"] or not re.fullmatch(r"-?\d+(\.\d+)?", final_number(row["answer"])):
         raise BadRow(f"field 'answer' has no number behind ####: {row['answer'][-60:]!r}")
@@ -239,7 +239,7 @@ class Params:
     source: str  # where the questions come from
     prompts: str  # auto: the official exemplars if they are there
     exemplars: int | None  # the first so many; None: as many as fit
-    max_prompt_tokens: int | None  # None: what the window leaves beside the answer
+    max_prompt_tokens: int | None  # None: what the window leaves besides the answer
     max_new_tokens: int | None  # None: 256; with thinking 8,192, or what the window leaves
     extraction: str
     thinking: bool  # zero-shot with long answers; the four below are for it alone
@@ -310,7 +310,7 @@ class Gsm8k(Task):
         self.rows = read_rows(path, {"question": str, "answer": str}, self.params.on_bad_row, check=has_number)
 
     def _check_thinking(self, shape: ModelShape) -> None:
-        """As `check`, of the task without exemplars."""
+        """Check the task without exemplars, as `check` does with them."""
         check_grader(self.params.grader)
         given, self.window = self.params.max_new_tokens, shape.window
         if given is not None and given >= shape.window:

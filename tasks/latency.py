@@ -1,4 +1,4 @@
-"""What a variant costs: time to first and second token, time per token, memory, bytes moved, beside full attention.
+"""What a variant costs: time to first and second token, time per token, memory, bytes moved, next to full attention's.
 
 Names       latency
 Asks        what a variant costs in time and memory
@@ -14,7 +14,7 @@ how much of the others' score is noise.
 
 A batch is requests of equal length, each with K and V of its own, read one after another and decoded at once. Times to
 the first and second token are those of the last request. The time to the first token ends when the variant is ready to
-decode; work that it does beside the prefill may go on, and the first step waits for the rest of it, so that the time to
+decode; work that it does during the prefill may go on, and the first step waits for the rest of it, so that the time to
 the second token includes it.
 
 One more pass at the end is recorded by spans and not timed: it gives the seconds of each part of the prefill and of a
@@ -58,7 +58,7 @@ from kvbench.tasks.together import Together, decode_together
 
 @dataclass(frozen=True)
 class Timed:
-    """What is timed: a variant, and how its prompt is read."""
+    """A timed pass: a variant, and how its prompt is read."""
 
     variant: Variant
     sparsity: SparsePrefill | None = None
@@ -80,12 +80,12 @@ class Pass:
 
     @property
     def tpot_s(self) -> float:
-        """Of the middle step: on a GPU some steps compile kernels or capture graphs."""
+        """Seconds of the middle step: on a GPU some steps compile kernels or capture graphs."""
         return statistics.median(self.step_seconds[1:])
 
     @property
     def tpot_mean_s(self) -> float:
-        """With those, and with what a method does in some steps alone."""
+        """Mean over steps, with those that compile, and those in which a method does more."""
         return statistics.fmean(self.step_seconds[1:])
 
 
@@ -166,7 +166,7 @@ class Latency(Task):
                 context="",
                 question="",
                 ids=tuple(ids[:length]),
-                # The first token is the prefill's own; those fed behind it are the others.
+                # The first token is the prefill's own; those fed after it are the others.
                 forced=tuple(ids[length : length + self.params.n_new]),
                 fields={"length": length, "batch": batch},
             )
@@ -180,7 +180,7 @@ class Latency(Task):
     def measure(
         self, model: Model, timed: Timed, sample: Sample, on_pass: Callable[[], None], run: Hashable
     ) -> Timing:  # fmt: skip
-        """All passes of one sample; `run` tells what is timed from other variants."""
+        """Make all passes of one sample; `run` tells what is timed from other variants."""
         ours: list[Pass] = []
         theirs: list[Pass] = []
         row, baseline = None, Timed(full_attention(model.shape, len(sample.ids or ())))
@@ -223,7 +223,7 @@ class Latency(Task):
         return device_bytes(model.devices, self.params.memory_gb)
 
     def sizes_of(self, model: Model, timed: Timed, sample: Sample, run: Hashable) -> Sizes:
-        """What a request of this length takes; the same for every batch of them."""
+        """Bytes that a request of this length takes; the same for every batch of them."""
         assert sample.ids is not None and sample.forced is not None, sample.id
         key, ids, forced = (run, len(sample.ids)), sample.ids, sample.forced
         if key not in self.sizes:
@@ -253,7 +253,7 @@ class Latency(Task):
     def at_largest(
         self, model: Model, timed: Timed, sample: Sample, run: Hashable, on_pass: Callable[[], None]
     ) -> dict[str, Any]:  # fmt: skip
-        """The columns of the largest batch, beside those of full attention at its own."""
+        """The columns of the largest batch, with those of full attention at its own."""
         full = Timed(full_attention(model.shape, len(sample.ids or ())), chunk=timed.chunk)
         is_full = timed.variant.is_full and timed.sparsity is None
         theirs = self.decoded_together(model, full, sample, None)
@@ -263,7 +263,7 @@ class Latency(Task):
         return ours.columns(theirs)
 
     def decoded_together(self, model: Model, timed: Timed, sample: Sample, run: Hashable) -> Together:
-        """As many requests as fit, decoded at once; measured once for each run and length."""
+        """Decode as many requests as fit at once; measured once for each run and length."""
         assert sample.ids is not None and sample.forced is not None, sample.id
         key, ids, forced = (run, len(sample.ids)), sample.ids, sample.forced
         if key not in self.together:

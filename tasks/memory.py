@@ -2,9 +2,9 @@
 
     weights + (n - 1) * request + max(prefill, request) <= memory
 
-Requests are read one after another, so that the last one's prefill happens beside all others. What a request holds is
+Requests are read one after another, so that the last one's prefill comes on top of all others. What a request holds is
 of the device tier (`engine/books/occupied.py`). On a GPU a prefill's peak is the allocator's. Without one it is K and V
-of the prompt, as the pass held them at once, and what the request allocates beside them: the process' own high-water
+of the prompt, as the pass held them at once, and what the request allocates in addition: the process' own high-water
 mark would say nothing of a device.
 
 Not here: passes and their times (`tasks/latency.py`).
@@ -36,7 +36,7 @@ class Sizes:
 
     weights: int
     request: int
-    prefill: int  # of one request at its peak, beside the weights
+    prefill: int  # of one request at its peak, in addition to the weights
 
     def largest(self, memory: int) -> int:
         """How many requests fit at once."""
@@ -76,7 +76,7 @@ def collect(devices: Sequence[torch.device]) -> None:
 
 
 def allocated_bytes(devices: Sequence[torch.device]) -> int:
-    """What GPUs have given out; 0 without any."""
+    """Bytes that GPUs have given out; 0 without any."""
     return sum(torch.cuda.memory_allocated(device) for device in devices if device.type == "cuda")
 
 

@@ -37,5 +37,5 @@ class MRCRForced(FedTask, MRCR):
         self.asking = None  # no turns: each question has a prompt of its own
 
     def part_of(self, tokenizer: Any, sample: Sample, answer: str) -> Sequence[int]:
-        """The tokens behind the ten characters."""
+        """The tokens after the ten characters."""
         return places_of(tokenizer, answer, [(len(sample.fields["start"]), len(answer))])

@@ -9,7 +9,7 @@ Licence     Apache-2.0; books have terms of their own
 Any text will do. The dataset's name says how it was measured: `chunked-256` (losses per sample) or `reprefill-500`
 (the stride).
 
-chunked     (the default) a prefix is prefilled and compressed once; then the tokens behind it are fed one at a time,
+chunked     (the default) a prefix is prefilled and compressed once; then the tokens after it are fed one at a time,
             each with its own K and V appended, and the loss of each next token counts
 reprefill   (as ClusterKV does it) every counted token has a prefill of its own and one step through the cache; with a
             stride, since a prefill per token is quadratic
@@ -20,7 +20,7 @@ every text.
 A sample's score is its perplexity, exp of the mean loss; that of a run is exp of the mean over all of its losses.
 `perplexity.json` has the losses by position, for running curves and for merging.
 
-The prefill predicts the first token behind a prefix without any compression, so its loss is left out.
+The prefill predicts the first token after a prefix without any compression, so its loss is left out.
 
 Not here: the pass of Quest's authors, whose cache grows from nothing up to a budget. Our budgets are shares of a whole
 prompt.
@@ -201,7 +201,7 @@ class Losses:
         self.step, self.bin_len, self.s_prompt = 0, bin_len, s_prompt
 
     def attended(self, layer: int, order: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Only what comes out at the top counts."""
+        """Take nothing of a layer: only what comes out at the top counts."""
 
     def predicted(self, order: Sequence[int], logits: Tensor) -> None:
         losses = logits.logsumexp(-1) - logits[:, self.targets[self.step]]
@@ -217,7 +217,7 @@ class Losses:
         fields = {
             "n_targets": len(losses),
             "nll_sum": losses.sum().item(),
-            # The first target stands two behind the last token of the prefix.
+            # The first target comes two after the last token of the prefix.
             "first_target": self.s_prompt + 1,
             "bin_len": self.bin_len,
             "nll_bins": [round(total, 6) for total in bins],

@@ -86,7 +86,7 @@ def uses_chat(tokenizer: Any, sample: Sample, chat: str) -> bool:
 
 
 def sample_wrapper(tokenizer: Any, sample: Sample, system_prompt: str, chat: str) -> tuple[str, str]:
-    """As `chat_wrapper`; a task's own system line goes into the user turn where there is no system turn."""
+    """The text around a sample, as in `chat_wrapper`; without a system turn the user's turn has the task's line."""
     if chat == "inst":
         if system_prompt:
             raise ConfigError(
@@ -104,7 +104,7 @@ def sample_wrapper(tokenizer: Any, sample: Sample, system_prompt: str, chat: str
 
 
 def chat_wrapper(tokenizer: Any, system_prompt: str, thinks: bool = False) -> tuple[str, str]:
-    """What the chat template puts before and behind the words of a single user turn."""
+    """What the chat template puts before and after the words of a single user turn."""
     turns = [{"role": "user", "content": SENTINEL}]
     if system_prompt:
         turns.insert(0, {"role": "system", "content": system_prompt})
@@ -170,7 +170,7 @@ def rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> str:
 
 
 def around(text: str, words: str) -> tuple[str, str]:
-    """What stands before and behind somebody's words in a rendered conversation."""
+    """The text before and after somebody's words in a rendered conversation."""
     head, found, tail = text.partition(words)
     if not found or words in tail:
         raise ConfigError(
@@ -201,13 +201,13 @@ def encode(tokenizer: Any, sample: Sample, *, chat: str, system_prompt: str, sco
 
 
 def n_alike(some: Sequence[int], others: Sequence[int]) -> int:
-    """With how many tokens both begin: at a seam, tokens of two texts together are others than those of each."""
+    """Number of tokens with which both begin: at a seam, tokens of two texts together are others than those of each."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(some), len(others)))
 
 
 def token_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Ids of a text that stands behind another."""
+    """Ids of a text that follows another."""
     return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
 

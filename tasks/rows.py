@@ -99,7 +99,7 @@ def numbered_items(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def parse(line: bytes | None) -> Any:
-    """What a line holds."""
+    """The value that a line holds."""
     if line is None:
         raise BadRow(f"the line is longer than {LONGEST_LINE >> 20} MB")
     try:
@@ -147,7 +147,7 @@ def write_means(
 
 
 def unusable(line: bytes, why: str) -> str:
-    """What is wrong with a line, and where that is plain, what makes it right."""
+    """The reason why a line is unusable, and where that is plain, what makes it right."""
     if not line.strip():
         return "is empty"
     if b"\0" in line:

@@ -70,7 +70,7 @@ def obtain(
             of our own could be meant `instead`
 
     A name begins with its benchmark's folder. `only` says which files to download, in place of the missing ones: some
-    benchmarks need others beside them (patterns as in `download.fetch`; none: all).
+    benchmarks need others next to them (patterns as in `download.fetch`; none: all).
     """
     is_hub = source == "hub"
     paths = dict.fromkeys(names) if is_hub else {name: find(name, data_dir) for name in names}
@@ -85,7 +85,7 @@ def obtain(
 
 
 def require(relative: str, data_dir: str | None, source: str, *, instead: str = "") -> Path:
-    """As `find`, but a missing file is an error that names its upstream `source`, and what can be asked instead."""
+    """Find a file as `find` does; a missing one is an error that names its `source`, and what can be asked instead."""
     path = find(relative, data_dir)
     if path is None:
         looked = ", ".join(str(root) for root in data_roots(data_dir))

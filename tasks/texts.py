@@ -35,7 +35,7 @@ class Corpus:
 
 @cache
 def sentences() -> tuple[str, ...]:
-    """Those of the embedded prose, in its order."""
+    """Sentences of the embedded prose, in its order."""
     parts = embedded_prose().split("\n\n")
     return tuple(text for part in parts for text in re.split(r"(?<=[.!?])\s+", part) if text)
 
@@ -122,7 +122,7 @@ class Tokens:
         return len(self.opening) + len(self.ids)
 
     def window(self, start: int, n: int) -> tuple[int, ...]:
-        """`n` tokens, of which those behind the opening begin at `start` of the text."""
+        """`n` tokens, of which those after the opening begin at `start` of the text."""
         stop = start + n - len(self.opening)
         assert len(self.opening) < n and stop <= len(self.ids), (start, n, len(self))
         return self.opening + self.ids[start:stop]

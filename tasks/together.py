@@ -22,7 +22,7 @@ MOST_ROWS = 64  # that are decoded at once without a GPU, where a step of hundre
 
 @dataclass
 class Together:
-    """What so many requests gave."""
+    """Figures of so many requests decoded together."""
 
     largest: int  # that fit
     n_rows: int = 0  # that were decoded
@@ -36,7 +36,7 @@ class Together:
         return None if self.tpot_s is None else self.n_rows / self.tpot_s
 
     def columns(self, full: "Together") -> dict[str, Any]:
-        """Its figures, beside those of full attention at its own largest batch."""
+        """Figures of the largest batch, with those of full attention at its own largest batch."""
         ours, theirs = self.tokens_per_s, full.tokens_per_s
         return {
             "batch_run": self.n_rows,

@@ -1,4 +1,4 @@
-"""One batch: cells that answer a sample behind one pass over its prompt.
+"""One batch: cells that answer a sample after one pass over its prompt.
 
 `reading.py` reads the prompt and builds a row for each cell; the rows answer by `answers.py`. What a cell gives is a
 `Reply` (`reply.py`).

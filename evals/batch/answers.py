@@ -36,7 +36,7 @@ def answers(
     model: Model, one: PreparedSample, wave: Wave, stop_ids: frozenset[int], forced: ForcedContinuation | None,
     progress: Progress,
 ) -> Iterator[Reply]:  # fmt: skip
-    """What each cell of a wave gives to a sample."""
+    """The reply of each cell of a wave to a sample."""
     sample, trace, settings = one.sample, wave.trace, wave.cells[0].settings
     feed, watch, beside, n_new = one.prompt.question_ids, None, [], sample.max_new_tokens
     n_steps = len(feed) + n_new - (not feed)
@@ -80,7 +80,7 @@ class Conversation:
         self.apart = wave.trace.shape.n_own > 0  # rows whose lengths differ
 
     def replies(self, progress: Progress) -> Iterator[Reply]:
-        """What each cell gives to each turn, in the order in which it is there."""
+        """Each cell's reply to each turn, as soon as it is there."""
         wave, mode = self.wave, self.asking.mode
         wave.trace.settle()
         assert wave.trace.logits is not None, "the trace has no logits"
@@ -139,12 +139,12 @@ class Conversation:
         return max(1, room_bytes(model.layers_on) // max(1, size))
 
     def feeds(self, turns: Round, earlier: Sequence[Answer]) -> list[tuple[int, ...]]:
-        """What each row reads: its turn's feed, in a dialogue behind the last token of its earlier answer."""
+        """Tokens that each row reads: its turn's feed, in a dialogue after the last token of its earlier answer."""
         feeds = [self.prompt.feeds[i] for i, _ in turns]
         return [self.behind(answer, feed) for answer, feed in zip(earlier, feeds, strict=True)] if earlier else feeds
 
     def behind(self, answer: Answer, feed: tuple[int, ...]) -> tuple[int, ...]:
-        """The next feed, behind the answer's last token; the turn's end stands there once."""
+        """The next feed, after the answer's last token; the turn's end stands there once."""
         if not answer.ids:
             return feed
         n_end = len(self.end_ids)
@@ -156,7 +156,7 @@ class Conversation:
         return (answer.ids[-1], *feed)
 
     def grown(self, turns: Round, positions: Sequence[int], feeds: Sequence[tuple[int, ...]]) -> list[Variant]:
-        """Where budgets grow: what the rows' variants are on prompts as long as the conversation behind their feeds."""
+        """The rows' variants where budgets grow: on prompts as long as the conversation after their feeds."""
         if self.asking.budget_base != "conversation":
             return []
         lengths = [n + len(feed) for n, feed in zip(positions, feeds, strict=True)]

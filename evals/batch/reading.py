@@ -24,7 +24,7 @@ from kvbench.tasks.forced import ForcedContinuation
 
 @dataclass(frozen=True)
 class Wave:
-    """Cells that answer at once: their rows, built behind one pass over the prompt."""
+    """Cells that answer at once: their rows, built after one pass over the prompt."""
 
     cells: Sequence[Cell]
     rows: list[SelectiveAttention]
@@ -36,13 +36,13 @@ def read(
     model: Model, one: PreparedSample, waves: Sequence[Sequence[Cell]], forced: ForcedContinuation | None,
     progress: Progress,
 ) -> Iterator[Wave]:  # fmt: skip
-    """One pass over the prompt, and each wave of cells behind it."""
+    """Read the prompt in one pass, then yield each wave of cells."""
     first, *others = waves
     cells = [cell for wave in waves for cell in wave]
     variants = [one.variants[cell.path] for cell in cells]
     n_new = one.packed.n_behind(one.sample)
     rows: list[SelectiveAttention] = []  # of the wave that answers now
-    clock = Stopwatch()  # of what the variants build beside the pass
+    clock = Stopwatch()  # of what the variants build during the pass
 
     def begin(wave: Sequence[Cell], trace: Trace) -> None:
         for cell in wave:

@@ -1,4 +1,4 @@
-"""What a cell gives to a sample: its answer and what was measured, or why there is none.
+"""A cell's reply to a sample: its answer and what was measured, or why there is none.
 
 Not here: how it is written (`evals/lines.py`).
 """
@@ -26,10 +26,10 @@ class TurnReply:
 
 @dataclass
 class Reply:
-    """What one cell gave to a sample, or to one turn of it."""
+    """One cell's reply to a sample, or to one turn of it."""
 
     cell: Cell
-    row: SelectiveAttention | None = None  # the method behind its answer; None: there is no answer
+    row: SelectiveAttention | None = None  # the method that led to its answer; None: there is no answer
     answer: Answer = field(default_factory=Answer)
     decoded: Decoded = field(default_factory=lambda: Decoded([], []))
     prefill_s: float = 0.0

@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def found(home: Path) -> Iterator[Item]:
-    """All that is ours, kind by kind."""
+    """All cached items that are ours, kind by kind."""
     for kind in KINDS:
         folder = home / kind.folder.format(user=os.geteuid())
         if folder.is_symlink() or not os.path.isdir(folder) or not os.access(folder, os.R_OK | os.X_OK):  # noqa: PTH112

@@ -347,7 +347,7 @@ def data() -> list[Fact]:
 
 
 def found(name: str, data: Any) -> str:
-    """What of a task's files is here, and how to get the others."""
+    """Which of a task's files are here, and how to get the others."""
     sources = import_module("kvbench.tasks.sources")
     here = [path for file in data.files if (path := sources.find(file, None))]
     where = f" in {shown(root_of(here[0], sources))}" if here else ""

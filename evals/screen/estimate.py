@@ -40,7 +40,7 @@ class Bends:
 
 
 def bends_of(shape: ModelShape) -> Bends:
-    """By arithmetic and by bytes: a layer has about 12 d² weights, and attention runs at half the speed."""
+    """Lengths at which costs bend, by arithmetic and by bytes: about 12 d² weights a layer; attention at half speed."""
     if not shape.d_model:
         return Bends()
     weights = 12 * shape.d_model**2
@@ -104,7 +104,7 @@ class Present:
 
 
 class Estimate:
-    """Of the samples that wait, in their order; every call says what time it is."""
+    """Estimates the seconds of the samples that wait, in their order; every call says what time it is."""
 
     def __init__(self, loads: Sequence[Load], bends: Bends | None = None) -> None:
         self.loads, self.bends = loads, bends or Bends()
@@ -112,7 +112,7 @@ class Estimate:
         self.reading, self.step = Line(), Line()
         self.used: dict[int, list[float]] = {}  # shares of an allowance that answers took, by allowance
         self.n_reads = 1  # passes over a prompt: variants with a prefill of their own take another
-        self.later: float | None = None  # seconds of the samples behind the present one, until something is learnt
+        self.later: float | None = None  # seconds of the samples after the present one, until something is learnt
 
     def begin(self, now: float) -> None:
         self.started = now
@@ -196,7 +196,7 @@ class Estimate:
         return 1.0, load.n_read / self.bends.step
 
     def cost(self, load: Load) -> float:
-        """In tokens read, before anything was measured."""
+        """A sample's cost in tokens read, before anything was measured."""
         return sum(self.reading_parts(load)) + USED * load.n_new * STEP_TOKENS * sum(self.step_parts(load))
 
     def n_steps(self, load: Load) -> float:
@@ -207,12 +207,12 @@ class Estimate:
         return load.n_new * (sum(alike) + usual) / (len(alike) + 1)
 
     def seconds(self, load: Load) -> float:
-        """Of a whole sample."""
+        """Seconds of a whole sample."""
         answering = self.n_steps(load) * self.step(*self.step_parts(load)) if self.step.rates else 0.0
         return self.reading(*self.reading_parts(load)) + answering
 
     def rest(self, load: Load, now: float) -> float:
-        """Of the present sample: as foretold and as it went so far, the latter the more the further it is."""
+        """Seconds left of the present sample: foretold, and as it went so far, which counts more and more."""
         present = self.present
         is_reading, n = present.kind == READING, present.units[ANSWERING]
         part = present.done / present.total if is_reading and present.total else 0.0

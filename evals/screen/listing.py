@@ -87,7 +87,7 @@ def rows_of(chosen: Choice) -> list[list[str]]:
 
 
 def methods() -> Iterator[Sheet]:
-    """By families, as the figures have them."""
+    """List methods by families, as the figures have them."""
     presets = [file.stem for file in (CONF / "method").glob("*.yaml")]
     families: dict[str, list[list[str]]] = {}
     for name, file in own_methods().items():
@@ -121,7 +121,7 @@ def line_of(chosen: Choice) -> str:
 
 
 def packaged(group: str, say_of: Callable[[Choice], T]) -> Iterator[tuple[Plugin, T]]:
-    """What is said of each plug-in; why one cannot be asked stands on standard error, and the others are listed."""
+    """Words on each plug-in; why one cannot be asked stands on standard error, and the others are listed."""
     refused = list[str]()
     for plugin in plugins.plugins():
         if plugin.group != group:
@@ -137,7 +137,7 @@ def packaged(group: str, say_of: Callable[[Choice], T]) -> Iterator[tuple[Plugin
 
 
 def experiments() -> Iterator[Sheet]:
-    """By their files' first comments that say what is asked."""
+    """List experiments by their files' first comments, which say what is asked."""
     rows = list[list[str]]()
     for file in sorted((CONF / "experiment").glob("*.yaml")):
         lines = itertools.takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())

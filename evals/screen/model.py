@@ -3,7 +3,7 @@
 All of it is told by the model's configuration: its file on the hub or in a folder, or what conf/architecture has where
 the hub does not answer. The model's own class runs once without numbers (`engine/checkpoints/kinds.py`), and each
 method is asked as a run asks it, with a prompt of 4,096 tokens or what the window holds, or with the prompt and the
-memory that are given beside the model: `tokens=32k memory=4GB`.
+memory that are given in addition to the model: `tokens=32k memory=4GB`.
 
 Not here: what fits into that memory (`evals/screen/room.py`), whether answers agree, which the loaded model is asked
 (`engine/passes/agreement.py`).
@@ -158,7 +158,7 @@ def of_a_token(shape: ModelShape) -> str:
 
 
 def particulars(known: Known) -> Iterator[str]:
-    """What else methods meet in such a layer."""
+    """What else methods meet in a layer of the model."""
     if known.shape.readers:
         yield f"{len(known.shape.readers)} layers read K and V of others, which count once"
     if known.shape.hybrid_layers:

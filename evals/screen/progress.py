@@ -50,7 +50,7 @@ class Standing:
 
 
 def in_words(standings: Sequence[Standing]) -> str:
-    """Scores on one line, those of a method beside each other: `full 100.0  snapkv 50.0 75.0`."""
+    """Scores on one line, those of a method next to each other: `full 100.0  snapkv 50.0 75.0`."""
     if len(standings) == 1:
         return standings[0].shown
     by_method: dict[str, list[str]] = {}
@@ -68,7 +68,7 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Of one group of variants; `n_done` of `n_samples` were there before.
+    """The progress of one group of variants; `n_done` of `n_samples` were there before.
 
     Without an `estimate` all samples count alike.
     """
@@ -111,7 +111,7 @@ class Progress:
             self.live.stop()
 
     def view(self) -> Group:
-        """What a terminal shows, as high as it is."""
+        """The lines that a terminal shows, as high as it is."""
         now = monotonic()
         left, n_here = self.estimate.left(now), self.n_samples - self.n_before
         self.bars.update(
@@ -168,7 +168,7 @@ class Progress:
             self.bars.reset(self.inner, description=f"  {printable(what)}", total=total, visible=True)
 
     def advance(self) -> None:
-        """One layer read, one step decoded, or another part done."""
+        """Count one layer read, one step decoded, or another part done."""
         self.estimate.advance(monotonic())
         if self.live is not None:
             self.bars.advance(self.inner)

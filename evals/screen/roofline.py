@@ -44,7 +44,7 @@ def step(layers: Layers, on: Hardware, s: int, n_rows: int) -> float:
 
 
 def this_machine(device: str, dtype: str) -> Hardware:
-    """What it reaches now, in products that take a second in all; other work on it counts."""
+    """What this machine reaches now, in products that take a second in all; other work on it counts."""
     kind = getattr(torch, dtype)
     weights, x = (torch.ones(n, SIDE, dtype=kind, device=device) for n in (ROWS, TOKENS))
     product = timed(lambda: torch.nn.functional.linear(x, weights[:PART]), device)
@@ -63,7 +63,7 @@ def threads() -> str:
 
 
 def timed(work: Callable[[], Tensor], device: str) -> float:
-    """Seconds of the fastest of a few runs behind one that does not count."""
+    """Seconds of the fastest of a few runs after one that does not count."""
     found = []
     for _ in range(REPEATS + 1):
         begun = time.perf_counter()

@@ -1,6 +1,6 @@
-"""What bytes are of a model's cache: how many requests fit into them, and what one may take so that more do.
+"""Bytes and a model's cache: how many requests fit into them, and what one may take so that more do.
 
-The words of `--check model=NAME` beside the model: `tokens=32k`, a prompt's length, and `memory=4GB` or `memory=1/4`.
+The words of `--check model=NAME` besides the model: `tokens=32k`, a prompt's length, and `memory=4GB` or `memory=1/4`.
 
 Not here: which methods keep to it (`evals/screen/model.py`), what a machine has left (`evals/screen/fits.py`).
 """

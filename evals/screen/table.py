@@ -1,4 +1,4 @@
-"""The table that ends a run: each result beside what it really cost.
+"""The table that ends a run: each result next to what it really cost.
 
 What all rows share stands once above the table, the folders stand below it. It fits 100 columns where the names of
 methods do; numbers are never cut, so on a narrower terminal the lines wrap. "-" was not measured.
@@ -17,7 +17,7 @@ from kvbench.results import EXACT, METRICS, RunResult, few_samples
 from kvbench.results.sheet import Sheet, show, without_shared
 
 TEXTS = ("model", "task", "budget", "comm", "scope", "seed")  # columns only where they differ
-NUMBERS = {  # behind the score, its interval and n: heads, and what one value says for all rows
+NUMBERS = {  # after the score, its interval and n: heads, and what one value says for all rows
     "tokens\nattended": "{} tokens attended",
     "prompt\nbudget": "{} of the prompt's tokens as budget",
     "KV KB\n/step": "{} KB of K and V moved a step",
@@ -28,7 +28,7 @@ NUMBERS = {  # behind the score, its interval and n: heads, and what one value s
     "prefill\ns": "prefill {} s",
     "s\n/token": "{} s a token",
 }
-SPARSE = {"pairs\nread": "{} of the prompt's pairs of query and key computed"}  # of runs behind a sparse prefill
+SPARSE = {"pairs\nread": "{} of the prompt's pairs of query and key computed"}  # of runs after a sparse prefill
 ANSWERS = {  # of runs that draw answers, or whose budget counts them
     "answer\ntokens": "{} tokens an answer",
     "cut\noff": "{} of the answers cut off",
@@ -45,7 +45,7 @@ Done = Sequence[tuple[Path, RunResult]]
 
 
 def print_table(done: Done) -> None:
-    """To standard output, as wide as it has to be."""
+    """Print the table to standard output, as wide as it has to be."""
     made = sheet(done)
     below = [*remarks([result for _, result in done]), *folders([path for path, _ in done])]
     show(replace(made, notes=below), fits=True)
@@ -115,7 +115,7 @@ def folders(paths: Sequence[Path]) -> list[str]:
 
 
 def near(path: Path) -> Path:
-    """From where the command was given, if it lies below."""
+    """A path from where the command was given, if it lies below."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
 
@@ -214,7 +214,7 @@ def numbers(result: RunResult) -> tuple[str, ...]:
 
 
 def number(value: float | None, digits: int, unit: float = 1) -> str:
-    """With so many digits behind the point, and none from 1,000 on."""
+    """A number with so many digits after the point, and none from 1,000 on."""
     return "-" if value is None else f"{value / unit:,.{0 if abs(value / unit) >= 1000 else digits}f}"
 
 

@@ -40,7 +40,7 @@ LAYER = 2  # of the one layer: beyond those that methods leave whole
 
 @dataclass(frozen=True)
 class Counts:
-    """One variant, one layer, one step, one request; of the prompt where a field says so."""
+    """Counts of one variant, one layer, one step, one request; of the prompt where a field says so."""
 
     attended_bytes: float  # K and V that attention reads
     searched_bytes: float  # read in order to find tokens, whichever tier they come from
@@ -48,10 +48,10 @@ class Counts:
     moved_meta_bytes: float
     resident_bytes: float  # on the device
     offloaded_bytes: float  # to the host during the prefill
-    build_flops: float  # on the host, beside the prefill
+    build_flops: float  # on the host, during the prefill
     observe_flops: float  # on the device, within it
     searched_numbers: float = 0.0  # made on the way to the chosen tokens
-    probed_tokens: float = 0.0  # that the model reads behind the prompt before the first step
+    probed_tokens: float = 0.0  # that the model reads after the prompt before the first step
 
 
 def count(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, model: ModelShape, s: int) -> Counts:

@@ -17,7 +17,7 @@ KINDS = ("holds more of what is still there", "fetches more", "grows without a b
 
 
 def growth(name: str) -> tuple[int, str]:
-    """Of a method with its default settings: which of KINDS, and why it is refused."""
+    """Which of KINDS a method with its default settings is, and why it is refused."""
     rules, params = method_of(name)
     if rules.of_answers:
         return 3, "compresses its own answer, and takes no questions in turn"

@@ -15,7 +15,7 @@ Step      linear layers, search, a blocking fetch of the chosen tokens, attentio
 Prefill   three lanes, as PQCache draws them: layers compute one after another; each layer's K and V leave for the host
           when it is done; its clustering starts when they are there. A step waits for a layer's clusters before it
           searches there, so what the lanes are late by shows in the time to the second token. So does what a method
-          lets the model read once more behind the prompt, as KVzip does.
+          lets the model read once more after the prompt, as KVzip does.
 
 Peaks are the makers' (`conf/hardware`). The shares of them that work reaches, and the fixed prices, are typical values
 and the least certain part: `benchmarks/bench_hardware.py` measures them on a real machine, and says how far the
@@ -119,7 +119,7 @@ class Predicted:
 
 
 def predict(counts: Counts, layers: Layers, hardware: Hardware, s: int, batch: int = 1) -> Predicted:
-    """Times of a prompt of `s` tokens and the steps behind it."""
+    """Times of a prompt of `s` tokens and the steps after it."""
     parts = step_parts(counts, layers, hardware, s, batch)
     tpot = sum(parts.values())
     ends, computed = prefill_ends(counts, layers, hardware, s)
@@ -167,7 +167,7 @@ def linear(hardware: Hardware, weights: int, tokens: float) -> float:
 
 
 def reading(layers: Layers, hardware: Hardware, n_tokens: float, n_pairs: float) -> float:
-    """So many tokens, and as many pairs of query and key, in one layer that keeps tokens and its share of others."""
+    """Seconds to read so many tokens and pairs of query and key in a layer that keeps tokens, others shared out."""
     others = layers.shape.n_layers / layers.n_kept
     pairs = 4 * layers.shape.h * layers.shape.d_h * n_pairs / hardware.flops
     return others * linear(hardware, layers.layer_weights, n_tokens) + pairs if n_tokens else 0.0
@@ -203,7 +203,7 @@ def read_hardware(name: str, key: str = "--on") -> Hardware:
 
 
 def read_model(name: str) -> tuple[Checkpoint, Layers]:
-    """What is known of a model without its weights; `name` is whatever `model=` of a run may be."""
+    """A model and its layers without its weights; `name` is whatever `model=` of a run may be."""
     if "," in name:
         raise ConfigError(f"--model={name} is several models; give one")
     spec = from_words([f"model={name}"]).model
@@ -229,7 +229,7 @@ def layers_of(shape: ModelShape, config: Any, trust_remote_code: bool = False) -
 
 @dataclass(frozen=True)
 class Question:
-    """What the command line asks."""
+    """The command line's question."""
 
     hardware: Sequence[str]
     model: str

@@ -42,7 +42,7 @@ def table(
     shape: ModelShape, weights: int, gb: float, names: Sequence[str], lengths: Sequence[int], ratio: Fraction,
     n_new: int, chunk: int | None,
 ) -> Sheet:  # fmt: skip
-    """Of each method: gigabytes of a variant, and how many fit at once, at each length."""
+    """A table of methods: gigabytes of a variant, and how many fit at once, at each length."""
     free, of_length = gb * 1e9 - weights, list[tuple[float, list[int]]]()
     for s in lengths:
         room = SHARE * free - prompt_bytes(shape, s, ELEMENT_BYTES, chunk)
@@ -60,7 +60,7 @@ def table(
 
 
 def at_once(room: float, size: float) -> str:
-    """Where even one does not fit, one is tried all the same."""
+    """How many fit at once; where even one does not, one is tried all the same."""
     return f"{room // size:.0f}" if room >= size else "none"
 
 

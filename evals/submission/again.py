@@ -1,7 +1,7 @@
 """Samples of a run answered a second time on this machine: the only thing that shows who gave an answer.
 
 Which samples is drawn when it is asked, so that nobody knows it before. In float32 on a CPU an answer and its ledger
-are the same alone and beside others, and a difference is found. Elsewhere the order of sums may decide between two
+are the same alone and with others, and a difference is found. Elsewhere the order of sums may decide between two
 tokens that are nearly as likely: there a difference is said, and proves nothing.
 
 Not here: runs of methods in files of their own, which are not run outside the jail.

@@ -4,7 +4,7 @@ the rest of its files, from the code of today and from a frozen benchmark.
 It runs in a process of its own with limits (`engine/workers/limited.py`), so that nothing that a folder holds
 stops the others.
 
-Not here: what a submission must have beside its runs (`evals/verify.py`), samples answered again (`again.py`).
+Not here: what a submission must have besides its runs (`evals/verify.py`), samples answered again (`again.py`).
 """
 
 import json
@@ -55,7 +55,7 @@ BIN_ERROR = 0.0006  # of a share that is rounded to three digits
 
 @dataclass
 class Checked:
-    """What was found of a run; plain data, as it comes from another process."""
+    """Findings about a run; plain data, as it comes from another process."""
 
     run: str
     level: int = 0  # of LEVELS
@@ -151,7 +151,7 @@ class Check:
         return replace(cell, task=task)  # type: ignore[arg-type]
 
     def check_facts(self) -> None:
-        """What result.json says of the run beside what was measured."""
+        """What result.json says of the run besides what was measured."""
         for key, said, asked in self.facts():
             if said != asked:
                 kind = "budget" if key in ("ratio_exact", "budget", "comm_exact", "memory_exact") else "configuration"
@@ -162,7 +162,7 @@ class Check:
                 self.find("configuration", f"sample {row.id!r:.60} says another variant than the configuration")
 
     def variant_of(self, row: SampleRow) -> str | None:
-        """What a sample's line calls the variant; None where it reports what its method cannot."""
+        """The variant's name in a sample's line; None where it reports what its method cannot."""
         try:
             return variant_words(self.cell, row.fields.get("method_report") or {}, row.ledger.get("index_share") or 1)
         except (LookupError, TypeError, AttributeError):
@@ -421,7 +421,7 @@ def skipped(cell: Cell) -> Sequence[int]:
 
 
 def ratio_of(config: Mapping[str, Any]) -> str | None:
-    """What a result says of the share: none beside a number of tokens, or of bytes."""
+    """What a result says of the share: none with a number of tokens, or of bytes."""
     if config.get("ratio") or config.get("budget"):
         return config.get("ratio")
     return None if str(config["memory"]).endswith("B") else config["memory"]

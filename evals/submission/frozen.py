@@ -83,7 +83,7 @@ def tuples(value: Any) -> Any:
 
 
 def digest(references: Sequence[str], columns: Mapping[str, Any]) -> str:
-    """Of all that a score looks at beside the answer."""
+    """Digest of all that a score looks at besides the answer."""
     text = json.dumps([list(references), dict(columns)], sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

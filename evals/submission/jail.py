@@ -70,7 +70,7 @@ def limit() -> None:
 
 
 def tell(words: str) -> None:
-    """By the system's own call, as the method may have put another one in the place of Python's."""
+    """Write by the system's own call, as the method may have put another one in the place of Python's."""
     os.write(2, f"\njail: {words}\n".encode())
 
 

@@ -26,7 +26,7 @@ NEEDED = RUN_FILES[:5]
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Who hands in what."""
+    """A manifest: who hands in what."""
 
     format: int
     submitter: str

@@ -21,7 +21,7 @@ from kvbench.evals.settings import USUAL, Choice, GivenKeeping, ModelSpec, Setti
 from kvbench.evals.typed import build
 from kvbench.methods.allocator import Allocator
 
-VERSIONS = (  # of what answers depend on, which a configuration has beside the settings
+VERSIONS = (  # of what answers depend on, which a configuration has besides the settings
     *("model_digest", "task_version", "method_version", "data_digest", "method_data_digest", "prefill_version"),
     *("prefill_data_digest", "compose_version"),
 )

@@ -36,7 +36,7 @@ class Kind(ABC):
 
 
 class Seen(NamedTuple):
-    """What one layer's attention was asked with for a block of text: (1, heads, n, d_h) float32."""
+    """Queries and keys of one layer's attention for a block of text: (1, heads, n, d_h) float32."""
 
     q: Tensor
     k: Tensor
@@ -51,7 +51,7 @@ class Statistics(Kind):
 
     @abstractmethod
     def sums(self, seen: Seen) -> dict[str, Tensor]:
-        """Of one layer and one block."""
+        """The sums that a calibration adds up, from one layer and one block of text."""
 
     def joined(self, earlier: dict[str, Tensor], later: dict[str, Tensor]) -> dict[str, Tensor]:
         """The sums of two stretches of text."""
@@ -59,7 +59,7 @@ class Statistics(Kind):
 
     @abstractmethod
     def arrays(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of one layer."""
+        """One layer's arrays from its sums."""
 
     def measure(self, model: Model, ids: Sequence[int]) -> Mapping[str, Tensor]:
         if len(ids) < self.least * model.shape.d_h:

@@ -42,7 +42,7 @@ class About:
     made: str  # date
 
     def origin(self) -> dict[str, Any]:
-        """For results, where equal calibrations say the same."""
+        """Origin of a calibration as results have it; equal calibrations have the same."""
         return {"kind": self.kind, "text": self.text, "n_tokens": self.n_tokens}
 
 
@@ -123,7 +123,7 @@ def place(kind: str, digest: str) -> Path:
 
 
 def kept(kind: str, model: Checkpoint) -> Calibration | None:
-    """What the cache folder has of this user; None where that is nothing, or damaged, or of others."""
+    """The calibration in this user's cache folder; None where there is none, or a damaged one, or another user's."""
     for digest in model.digests:
         path = place(kind, digest)
         with suppress(OSError, ConfigError):

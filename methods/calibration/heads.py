@@ -40,7 +40,7 @@ class Heads(Kind):
 
 
 def largest(model: Model, ids: Sequence[int]) -> Tensor:
-    """Of one stretch of text, (layers, h_kv) float32."""
+    """The largest weight that a token of each KV head gets in one stretch of text, (layers, h_kv) float32."""
     trace, what = prefill(model, ids), Repetition(len(ids), OVERLAP, NO_FRAME)
     probe(model, trace, [what])
     return torch.cat([trace.probed(what, layer).amax(-1) for layer in model.shape.attention_layers])

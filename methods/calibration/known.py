@@ -75,7 +75,7 @@ class NeedsCalibration(SelectiveAttention):
         return files.digest_of_file(params.calibration_file)
 
     def origin(self) -> dict[str, Any]:
-        """For the report: what the model was calibrated on."""
+        """What the model was calibrated on, for the report."""
         (what,) = self.observations(self.params, self.plan)
         return {"calibration": dict(self.trace.origins.get(what, {}))}
 
@@ -121,7 +121,7 @@ def last_tokens(model: Model, text: str, n: int) -> list[int]:
 
 
 def drawn(model: Model, kind: str) -> Calibration:
-    """Of a model whose weights are drawn, for which no text means anything: arrays of drawn queries and keys."""
+    """A calibration from drawn queries and keys, for a model of drawn weights, to which no text means anything."""
     shape, draw = model.shape, torch.Generator().manual_seed(0)
     n = 8 * shape.d_h
     found = []

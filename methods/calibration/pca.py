@@ -23,7 +23,7 @@ def moments(keys: Tensor) -> Tensor:
 
 
 def components(sums: Tensor) -> Tensor:
-    """From `moments`: (h_kv, d_h + 2, d_h) float32, as the arrays are."""
+    """Components from `moments`: (h_kv, d_h + 2, d_h) float32, as the arrays are."""
     n = sums[:, -1:, -1:]
     mean = sums[:, -1:, :-1] / n  # (h_kv, 1, d_h)
     covariance = sums[:, :-1, :-1] / n - mean.mT @ mean

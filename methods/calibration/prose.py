@@ -35,7 +35,7 @@ def embedded_prose() -> str:
 
 
 def as_prose(block: str) -> str | None:
-    """One block of reStructuredText as a plain paragraph; None where it is not running text."""
+    """A block of reStructuredText as a plain paragraph; None where it is not running text."""
     lines = [line.strip() for line in block.strip().splitlines()]
     if any(HEADING.match(line) or "::=" in line for line in lines):
         return None

@@ -18,7 +18,7 @@ SEED = 0
 
 
 def directions(x: Tensor) -> Tensor:
-    """Of queries (h, n, d_h): (h, d_h) float32, of length 1."""
+    """Main direction of each head's queries (h, n, d_h): (h, d_h) float32, of length 1."""
     x = x.double()
     largest = torch.linalg.eigh(x.mT @ x).eigenvectors[..., -1]  # eigenvalues ascend
     positive = ((x @ largest.unsqueeze(-1)).squeeze(-1) > 0).sum(-1)
@@ -27,7 +27,7 @@ def directions(x: Tensor) -> Tensor:
 
 
 def filters(x: Tensor, h_kv: int) -> Tensor:
-    """Of queries (h, n, d_h): (h_kv, d_h), minus the plain mean of a group's directions."""
+    """Filters (h_kv, d_h) from queries (h, n, d_h): minus the plain mean of a group's directions."""
     return -directions(x).unflatten(0, (h_kv, -1)).mean(1)
 
 

@@ -66,7 +66,7 @@ def speeds_of(model: Model) -> Tensor:
 
 
 def unpaired(shape: ModelShape) -> ConfigError:
-    """What is said of a model whose heads are not whole pairs of front and back channels."""
+    """The error for a model whose heads are not whole pairs of front and back channels."""
     return ConfigError(
         f"{shape.name} does not rotate all {shape.d_h} dimensions of a head in pairs of a front and a back half, which "
         "TriAttention's statistics need; use another method with it"

@@ -6,11 +6,11 @@ least squares, per KV head. The bias is what lets the compacted prompt hold its 
 
 Paper     arXiv:2602.16284, 2026; Zweiger, Adam; Fast KV Compaction via Attention Matching
 Symbols   paper C1, beta, C2 = kept keys, `bias`, new values; T, t = prompt tokens, kept keys; n = reference queries.
-Per step  moved: nothing; resident: h_kv * t * (4 * d_h + 2) bytes, a bias of 2 bytes beside K and V, and generated
+Per step  moved: nothing; resident: h_kv * t * (4 * d_h + 2) bytes, a bias of 2 bytes next to K and V, and generated
           tokens on top, whose bias is 0.
 Differs   - reference queries are the prompt's own at even distances, four per kept key and at least 1,024 rows of a KV
             head. `queries: repeat` takes those of a second copy of the prompt. `moved`, which is not published, turns
-            the prompt's own to where the answer begins, so that no key lies behind them. The authors' main results add
+            the prompt's own to where the answer begins, so that no key comes after them. The authors' main results add
             queries of questions that the model asks itself, which need generation, compact layer upon layer, and divide
             the budget over heads by tables. The label says which queries, since they matter more than the solver.
           - prompts above `chunk` tokens are compacted in parts of equal length.
@@ -69,7 +69,7 @@ START_SEED = 0  # of the vector that a power iteration begins with
 
 @dataclass(frozen=True)
 class Compacted:
-    """What stands for tokens of one KV head."""
+    """Keys, biases and values that stand for the tokens of one KV head."""
 
     idx: Tensor  # (t,) positions of the kept keys
     bias: Tensor  # (t,) float32
@@ -113,12 +113,12 @@ class AttentionMatching(SelectiveAttention):
 
         @property
         def bounds(self) -> tuple[float, float]:
-            """Of a key's weight, the exponential of its bias."""
+            """Bounds of a key's weight, which is the exponential of its bias."""
             return (exp(-3), exp(3)) if self.select == "highest" else (LEAST_WEIGHT, exp(7))
 
         @property
         def n_steps(self) -> int:
-            """Of projected gradients behind the clamped least squares of the weights."""
+            """Steps of projected gradient that follow the clamped least squares of the weights."""
             if self.bias_steps is not None:
                 return self.bias_steps
             return 2 if self.select == "highest" else 0

@@ -29,7 +29,7 @@ LARGEST_GROWTH = 100.0  # by which new values may exceed the old ones
 
 
 class Target(NamedTuple):
-    """What all keys give to the reference queries."""
+    """Attention of the reference queries over all keys, which a fit approaches."""
 
     exps: Tensor  # (n, s), exponentials of logits less their row's largest; a key's lie together, since keys are chosen
     mass: Tensor  # (n,), their sums
@@ -40,7 +40,7 @@ class Target(NamedTuple):
 
 
 class BiasRule(NamedTuple):
-    """How the weights exp(bias) of kept keys are fitted: projected gradients behind clamped least squares."""
+    """How the weights exp(bias) of kept keys are fitted: clamped least squares, then projected gradients."""
 
     lowest: float  # bounds of the weights
     highest: float
@@ -48,7 +48,7 @@ class BiasRule(NamedTuple):
 
 
 def target(q: Tensor, keys: Tensor, soft: Softmax) -> Target:
-    """No mask: queries are matched against all keys, later ones included.
+    """The target of a match: without a mask, so that queries see all keys, later ones included.
 
     Without sinks, which join the kept tokens as they joined all of them: exactly, and never fitted.
     """
@@ -125,7 +125,7 @@ class System:
         self.x, self.gram = x, products(x)
 
     def solved(self, y: Tensor, penalty: float = 0.0) -> Tensor | None:
-        """For columns of y (n, c), with this penalty on squared results: (t, c); None where it does not settle."""
+        """Solution (t, c) for columns of y (n, c), with a penalty on squared results; None where it does not settle."""
         x, gram = self.x, self.gram
         if penalty:
             gram = gram.clone()
@@ -167,7 +167,7 @@ def least_squares(system: System, y: Tensor) -> Tensor:
 
 
 def plain(system: System, y: Tensor) -> Tensor:
-    """As `least_squares`, without a ridge: not finite where columns are alike, whatever the library does then."""
+    """`least_squares` without a ridge: not finite where columns are alike, whatever the library does then."""
     found = system.solved(y)
     if found is not None:
         return found
@@ -226,7 +226,7 @@ class Products:
         self.n = 0
 
     def add(self, columns: Tensor) -> None:
-        """Behind those that are there."""
+        """Append columns to those that are there."""
         first, self.n = self.n, self.n + columns.shape[1]
         self.columns[:, first : self.n] = columns
         new, every = self.columns[:, first : self.n], self.columns[:, : self.n]
@@ -235,14 +235,14 @@ class Products:
         self.wanted[first : self.n] = (new.mT @ self.mass).unsqueeze(1)
 
     def keep(self, places: list[int]) -> None:
-        """Only these."""
+        """Keep only the columns at these places."""
         self.n, of = len(places), torch.tensor(places, device=self.gram.device)
         self.columns[:, : self.n] = self.columns[:, of]
         self.gram[: self.n, : self.n] = self.gram[of][:, of]
         self.wanted[: self.n] = self.wanted[of]
 
     def rest(self, weights: Tensor) -> Tensor:
-        """What weights (n,) leave of the mass, float32."""
+        """The mass that weights (n,) leave over, float32."""
         return (self.mass - self.columns[:, : self.n] @ finer(weights)).float()
 
     def solved(self) -> Tensor | None:

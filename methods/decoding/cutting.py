@@ -1,8 +1,8 @@
 """`CuttingMethod`: a method that cuts its cache every few steps while the model answers, as a schedule and an order.
 
 A method of this kind writes `order`, which slots of a layer stay and in which order. When that is asked is the
-schedule's (`methods/decoding/schedule.py`), the same for all. What it keeps beside K and V follows its tokens in
-`reorder`.
+schedule's (`methods/decoding/schedule.py`), the same for all. What it keeps in addition to K and V follows its tokens
+in `reorder`.
 
 Not here: any order.
 """
@@ -41,7 +41,7 @@ class CuttingMethod(DecodingRules, SelectiveAttention):
         """
 
     def reorder(self, layer: int, slots: Tensor) -> None:
-        """Let what the method keeps beside K and V follow the tokens of these slots."""
+        """Let what the method keeps in addition to K and V follow the tokens of these slots."""
 
     def arrange(self, layer: int) -> Placement:
         schedule, s, n_new, w = self.plan, self.trace.s_prompt, self.store.n_new, self.n_queries(self.params)
@@ -72,7 +72,7 @@ class CuttingMethod(DecodingRules, SelectiveAttention):
             self.reorder(layer, slots)
 
     def cuts(self, layers: Sequence[int]) -> Sequence[tuple[int, Tensor]]:
-        """What stays of each layer. Lazily, so that a layer is cut before the next one is looked at."""
+        """Slots that stay, for each layer. Lazily, so that a layer is cut before the next one is looked at."""
         return ((at, self.order(at, self.store[at].keys(), self.store[at].positions())) for at in layers)  # type: ignore[return-value]
 
     def queries(self, layer: int) -> Tensor:
@@ -97,7 +97,7 @@ def best_first(scores: Tensor, n: int) -> Tensor:
 
 
 def with_last(best: Tensor, n_slots: int, n_last: int) -> Tensor:
-    """Slots and the last ones behind them, (1, h_kv, k + n_last)."""
+    """Slots, then the last ones, (1, h_kv, k + n_last)."""
     last = torch.arange(n_slots - n_last, n_slots, device=best.device)
     return torch.cat([best, last.expand(1, best.shape[1], -1)], -1)
 

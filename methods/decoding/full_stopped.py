@@ -8,7 +8,7 @@ Paper     none: full attention with a limit on its answer
 Symbols   B, R' of the page = `target`, `stopping_length`.
 Per step  moved: nothing; resident: K and V of all tokens.
 Differs   the length of the answers that it is compared with is `answer_tokens`, as measured, or the task's allowance.
-          An answer that has ended its thought by itself is let go on. Entries behind the stop come on top.
+          An answer that has ended its thought by itself is let go on. Entries after the stop come on top.
 Fails     where the thought that is left out was needed.
 Figures   others: #6E6E8F, thin diamond, --
 """
@@ -52,7 +52,7 @@ class FullStopped(DecodingRules, SelectiveAttention):
 
     @classmethod
     def budget_with(cls, params: Params, request: BudgetRequest, s_prompt: int) -> Budget:
-        """That of full attention, which it is until it stops; its plan has what was asked for."""
+        """The budget of full attention, which the method is until it stops; its plan has what was asked for."""
         return replace(resolve(EVERYTHING, s_prompt, drops=False), nominal_tokens=cls.target(params, request))
 
     @classmethod

@@ -8,7 +8,7 @@ Paper     arXiv:2505.24133, 2025; Cai, Zefan; R-KV: Redundancy-aware KV Cache Co
 Symbols   paper B_budget, B_buffer, alpha, lambda = `target`, `interval`, `window`, `mix`; authors' code kv_budget,
           divide_length, window_size, kernel_size, mix_lambda. I, R = `importance`, `redundancy`.
 Per step  moved: nothing; resident: h_kv * (target + interval) tokens at most, and the last `window` queries, 2 * window
-          * h * d_h bytes. A cut takes 4 * (target + interval)**2 bytes beside them, one KV head after the other.
+          * h * d_h bytes. A cut takes 4 * (target + interval)**2 bytes in addition, one KV head after the other.
 Differs   - the paper spares the beta most recent of similar tokens, the authors' code exactly one, and so do we.
           - `order: score` leaves kept tokens by falling score, as the code does: pooling over neighbours and "the
             latest of the similar ones" then run over that order. `order: position` keeps them as they came, and keeps
@@ -41,7 +41,7 @@ LEAST_NORM = 1e-8
 
 
 def window_importance(q: Tensor, keys: Tensor, soft: Softmax, w: int, kernel: int) -> Tensor:
-    """What queries (1, h, n_q, d_h) look at among keys (1, h_kv, n, d_h) but the last `w`: (1, h_kv, n - w) float32.
+    """Weights that queries (1, h, n_q, d_h) give keys (1, h_kv, n, d_h) but the last `w`: (1, h_kv, n - w) float32.
 
     A group's logits become one by their maximum, before the softmax, which is over the keys that are scored alone; its
     sinks do so too.
@@ -56,7 +56,7 @@ def window_importance(q: Tensor, keys: Tensor, soft: Softmax, w: int, kernel: in
 
 
 def latest_alike(similar: Tensor) -> Tensor:
-    """Of each row of (n, n) the last column that is alike, 0 where no other is: (n, 1) int64."""
+    """For each row of (n, n) the last column that is alike, 0 where no other is: (n, 1) int64."""
     index = torch.arange(len(similar), device=similar.device, dtype=torch.int32)
     return torch.where(similar > SIMILAR, index, 0).amax(-1, keepdim=True).long()
 
@@ -70,7 +70,7 @@ def key_redundancy(keys: Tensor, spared: Callable[[Tensor], Tensor] = latest_ali
 
 
 def head_redundancy(keys: Tensor, spared: Callable[[Tensor], Tensor]) -> Tensor:
-    """The same of one head's keys (n, d_h): (n,)."""
+    """Redundancy of one head's keys (n, d_h): (n,)."""
     x = keys.float()
     x = x / (x.norm(dim=-1, keepdim=True) + LEAST_NORM)
     similar = x @ x.mT  # (n, n)
@@ -104,7 +104,7 @@ class VotingMethod(CuttingMethod, ABC):
 
     @classmethod
     def notes(cls, params: Voting) -> list[str]:
-        """What a table says where slots are ordered or cut otherwise than the authors do it."""
+        """A table's notes where slots are ordered or cut otherwise than the authors do it."""
         return ["by position"] * (params.order == "position") + super().notes(params)
 
     @classmethod
@@ -118,7 +118,7 @@ class VotingMethod(CuttingMethod, ABC):
 
     @abstractmethod
     def scores(self, layer: int, keys: Tensor) -> Tensor:
-        """What the tokens before the window are worth, (1, h_kv, n - window) float32."""
+        """Scores of the tokens before the window, (1, h_kv, n - window) float32."""
 
     def importance(self, layer: int, keys: Tensor) -> Tensor:
         """How much the last queries look at each of them, (1, h_kv, n - window) float32."""

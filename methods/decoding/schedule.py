@@ -78,7 +78,7 @@ class WhenToCut:
 
 
 def target_of(tokens: int, counts: str | None, interval: int) -> int:
-    """What a cut leaves, so that `tokens` are what `counts` says."""
+    """How many tokens a cut leaves, so that `tokens` are what `counts` says."""
     if counts == "mean":
         return tokens - (interval + 1) // 2
     return tokens - interval if counts == "peak" else tokens
@@ -98,13 +98,13 @@ class DecodingRules(Rules):
 
     @classmethod
     def beside_prompt(cls, params: Any) -> tuple[int, str, dict[str, Any]] | None:
-        """Tokens that a target needs beside a prompt which never leaves: how many, and their words in an error; and the
+        """Tokens that a target needs besides a prompt that never leaves: how many, and their words in an error; and the
         parameter that lets the prompt compete. None: it competes."""
         return None
 
     @classmethod
     def schedule(cls, params: Any, target: int) -> Schedule:
-        """When the method cuts."""
+        """The schedule by which the method cuts."""
         return Schedule(target, params.interval, params.schedule, params.at_prefill)
 
     @classmethod
@@ -130,7 +130,7 @@ class DecodingRules(Rules):
 
     @classmethod
     def target(cls, params: Any, request: BudgetRequest) -> int:
-        """What a cut leaves; `ConfigError` where that is less than the method needs."""
+        """How many tokens a cut leaves; `ConfigError` where the method needs more."""
         assert request.tokens is not None
         target, (least, why) = target_of(request.tokens, request.counts, params.interval), cls.least(params)
         if target < least:
@@ -182,5 +182,5 @@ class DecodingRules(Rules):
 
     @classmethod
     def notes(cls, params: Any) -> list[str]:
-        """What a table says of parameters, behind the title."""
+        """A table's notes on parameters, after the title."""
         return ["kvpress' schedule"] if getattr(params, "schedule", "position") == "steps" else []

@@ -66,7 +66,7 @@ def offsets_of(n: int) -> list[int]:
 
 
 def key_scores(statistics: Tensor, keys: Tensor, n_seen: int, n_offsets: int, aggregate: str) -> Tensor:
-    """What rotated keys (1, h_kv, n, d_h) are worth to each query head once `n_seen` tokens are there: (h, n) float32.
+    """Scores of rotated keys (1, h_kv, n, d_h) for each query head once `n_seen` tokens are there: (h, n) float32.
 
     `statistics` (h, 4, f) are those of `methods/calibration/queries.py`; a head that has none, NaN, has NaN scores.
     """
@@ -192,14 +192,14 @@ class TriAttention(NeedsCalibration, CuttingMethod):
         return self.trace.s_prompt if self.params.protect_prompt else 0
 
     def scores(self, layer: int, keys: Tensor) -> Tensor:
-        """What the tokens behind the fixed ones are worth to each query head: (h, n) float32."""
+        """Scores of the tokens after the fixed ones for each query head: (h, n) float32."""
         known, params = self.trace.observed(statistics(self.params), layer), self.params
         n_seen = self.store[layer].n_seen
         found = key_scores(known, keys[:, :, self.n_fixed :], n_seen, params.n_offsets, params.aggregate)
         return standardised(found) if params.normalize else found
 
     def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
-        """Of a layer by itself, where no other has a say."""
+        """Slots that stay in a layer that is judged by itself."""
         return self.chosen([self.scores(layer, keys)], positions)
 
     def cuts(self, layers: Sequence[int]) -> Sequence[tuple[int, Tensor]]:
@@ -242,5 +242,5 @@ class TriAttention(NeedsCalibration, CuttingMethod):
 
 
 def statistics(params: TriAttention.Params) -> Calibrated:
-    """What the model has to be calibrated for."""
+    """The calibration that the method needs."""
     return Calibrated("queries", "statistics", params.calibration_file, params.calibrate == "missing")

@@ -1,6 +1,6 @@
 """How many tokens each layer and head keeps, for methods that keep the best: free functions to whole numbers.
 
-Counts are tokens per head beside the protected ones: for each layer that is compressed one number, or a list of one
+Counts are tokens per head besides the protected ones: for each layer that is compressed one number, or a list of one
 for each head. `uniform` needs no scores, nor does PyramidKV's (`methods/dropping/pyramidkv.py`); `by_need` and
 `globally_best` divide the budget once the scores of all layers are there; `head_mix` and `head_protect` divide one
 layer's among its heads. Among equal scores the lower layer, head and position come first.
@@ -26,7 +26,7 @@ Counts = int | list[int]  # of one layer: of every head, or of each
 
 
 def uniform(count: int, n_layers: int) -> list[int]:
-    """The same for every layer."""
+    """One count for all layers."""
     return [count] * n_layers
 
 

@@ -12,7 +12,7 @@ Per step  moved: nothing; resident: F full heads of s + t tokens and the others'
 Budget    F is the largest number of full heads whose mean over all heads is within the budget; tokens that are left
           over widen the streaming heads' windows. Layers differ, so only the mean over layers is within.
           `sparsity` fixes the share of streaming heads instead, as published, whatever the budget: their windows are
-          as large behind a short prompt too, and streaming heads grow until theirs are full.
+          as large after a short prompt too, and streaming heads grow until theirs are full.
 Differs   - the prompt is read in one exact pass, as in the authors' evaluation with a chunk as long as the prompt.
           - equal numbers in a table are ordered by layer and head; the authors add noise to them, and kvpress leaves
             the order to the sort. In one of the authors' tables 110 of 256 heads are exactly 1.
@@ -106,7 +106,7 @@ class DuoAttention(SelectiveAttention):
     no_growth = "divides heads before it reads, so that its budget follows from them"
     no_latents = "divides heads into those that keep all and those that stream: here they share all they have"
     drops = True
-    version = 2  # 2: published windows are as large behind a short prompt as behind a long one
+    version = 2  # 2: published windows are as large after a short prompt as after a long one
 
     @dataclass(frozen=True)
     class Params:
@@ -207,7 +207,7 @@ class DuoAttention(SelectiveAttention):
         return min(window, max(0, self.trace.s_prompt - self.plan.n_sink))
 
     def kept(self, layer: int, n_recent: int) -> Tensor:
-        """Positions that a head keeps of the prompt: all, or its latest tokens, oldest first, and sinks behind them."""
+        """Positions that a head keeps of the prompt: all, or its latest tokens, oldest first, then sinks."""
         s = self.trace.s_prompt
         places = range(s) if n_recent < 0 else [*range(s - n_recent, s), *range(min(self.plan.n_sink, s))]
         return torch.tensor(places, device=self.trace.device_of(layer))

@@ -84,7 +84,7 @@ def average_rotation(turn: Turn | None, d_h: int, start: int, n: int, device: to
 
 
 def turned_statistics(statistics: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean (h, d_h) and covariance (h, d_h, d_h) of queries behind a linear map, from (h, 1 + d_h, d_h) before it."""
+    """Mean (h, d_h) and covariance (h, d_h, d_h) of queries after a linear map, from (h, 1 + d_h, d_h) before it."""
     mean, covariance = statistics[:, 0], statistics[:, 1:]
     return mean @ rotation.T, rotation @ covariance @ rotation.T
 
@@ -110,7 +110,7 @@ def expected_logits(mean: Tensor, covariance: Tensor | None, keys: Tensor, scale
 
 
 def expected_scores(logits: Tensor, values: Tensor, eps: float, value_norm: bool, soft: Softmax) -> Tensor:
-    """What tokens are worth, (1, h_kv, n): expected attention, the group's mean, times the norm of values
+    """Scores of tokens, (1, h_kv, n): expected attention, the group's mean, times the norm of values
     (h_kv, n, d_h)."""
     attention = soft.weights(logits, (-1,)).unflatten(0, (len(values), -1)).mean(1)  # (h_kv, n)
     if value_norm:
@@ -154,7 +154,7 @@ class ExpectedAttention(ScoringMethod):
 
     @dataclass(frozen=True)
     class Plan:
-        """What a layer keeps of the prompt."""
+        """How many of the prompt's tokens a layer keeps."""
 
         cap: int  # tokens per KV head, the sinks included
         n_sink: int
@@ -246,7 +246,7 @@ class ExpectedAttention(ScoringMethod):
         )
 
     def statistics(self, layer: int) -> Tensor:
-        """Of the queries before rotary embedding, (h, 1 + d_h, d_h)."""
+        """Mean and covariance of the queries before rotary embedding, (h, 1 + d_h, d_h)."""
         trace, path = self.trace, self.params.stats_file
         if path is None:
             return trace.observed(QueryStatistics(self.plan.n_sink, self.params.rotary == "model"), layer)
@@ -255,7 +255,7 @@ class ExpectedAttention(ScoringMethod):
 
 
 def header_of(path: Path) -> dict[str, Any]:
-    """What a safetensors file says of its tensors, and its `__metadata__`."""
+    """A safetensors file's header: its tensors and its `__metadata__`."""
     with opened(path) as file:
         n_bytes = int.from_bytes(file.read(8), "little")
         text = file.read(n_bytes) if n_bytes <= LONGEST_HEADER else b""

@@ -143,7 +143,7 @@ class H2O(Evicting, ScoringMethod):
         return Kept(kept, capacity=room)
 
     def eviction(self) -> Eviction | None:
-        """Once the cache is full, the lowest sum leaves it."""
+        """Evict the lowest sum once the cache is full."""
         plan = self.plan
         if self.params.generated == "on_top":
             return None

@@ -9,11 +9,11 @@ Paper     arXiv:2504.15364, 2025; Park, Junyoung; KeyDiff: Key Similarity-Based 
 Symbols   paper: cache budget N, block size B, anchor = `tokens`, `block_len`, `anchor`.
 Per step  moved: nothing; resident: h_kv * (tokens + t) tokens at step t, with `evict: always` h_kv * (tokens + 1); no
           metadata. Reading the prompt costs (s - tokens) / block_len rounds over tokens + block_len keys.
-Differs   - `blocks: simulated` goes through blocks of finished keys, as kvpress does (method=keydiff_kvpress), behind
+Differs   - `blocks: simulated` goes through blocks of finished keys, as kvpress does (method=keydiff_kvpress), after
             an exact prefill. In the paper a block attends to what survived before it, so that later keys are already
             made from a compressed past. Label and memory say which it is: the peak of the prefill is not compressed.
           - `blocks: none` compares all keys of the prompt at once.
-          - the paper evicts while it generates, too: `evict: always`, a block of one behind every step's attention.
+          - the paper evicts while it generates, too: `evict: always`, a block of one after every step's attention.
             kvpress does not, nor does the default.
           - of equal keys the lower position stays. No token is protected.
           - of latents that all heads share, the mean over the keys that each head makes of them.
@@ -59,7 +59,7 @@ def unlikeness(keys: Tensor) -> Tensor:
 
 
 def survivors(keys: Tensor, n: int, block_len: int, score: Callable[[Tensor], Tensor] = unlikeness) -> Tensor:
-    """Ascending positions of the `n` keys of (1, h_kv, s, d_h) that stay after all blocks behind the first `n`."""
+    """Ascending positions of the `n` keys of (1, h_kv, s, d_h) that stay after all blocks that follow the first `n`."""
     heads, s = keys.shape[1], keys.shape[2]
     every = torch.arange(s, device=keys.device).expand(1, heads, -1)
     kept = every[..., :n]
@@ -125,7 +125,7 @@ class KeyDiff(ScoringMethod):
         return self.variant.is_full or self.params.evict != "always"
 
     def behind(self, layer: int, weights: Tensor | None) -> Change | None:
-        """With `evict: always` the key that is most like the average leaves each head."""
+        """Evict from each head, with `evict: always`, the key that is most like the average."""
         if self.is_still:
             return None
         at = self.store[layer]

@@ -111,7 +111,7 @@ class Knorm(ScoringMethod):
         return self.variant.is_full or not self.prunes
 
     def behind(self, layer: int, weights: Tensor | None) -> Change | None:
-        """With `every`, once so many tokens came: the longest keys of all leave."""
+        """Evict the longest keys of all once `every` tokens came."""
         at = self.store[layer]
         n_over = at.n_kept + at.n_window - self.plan.tokens
         if not self.prunes or n_over != self.params.every or layer in self.whole:

@@ -81,7 +81,7 @@ class KVzip(ScoringMethod):
 
     @dataclass(frozen=True)
     class Plan:
-        """What is kept of the prompt whatever its scores, and how much beside it."""
+        """What is kept of the prompt whatever its scores, and how much more."""
 
         frame: Frame
         n_free: int  # tokens of the context per head, mean over heads and layers
@@ -152,6 +152,6 @@ class KVzip(ScoringMethod):
         return above_threshold(scores, n_heads * self.plan.n_free).sum(-1).tolist()
 
     def report(self) -> dict[str, Any]:
-        """What heads and layers keep of the prompt."""
+        """How much heads and layers keep of the prompt."""
         kept = [self.store[layer].kept_counts() for layer in self.trace.shape.attention_layers]
         return super().report() | {"kept_layers": [sum(layer) / len(layer) for layer in kept]}

@@ -1,8 +1,8 @@
 """LagKV (Liang et al., 2025): what a partition holds that the next one does not foretell. No attention is looked at.
 
-The tokens behind the sinks are cut into partitions. A partition's keys and values are rescaled, channel by channel, by
+The tokens after the sinks are cut into partitions. A partition's keys and values are rescaled, channel by channel, by
 the range that the next partition has there; tokens whose rescaled channels then vary most stay, equally many of every
-partition. The last partition has no successor and stays whole, with the remainder behind it. As published it goes on
+partition. The last partition has no successor and stays whole, with the remainder after it. As published it goes on
 while decoding: whenever a further partition is complete, the one before it is compressed.
 
 Paper     arXiv:2504.04704, 2025; Liang, Manlai; LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens
@@ -22,7 +22,7 @@ Differs   - `budget_rule: fair` keeps the budget's tokens exactly: sinks, last p
             may be divided by over heads.
           - of equal scores the lower position stays.
 Fails     on prompts of few partitions, of which sinks and last partition take most of the budget, and where what is
-          asked for is phrased like the text behind it.
+          asked for is phrased like the text after it.
 Figures   drop by keys and values: #7B6C01, hourglass, :
 """
 
@@ -69,7 +69,7 @@ def spread(x: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lag_scores(k: Tensor, v: Tensor, next_k: Tensor, next_v: Tensor, value_weight: float) -> tuple[Tensor, Tensor]:
-    """What the tokens of a partition are worth, all (..., lag, d_h): (..., lag) float32; and `spread`'s count."""
+    """Scores of a partition's tokens, all (..., lag, d_h): (..., lag) float32; and `spread`'s count."""
     of_keys, flat_k = spread(k.float(), next_k.float())
     of_values, flat_v = spread(v.float(), next_v.float())
     return of_keys.softmax(-1) + value_weight * of_values.softmax(-1), flat_k + flat_v
@@ -99,7 +99,7 @@ def ranks(scores: Tensor) -> Tensor:
 def quota(scores: Tensor, n: int) -> Tensor:
     """The `n` best of (1, heads, n_parts, lag), of each partition equally many, the first ones one more: (1, heads, n).
 
-    Ascending places of the partitions behind each other.
+    Ascending places of the partitions, one partition after the other.
     """
     n_parts, lag = scores.shape[2:]
     m, n_more = divmod(n, n_parts)
@@ -202,7 +202,7 @@ class LagKV(ScoringMethod):
         return n_sink, self.plan.n_last
 
     def scores(self, layer: int) -> Tensor:
-        """Of the tokens between the ends, partition behind partition."""
+        """Scores of the tokens between the ends, partition after partition."""
         if self.plan.n_parts == 0:  # the ends are all that is kept
             n = self.trace.s_prompt - sum(self.ends())
             return torch.zeros(1, self.trace.shape.h_kv, n, device=self.trace.keys(layer).device)
@@ -236,7 +236,7 @@ class LagKV(ScoringMethod):
         return self.place_ragged(layer, [quota(each, k)[0, 0] for each, k in heads])
 
     def place(self, layer: int, best: Tensor) -> Placement:
-        """With `evict: always`, keep all chosen tokens alike, with room for the most that are held at once."""
+        """Keep all chosen tokens alike with `evict: always`, with room for the most that are held at once."""
         if not self.cuts:
             return super().place(layer, best)
         (n_first, n_last), s = self.ends(), self.trace.s_prompt
@@ -251,7 +251,7 @@ class LagKV(ScoringMethod):
         return self.variant.is_full or not self.cuts
 
     def behind(self, layer: int, weights: Tensor | None) -> Change | None:
-        """With `evict: always`, once a partition and its reference are complete: the partition keeps its best."""
+        """Cut a partition to its best once it and its reference are complete, with `evict: always`."""
         if not self.cuts:
             return None
         plan, at, base = self.plan, self.store[layer], self.base[layer]
@@ -263,10 +263,10 @@ class LagKV(ScoringMethod):
         return Evict(self.leaving(layer, base)) if plan.m < plan.lag else None
 
     def leaving(self, layer: int, base: int) -> Tensor:
-        """Slots of the partition right behind `base` without its `m` best tokens: (1, h_kv, lag - m)."""
+        """Slots of the partition right after `base` without its `m` best tokens: (1, h_kv, lag - m)."""
         plan, at = self.plan, self.store[layer]
         (held,) = at.resident()
-        in_order = at.positions().argsort(-1)  # slots; behind `base` their positions are the same for all heads
+        in_order = at.positions().argsort(-1)  # slots; after `base` their positions are the same for all heads
         slots = in_order[..., base : base + plan.lag]
         tokens = partial(self.trace.of_heads, layer)
         k, v = tokens(*move_both(lambda x: gather_tokens(x, slots), held.k, held.v))

@@ -60,7 +60,7 @@ class WindowVotes(ScoringMethod):
         return self.plan.cap - self.plan.window
 
     def scorer(self) -> Hashable:
-        """Beside the window's length: methods that share it share their scores."""
+        """The scorer's settings besides the window's length: methods that share them share their scores."""
         return "votes", self.params.kernel, self.params.pooling, self.params.reduce
 
     def report(self) -> dict[str, Any]:

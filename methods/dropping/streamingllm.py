@@ -50,7 +50,7 @@ class StreamingLLM(SelectiveAttention):
 
     @dataclass(frozen=True)
     class Plan:
-        """What is kept."""
+        """How many tokens are kept."""
 
         n_sink: int
         n_recent: int  # the current token included

@@ -106,7 +106,7 @@ class TOVA(Evicting, ScoringMethod):
         return grown_cache(self, layer, self.plan.tokens)
 
     def eviction(self) -> Eviction | None:
-        """Once there are more than `tokens`, the one that this step looked at least leaves every head."""
+        """Evict from every head, once it holds more than `tokens`, the token that this step looked at least."""
         if self.params.evict == "prompt":
             return None
         return Eviction("mean", self.plan.tokens, adds_up=False, by_layer=True)

@@ -175,7 +175,7 @@ class XKV(ScoringMethod):
 
     @dataclass(frozen=True)
     class Plan:
-        """What is known of the division before any score is."""
+        """The division as far as it is known before any score is."""
 
         ows: int  # tokens of the window, kept in every layer
         total: int  # earlier tokens, over all layers

@@ -32,7 +32,7 @@ LINEAR, MLP = ("weight", "bias"), ("0.weight", "0.bias", "2.weight", "2.bias")
 
 @dataclass(frozen=True)
 class Gate:
-    """What a file holds: by layer and name float32 numbers, and what it says of itself."""
+    """A gate as its file holds it: float32 numbers by layer and name, and what the file says of itself."""
 
     name: str
     digest: str  # SHA-256 of the file, its first 12 letters

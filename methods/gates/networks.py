@@ -55,7 +55,7 @@ NETWORKS = {"kvzap": kvzap, "fastkvzip": fastkvzip}
 
 @dataclass(frozen=True)
 class GateScores(Observation):
-    """What a gate says of a layer's tokens, (1, h_kv, s) float32; `gate` is a file, a hub name, `auto` or `drawn`."""
+    """A gate's scores of a layer's tokens, (1, h_kv, s) float32; `gate` is a file, a hub name, `auto` or `drawn`."""
 
     of_input: ClassVar[bool] = True
     of_tokens: ClassVar[bool] = True

@@ -92,7 +92,7 @@ def as_layer(w: Tensor) -> dict[str, np.ndarray]:
 
 
 def looked_at(model: "Model", prompt: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Of each layer the attention's inputs (s, D) and the logarithms of KVzip's scores (h_kv, s)."""
+    """For each layer the attention's inputs (s, D) and the logarithms of KVzip's scores (h_kv, s)."""
     inputs, repeats = Inputs(), Repetition(CHUNK, OVERLAP, NO_FRAME)
     trace = prefill(model, prompt, (inputs,))
     probe(model, trace, (repeats,))

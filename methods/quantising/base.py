@@ -68,7 +68,7 @@ class QuantisingMethod(SelectiveAttention):
     @classmethod
     @abstractmethod
     def coder(cls, params: Any, plan: Any) -> Coder:
-        """What makes codes of a layer's K and V."""
+        """The quantizer that makes codes of a layer's K and V."""
 
     def arrange(self, layer: int) -> Coded:
         return Coded(self.coder(self.params, self.plan))

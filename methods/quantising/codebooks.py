@@ -18,7 +18,7 @@ NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)  # of an integral over one 
 
 
 def density(x: np.ndarray, d_h: int, is_normal: bool) -> np.ndarray:
-    """Of one coordinate of a uniform unit vector of d_h dimensions, or of the normal distribution near it."""
+    """Density of one coordinate of a uniform unit vector of d_h dimensions, or of the normal distribution near it."""
     if is_normal:
         return np.exp(-d_h / 2 * x * x) * (d_h / (2 * pi)) ** 0.5
     scale = lgamma(d_h / 2) - 0.5 * log(pi) - lgamma((d_h - 1) / 2)
@@ -57,7 +57,7 @@ def solved(d_h: int, bits: int, is_normal: bool = False) -> tuple[tuple[float, .
 
 
 def centroids(d_h: int, bits: int, is_normal: bool) -> Tensor:
-    """As float32."""
+    """Centroids of the codebook, float32."""
     return torch.tensor(solved(d_h, bits, is_normal)[0], dtype=torch.float32)
 
 
@@ -97,7 +97,7 @@ def mse_rebuilt(codes: Tensor, norms: Tensor, rotation: Tensor, table: Tensor) -
 
 
 def signs_of(x: Tensor, norms: Tensor, units: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """Of `prod`: signs (…, d_h) of what rebuilt `units` leave of unit vectors, seen by `s`, and its length (…, 1)."""
+    """For `prod`: signs (…, d_h) of what rebuilt `units` leave of unit vectors, seen by `s`, and its length (…, 1)."""
     left = torch.where(norms > 0, x / norms, 0) - units
     return (left @ s.mT) >= 0, left.norm(dim=-1, keepdim=True)
 
@@ -112,5 +112,5 @@ def prod_rebuilt(
 
 
 def gaussian(d_h: int, seed: int) -> Tensor:
-    """What `prod` looks at the residual with."""
+    """The Gaussian matrix by which `prod` projects the residual."""
     return torch.randn(d_h, d_h, generator=torch.Generator().manual_seed(seed + 1))

@@ -5,9 +5,9 @@ them are there; then everything, the prompt's rebuilt tokens included, is packed
 
 Paper     none: the quantised cache of transformers (Hugging Face)
 Symbols   nbits, q_group_size, residual_length = `bits`, `group`, `residual`.
-Per step  moved: nothing; resident: 2 * h_kv * d_h * (n * (b / 8 + 4 / g) + 2 * r) bytes, with r exact tokens, 0 behind
+Per step  moved: nothing; resident: 2 * h_kv * d_h * (n * (b / 8 + 4 / g) + 2 * r) bytes, with r exact tokens, 0 after
           the prompt and at most `residual` - 1.
-Differs   groups are of one token and head; transformers' lie one behind the other in memory, which is the same where g
+Differs   groups are of one token and head; transformers' lie one after the other in memory, which is the same where g
           divides d_h. Codes are attended to packed, where transformers rebuilds the prefix at every step: its latency
           is not measured here. Shifts are counted at 16 bits.
 Fails     no prompt token is exact, and keys with a few large channels suffer at 2 bits.
@@ -38,7 +38,7 @@ from kvbench.methods.quantising.kivi import packed_bytes
 
 
 class WholeCodec(Codec):
-    """A prefix that is packed as a whole, and exact tokens behind it."""
+    """A prefix that is packed as a whole, and exact tokens after it."""
 
     def __init__(self, plan: "HFQuantizedCache.Plan", k: Tensor, v: Tensor, n_new: int) -> None:
         self.plan, self.n, self.nothing = plan, k.shape[2], Part(k[:, :, :0], v[:, :, :0])
@@ -73,7 +73,7 @@ class WholeCodec(Codec):
         return [(self.late[0], self.late[1], self.n - 1 - self.n_packed)]
 
     def growing(self) -> Growing | None:
-        """Until everything is packed anew."""
+        """How the residual grows until everything is packed anew."""
         n_exact = self.n - self.n_packed
         return Growing((1,), ((*self.late, n_exact - 1, NO_RING),), max(0, self.plan.residual - 1 - n_exact))
 
@@ -153,7 +153,7 @@ class HFQuantizedCache(QuantisingMethod):
 
     @classmethod
     def code_bytes(cls, plan: Plan, n: int, shape: ModelShape) -> int:
-        """The residual is empty behind a prompt."""
+        """Bytes of a prompt that is packed as a whole, after which the residual is empty."""
         return both_bytes(shape.h_kv, shape.d_h, shape.d_v, n, 0, plan)
 
     @classmethod

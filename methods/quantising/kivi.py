@@ -8,7 +8,7 @@ Paper     arXiv:2402.02750, 2024; Liu, Zirui; KIVI: A Tuning-Free Asymmetric 2bi
 Symbols   paper: B, G, R = `key_bits` and `value_bits`, `group`, `residual`; lo, scale = zeros, scales.
 Per step  moved: nothing; resident: h_kv * d_h * (nK * (bK / 8 + 4 / g) + 2 * rK + nV * (bV / 8 + 4 / g) + 2 * rV)
           bytes, with nK + rK = nV + rV = tokens so far; all of it is read.
-Differs   as the authors' code, and unlike the paper's listing, a block is packed behind the step that fills it, which
+Differs   as the authors' code, and unlike the paper's listing, a block is packed after the step that fills it, which
           still attends to its exact keys. The code fails with grouped queries and fewer tokens than the residual;
           this does not. With `memory` the setting is the first of a fixed list that fits; the residual shrinks before
           the bits do. A latent that all heads share is key and value at once: it is packed once, per channel as keys
@@ -92,7 +92,7 @@ class KIVICodec(Codec):
         return [(key, key[..., : self.d_v] if self.joint else self.late_v.place(), 0)]
 
     def growing(self) -> Growing | None:
-        """Until a block of keys is full, values begin to age, or rows are shifted."""
+        """How exact tokens grow until a block of keys is full, values begin to age, or rows are shifted."""
         plan, k, v = self.plan, self.late_k, self.late_v
         if self.joint or (self.has_aged and not self.packs_in_kernels):
             return None
@@ -111,7 +111,7 @@ class KIVICodec(Codec):
     def packing(
         cls, codecs: Sequence[Codec], newest: Sequence[tuple[Tensor, Tensor]], rows: Sequence[int]
     ) -> Packing | None:
-        """Of each row that has more exact values than it holds, the oldest."""
+        """Packs the oldest exact value of each row that has more than it holds."""
         ageing = by_form(
             (codec, Ageing(codec.late_v.view()[:, :, :1], codec.values, codec.n_v))
             for codec in cast("Sequence[KIVICodec]", codecs) if codec.has_aged
@@ -205,7 +205,7 @@ class KIVI(QuantisingMethod):
         residual: int
 
         def exact_keys(self, n: int) -> int:
-            """Of the first `n` tokens those whose keys wait for their block to be full."""
+            """How many of the first `n` tokens have keys that wait for their block to be full."""
             return n % self.residual
 
         def exact_values(self, n: int) -> int:
@@ -257,7 +257,7 @@ class KIVI(QuantisingMethod):
 
     @classmethod
     def title_of(cls, params: Params) -> str:
-        """With its bits."""
+        """The method's name with its bits."""
         return f"{cls.title} {bits_words(params.key_bits, params.value_bits)}"
 
     @classmethod

@@ -13,7 +13,7 @@ Differs   - a KV head has one set, by its group's squared queries, as kvpress ha
           - kvpress sets channels of all tokens to 0 and saves nothing; `recent: 0` makes the same numbers.
           - with `memory` alone, n is the fewest that fit; values stay, so that half and the mask is the least.
           - equal scores: the lower channel goes. Logits are divided by sqrt(d_h) of the whole head, as in both codes.
-          - behind a method that drops, norms are those of the keys that it keeps, queries the prompt's.
+          - after a method that drops, norms are those of the keys that it keeps, queries the prompt's.
 Fails     where a question's queries lean on other channels than the context's last ones.
 Figures   keep fewer bits, or made keys: #DB3ACD, hourglass, -.
 """
@@ -43,7 +43,7 @@ from kvbench.methods.quantising.base import QuantisingMethod
 
 
 def channel_scores(q: Tensor, k: Tensor, heads: int) -> Tensor:
-    """What each channel carries between the queries (1, h, w, d_h) and keys (1, h_kv, n, d_h): (heads, d_h) float64.
+    """Scores of channels between the queries (1, h, w, d_h) and keys (1, h_kv, n, d_h): (heads, d_h) float64.
 
     Mean squares of a head's queries times those of its keys; with h_kv heads, of a whole group's queries.
     """
@@ -141,7 +141,7 @@ class ThinCodec(Codec):
         return torch.cat([first, self.late_k[:, :, late]], 2), torch.cat([self.v, self.late_v[:, :, late]], 2)
 
     def settle(self) -> None:
-        """Nothing is thinned later."""
+        """Do nothing: no key is thinned later."""
 
     def counted_bytes(self) -> int:
         h_kv, d_v = len(self.channels), self.v.shape[3]
@@ -215,7 +215,7 @@ class ThinK(QuantisingMethod):
 
     @classmethod
     def code_bytes(cls, plan: Plan, n: int, shape: ModelShape) -> int:
-        """At most: a group's query heads may keep channels of which none is another's."""
+        """Bytes at most: a group's query heads may keep channels of which none is another's."""
         n_late = min(n, plan.recent)
         width = min(shape.d_h, (shape.d_h - plan.n_dropped) * (shape.g if plan.per_query_head else 1))
         return thin_bytes(shape.h_kv, shape.h, shape.d_h, shape.d_v, n - n_late, n_late, width, plan)
@@ -243,6 +243,6 @@ class ThinK(QuantisingMethod):
         return lambda k, v, n_new, seen: ThinCodec(plan, k, v, n_new, seen(queries))
 
     def report(self) -> dict[str, Any]:
-        """Where the budget chose how many channels go, and where no token is old enough to lose any."""
+        """How many channels go, which the budget may choose, and how many tokens are old enough to lose them."""
         thin = max(0, self.trace.s_prompt - self.plan.recent)
         return {"dropped_channels": self.plan.n_dropped, "thin_tokens": thin}

@@ -52,7 +52,7 @@ NORM_BYTES, RANGE_BYTES = 2, 4  # of a token: a norm; a scale and the smallest v
 
 
 class Bits(NamedTuple):
-    """Of a key's and of a value's number."""
+    """Bits of a key's and of a value's number."""
 
     key: int
     value: int
@@ -85,7 +85,7 @@ class Book:
 
 @cache
 def book_of(params: "TurboQuant.Params", plan: "TurboQuant.Plan", d_h: int) -> Book:
-    """What follows from the parameters alone."""
+    """The rotation and codebooks, which follow from the parameters alone."""
     rotation = codebooks.hadamard(d_h) if params.rotation == "hadamard" else codebooks.haar(d_h, params.seed)
     if plan.key_bits == FP8:
         table = torch.zeros(1)
@@ -114,13 +114,13 @@ class TurboQuantCodec(Codec):
         room = self.n + n_new
         self.keys = with_room(self.coded_keys(k[0].float()), BY_TOKEN, room)
         self.values = with_room(self.coded_values(v[0].float()), BY_TOKEN, room)
-        if params.objective == "mse":  # keys have one number beside their codes, and rotated values too
+        if params.objective == "mse":  # keys have one number next to their codes, and rotated values too
             self.keys = self.keys._replace(zeros=self.keys.scales)
         if params.values == "mse":
             self.values = self.values._replace(zeros=self.values.scales)
 
     def coded_keys(self, k: Tensor) -> Quantised:
-        """Of keys (h_kv, n, d_h): codes, norms, and of `prod` the lengths of residuals."""
+        """Codes of keys (h_kv, n, d_h) with their norms, and for `prod` the lengths of residuals."""
         if self.plan.key_bits == FP8:
             codes = k.to(torch.float8_e4m3fn).view(torch.uint8)
             none = k.new_zeros(len(k), k.shape[1], 1, dtype=torch.float16)
@@ -245,7 +245,7 @@ class TurboQuantCodec(Codec):
         return TokenBook(self.rotation, self.midpoints, self.plan.key_bits, self.plan.value_bits, TINY)
 
     def settle(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no token waits to be packed."""
 
     def counted_bytes(self) -> int:
         of_token = key_bytes_of(self.plan.key_bits, self.d_h, self.params.objective)
@@ -374,7 +374,7 @@ def boundary(params: TurboQuant.Params, shape: ModelShape) -> frozenset[int]:
 
 
 def key_bytes_of(bits: int, d_h: int, objective: str) -> int:
-    """A norm and codes, or eight-bit floats; the residual's length beside the signs of `prod`."""
+    """Bytes of a norm and codes, or of eight-bit floats; for `prod` of the residual's length and signs too."""
     if bits == FP8:
         return d_h
     return -(-d_h * bits // 8) + NORM_BYTES * (2 if objective == "prod" else 1)

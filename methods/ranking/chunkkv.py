@@ -41,7 +41,7 @@ from kvbench.methods.rules import Scorer
 from kvbench.methods.scorers import keep_top
 from kvbench.methods.scoring import ScoringMethod
 
-NO_SUM = 1e-8  # beside a chunk's sum, and within the logarithm of a share
+NO_SUM = 1e-8  # added to a chunk's sum, and within the logarithm of a share
 
 
 def chunk_sums(x: Tensor, chunk: int, start: int) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ def shares(n: int, chunk: int, start: int, budget: int) -> list[tuple[slice, int
 
 
 def published_counts(parts: list[tuple[slice, int]], ratio: Fraction) -> list[tuple[slice, int]]:
-    """The same parts with kvpress' numbers, each rounded down in floating point, and 1 at least."""
+    """Chunks with kvpress' counts, each rounded down in floating point, and 1 at least."""
     share = 1 - float(1 - ratio)
     return [(where, max(1, int((where.stop - where.start) * share))) for where, _ in parts]
 
@@ -215,6 +215,6 @@ class ChunkKV(OverScorer):
         return published_counts(parts, self.budget.ratio) if self.params.match_published else parts
 
     def of_each(self, scores: Tensor, n: int) -> Tensor:
-        """Of every chunk its best, head by head: (1, heads, n)."""
+        """The best tokens of every chunk, head by head: (1, heads, n)."""
         parts = self.parts(scores.shape[-1], n)
         return torch.cat([keep_top(scores[..., where], k) + where.start for where, k in parts], -1)

@@ -1,6 +1,6 @@
 """CriticalKV (Feng et al., 2025): weigh what tokens get by what they add to the layer's output.
 
-A token's second factor is the L1 norm of its value behind the output projection. The better part of the budget goes to
+A token's second factor is the L1 norm of its value after the output projection. The better part of the budget goes to
 the best tokens of any scorer, whatever their values; the rest by the product of both.
 
 Paper     arXiv:2502.03805, 2025; Feng, Yuan; Identify Critical KV Cache in LLM Inference from an Output Perturbation
@@ -16,7 +16,7 @@ Differs   - tokens that the scorer protects stay whatever the norms say. `match_
           - the first stage's count includes protected tokens and is rounded down. kvpress rounds in floating point and
             takes at least 1.
           - sums over a window's queries are divided by their number, as `eps` is meant.
-          - of a sigmoid behind attention, which some models have, the norms know nothing.
+          - the norms know nothing of the sigmoid that some models put after attention.
           - a scorer that weighs by values' norms itself is refused; kvpress warns.
           - of latents all heads' values are weighed, and the mean over heads counts.
           The authors' code is kvpress' press: there is no other setting of the paper's.
@@ -51,7 +51,7 @@ BLOCK_BYTES = 4 << 20  # of projected values at a time
 
 @dataclass(frozen=True)
 class OutputProjection(ModelFact):
-    """What a layer makes of its heads' outputs: (D, h * d_v), the model's own weights."""
+    """A layer's output projection: (D, h * d_v), the model's own weights."""
 
     def look_up(self, model: Model) -> Known:
         layers = model.shape.attention_layers
@@ -63,7 +63,7 @@ class OutputProjection(ModelFact):
     def observe_layer(
         self, trace: Trace, layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
     ) -> Tensor:
-        """Where there is no model: heads' outputs as they are."""
+        """An identity where there is no model: heads' outputs stay as they are."""
         return torch.eye(trace.values(layer).shape[-1], device=q.device).repeat(1, q.shape[1])
 
 
@@ -85,7 +85,7 @@ def projection(attention: Any, model: Model, layer: int) -> Tensor:
 
 
 def output_norms(values: Tensor, projection: Tensor) -> Tensor:
-    """L1 norms of values (1, heads, n, d_v) behind a projection (h, d_v, D), the group's mean: (1, heads, n) float32.
+    """L1 norms of values (1, heads, n, d_v) after a projection (h, d_v, D), the group's mean: (1, heads, n) float32.
 
     Some tokens of one query head at a time: all of them would be as many numbers as h prompts have.
     """
@@ -143,7 +143,7 @@ class CriticalKV(OverScorer):
         return self.worths(layer)
 
     def norms(self, layer: int) -> Tensor:
-        """Of all tokens, (1, h_kv, s)."""
+        """Norms of all tokens' projected values, (1, h_kv, s)."""
 
         def make() -> Tensor:
             _, values = self.trace.of_heads(layer, self.trace.keys(layer), self.trace.values(layer))
@@ -155,14 +155,14 @@ class CriticalKV(OverScorer):
         return self.trace.once(("output norms", layer), make)
 
     def product(self, layer: int) -> Tensor:
-        """What the second stage goes by, of the tokens between the ends: (1, h_kv, n)."""
+        """Scores that the second stage goes by, for the tokens between the ends: (1, h_kv, n)."""
         first, last = self.ends()
         return (self.shared_scores(layer) + self.params.eps) * self.norms(layer)[
             ..., first : self.trace.s_prompt - last
         ]
 
     def n_first(self, n: int) -> int:
-        """How many of a head's `n` tokens, beside protected ones, its scores alone choose."""
+        """How many of a head's `n` tokens, besides protected ones, its scores alone choose."""
         n_protected, allocator = sum(self.ends()), self.variant.allocator
         if self.params.match_published and allocator.of_heads == "uniform":
             of_kept = (1 - float(1 - self.budget.ratio)) * self.trace.s_prompt

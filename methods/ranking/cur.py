@@ -1,4 +1,4 @@
-"""CUR (CurDKV; Sengupta et al., 2025): keep tokens whose keys and values are long beside those of their neighbours.
+"""CUR (CurDKV; Sengupta et al., 2025): keep tokens whose keys and values are long compared with their neighbours'.
 
 A row's squared length stands for its leverage, its share in what the matrix of all keys, or values, spans. Each is
 taken as a share of its window of neighbours, and those of key and value are multiplied. No query is asked.
@@ -40,13 +40,13 @@ def energy(x: Tensor, sketch: Tensor | None = None) -> Tensor:
 
 
 def shares(x: Tensor) -> Tensor:
-    """Each of (..., n) as a share of their sum; all 0 where that is 0."""
+    """Numbers (..., n) as shares of their sum; all 0 where that is 0."""
     total = x.sum(-1, keepdim=True)
     return x / total.where(total != 0, 1.0)
 
 
 def local_shares(x: Tensor, window: int, is_scaled: bool) -> Tensor:
-    """Each of (..., s) as a share of its window's sum, the last one of what is left; `is_scaled`: times its length."""
+    """Shares of numbers (..., s) in their window's sum; with `is_scaled` a short last window weighs less."""
     s = x.shape[-1]
     n_missing = -s % window
     found = shares(torch.nn.functional.pad(x, (0, n_missing)).unflatten(-1, (-1, window))).flatten(-2)[..., :s]
@@ -56,7 +56,7 @@ def local_shares(x: Tensor, window: int, is_scaled: bool) -> Tensor:
 
 
 def leverages(k: Tensor, v: Tensor, params: "CUR.Params") -> Tensor:
-    """What each token of (1, h_kv, s, d_h) is worth; a head's add up to 1: (1, h_kv, s) float32."""
+    """Scores of tokens (1, h_kv, s, d_h); a head's add up to 1: (1, h_kv, s) float32."""
     sketch = None if params.sketch is None else drawn_sketch(k.shape[-1], params.sketch, params.seed).to(k.device)
     found = [energy(x, sketch) for x in (k, v)]
     if params.window is not None:
@@ -116,7 +116,7 @@ class CUR(ScoringMethod):
         return self.leverages(layer)[..., self.plan.n_sink :]
 
     def leverages(self, layer: int) -> Tensor:
-        """Of all tokens, sinks too, head by head, since each is made float32: (1, h_kv, s)."""
+        """Leverages of all tokens, sinks too, head by head, since each is made float32: (1, h_kv, s)."""
         of_heads = self.trace.of_heads(layer, self.trace.keys(layer), self.trace.values(layer))
         heads = zip(*(x.split(1, 1) for x in of_heads), strict=True)
         found = torch.cat([leverages(k, v, self.params) for k, v in heads], 1)

@@ -11,7 +11,7 @@ Per step  moved: nothing; resident: the tokens of all heads that are there, 4 * 
           each generated token of a head. Memory for generated tokens is taken at once.
 Differs   - the paper trains its model to say which tokens may go; here any scorer does. With method=dms_kvzap it is
           KVzap's gate, which is the published use of that.
-          - the prefill is exact, and drops take effect behind it; KVzap's paper reads sparsely.
+          - the prefill is exact, and drops take effect after it; KVzap's paper reads sparsely.
           - kvpress puts fake keys in the place of dropped ones and keeps the memory.
           - `decode: true` wants a scorer that knows a new token by itself: a gate, or a norm of keys.
 Fails     where the threshold was chosen for other texts: nothing holds the number of tokens.

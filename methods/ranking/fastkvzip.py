@@ -1,6 +1,6 @@
 """Fast KVzip (Kim et al., 2026): a gate foretells KVzip's scores in the pass over the prompt; one order over all heads.
 
-A token's small key, normalised, stands in a softmax beside a few learned keys, and the token's own small queries ask
+A token's small key, normalised, stands in a softmax with a few learned keys, and the token's own small queries ask
 them: the mean of its weights over the group is its score. The lowest of all layers and heads go.
 
 Paper     arXiv:2601.17668, 2026; Kim, Jang-Hyun; Fast KVzip: Efficient and Accurate LLM Inference with Gated KV

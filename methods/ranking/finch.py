@@ -8,13 +8,13 @@ Paper     arXiv:2408.00167, 2024; Corallo, Giulio; FINCH: Prompt-guided Key-Valu
           Language Models
 Symbols   kvpress' window_size, normalize_scores, chunk_length = `window`, `normalize`, `chunk`, its rerotate_keys the
           run's key `positions`; the authors' target_token = the budget's tokens.
-Budget    the question inside; a budget that leaves nothing beside it is refused.
+Budget    the question inside; a budget that leaves nothing besides it is refused.
 Per step  moved: nothing; resident: the budget's tokens and generated ones, 4 * d_h bytes each per KV head.
 Differs   - where the question begins is what the task says; kvpress marks it by a token of its own in the vocabulary.
-            What the chat template and the task put behind the question, up to the answer, is part of it.
+            What the chat template and the task put after the question, up to the answer, is part of it.
           - the text goes on at its own position, and keys move up to it (`engine/keeping.py`): the same distances.
           - with `chunk` no token of the question is dropped; `match_published` is kvpress' rule, which may.
-          - the authors read the context in segments, each with the question behind it and what was kept before it. Here
+          - the authors read the context in segments, each followed by the question and preceded by what was kept. Here
             it is read once (method=finch_paper). Their normalised weights are computed and never used.
           - of equal scores the lower position stays.
 Fails     where a fact that the question does not name leads to the one that it asks for; and with several questions,
@@ -128,7 +128,7 @@ class Finch(ScoringMethod):
         return "finch", self.plan.window, self.params.normalize, self.params.per
 
     def votes(self, layer: int) -> Tensor:
-        """Of the question's queries, their mean and the group's: (1, h_kv, n) for the `n` tokens before it."""
+        """Weights of the question's queries, their mean and the group's: (1, h_kv, n) for the `n` tokens before it."""
         trace, w = self.trace.exact, self.plan.window
         q, keys = trace.observed(LastQueries(w), layer)[:, :, -w:], trace.keys(layer)
         before = torch.arange(keys.shape[2] - w, keys.shape[2], device=q.device, dtype=torch.float32)

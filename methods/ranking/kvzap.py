@@ -86,7 +86,7 @@ class Gated(ScoringMethod):
         return self.gate_of(self.params).of(inputs.transpose(0, 1), layer, self.trace)[0].mT
 
     def report(self) -> dict[str, Any]:
-        """Which gate it was."""
+        """The report, with the gate that was used."""
         return super().report() | {"gate": self.gate_of(self.params).named(self.trace)}
 
 

@@ -10,7 +10,7 @@ Budget    the window inside, at most a quarter of it. With `evict: always` a con
           costing the lowest score its place.
 Per step  moved: nothing; resident: the budget's tokens and generated ones, 4 * d_h bytes each per KV head. Of the model
           and not of the prompt: 4 * h_kv * d_h bytes a layer, `constant_bytes` of the report.
-Differs   - the prompt is read exactly, and cut behind it. The authors' cache cuts keys before the prompt's own
+Differs   - the prompt is read exactly, and cut after it. The authors' cache cuts keys before the prompt's own
             attention, so that its pass is approximate.
           - directions are measured on 20 texts of 2,048 tokens of the embedded prose, unless `calibration_file` has
             others; of the authors' 20 one is not used, and theirs cannot be had here. Tasks that use the same prose
@@ -48,7 +48,7 @@ KIND = "qfilters"
 
 
 def projections(keys: Tensor, filters: Tensor) -> Tensor:
-    """Of keys (1, h_kv, n, d_h) on the direction that filters (h_kv, d_h) are minus: (1, h_kv, n) float32."""
+    """Lengths of keys (1, h_kv, n, d_h) along the opposite of filters (h_kv, d_h): (1, h_kv, n) float32."""
     heads = zip(keys[0], filters, strict=True)
     return torch.stack([-(head.float() @ each) for head, each in heads]).unsqueeze(0)
 
@@ -110,7 +110,7 @@ class QFilters(NeedsCalibration, ScoringMethod):
         return projections(keys, self.filters(layer))
 
     def place(self, layer: int, best: Tensor) -> Placement:
-        """With `evict: always` keep window and chosen tokens alike, with room until the first one has to leave."""
+        """Keep, with `evict: always`, window and chosen tokens alike, with room until the first one has to leave."""
         if self.is_still:
             return super().place(layer, best)
         s, n = self.trace.s_prompt, self.ends()[1]
@@ -123,7 +123,7 @@ class QFilters(NeedsCalibration, ScoringMethod):
         return self.variant.is_full or self.params.evict == "prompt"
 
     def behind(self, layer: int, weights: Tensor | None) -> Change | None:
-        """With `evict: always`, once the cache is full: the lowest score before the window leaves each head."""
+        """Evict the lowest score before the window from each full head, with `evict: always`."""
         at = self.store[layer]
         if self.is_still or at.n_kept + at.n_window <= self.plan.tokens:
             return None
@@ -153,7 +153,7 @@ class QFilters(NeedsCalibration, ScoringMethod):
 
 
 def calibrated(params: QFilters.Params) -> Calibrated:
-    """What the model has to be calibrated for."""
+    """The calibration that the method needs."""
     return Calibrated(KIND, "filters", params.calibration_file, params.calibrate == "missing")
 
 

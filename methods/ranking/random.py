@@ -2,7 +2,7 @@
 
 Every token gets a number by lot, and the highest stay. A number follows from the seed, the prompt up to the token, the
 layer and the KV head alone, so it is the same on every device and in every company, and does not change with what comes
-behind it in the prompt.
+after it in the prompt.
 
 Paper     none: a reference of this harness
 Per step  moved: nothing; resident: the budget's tokens and generated ones, 4 * d_h bytes each.
@@ -43,7 +43,7 @@ def wrapped(x: int) -> int:
 
 
 def shifted(x: Tensor, n: int) -> Tensor:
-    """Bits of int64 moved right by `n`, zeros behind them."""
+    """Bits of int64 moved right by `n`, with zeros shifted in."""
     return (x >> n) & ((1 << (BITS - n)) - 1)
 
 
@@ -65,7 +65,7 @@ def marks(ids: Sequence[int], s: int) -> Tensor:
 
 
 def keys_of(seed: int, layer: int, heads: Iterable[int]) -> Tensor:
-    """What tells the numbers of a head from those of another, (heads,) int64."""
+    """Keys that make one head's numbers differ from another's, (heads,) int64."""
     return mixed(torch.tensor([wrapped(seed * STEP + layer * FIRST + head * SECOND + BASE) for head in heads]))
 
 
@@ -129,7 +129,7 @@ class Random(ScoringMethod):
         return self.numbers(layer)[..., n_first : self.trace.s_prompt - n_last]
 
     def numbers(self, layer: int) -> Tensor:
-        """Of all tokens: (1, h_kv, s) float32, (1, 1, s) where all heads agree."""
+        """Random numbers of all tokens: (1, h_kv, s) float32, (1, 1, s) where all heads agree."""
         s, h_kv, seed = self.trace.s_prompt, self.trace.shape.h_kv, self.params.seed
         device = self.trace.device_of(layer)
         if self.params.draws == "kvpress":

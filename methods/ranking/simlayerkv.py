@@ -12,7 +12,7 @@ Budget    tokens per layer in the mean: lazy layers keep half of it or 1,028, as
 Per step  moved: nothing; resident: h_kv * (n_sink + n_recent) tokens in a lazy layer, all in the others, and generated
           ones.
 Differs   - the query is the prompt's last one. The authors' code judges by the first token that is decoded, which still
-            attends to everything, and cuts behind it; the paper averages the last queries, which `n_last` does.
+            attends to everything, and cuts after it; the paper averages the last queries, which `n_last` does.
           - `own_columns: cut` is kvpress' rule: columns of the last `n_last` tokens are cut off before the sum, so that
             the recent range begins that much earlier, and one recent token fewer is kept for each.
           - the authors' thresholds are for 1,024 recent tokens; a table of them per model is in no file of theirs.
@@ -42,7 +42,7 @@ USUAL_RECENT = 1024  # of the authors
 
 
 def lazy_share(weights: Tensor, n_sink: int, n_recent: int, n_cut: int) -> float:
-    """What of the weights (n, s), mean over queries, is on the first tokens and the latest before the last `n_cut`."""
+    """Share of the weights (n, s), mean over queries, on the first tokens and the latest before the last `n_cut`."""
     mean = finer(weights[:, : weights.shape[1] - n_cut]).mean(0)
     return float(mean[:n_sink].sum() + mean[len(mean) - n_recent :].sum())
 
@@ -78,7 +78,7 @@ class SimLayerKV(SelectiveAttention):
 
     @dataclass(frozen=True)
     class Plan:
-        """Of a lazy layer."""
+        """How many tokens a lazy layer keeps."""
 
         n_sink: int
         n_recent: int  # of whose weights its share is made

@@ -1,6 +1,6 @@
 """ClusterKV (Liu et al., 2024): keys that point the same way form a cluster, and each query recalls whole clusters.
 
-Once per prompt the keys of every KV head behind the sinks are clustered by k-means over their directions. At each step
+Once per prompt the keys of every KV head after the sinks are clustered by k-means over their directions. At each step
 a query head ranks the clusters by the inner product with their mean keys and fetches their tokens, best cluster first,
 until the budget is used up; the last cluster gives its first tokens. Generated tokens are always attended to, until
 `decode_period` of them have come: these become clusters of their own and leave the device.
@@ -68,7 +68,7 @@ FOLD_STEPS = 16  # steps whose hits are counted together: 5 us a step against 35
 
 @dataclass(frozen=True)
 class Clusters:
-    """The clusters of one layer; tokens are numbered from the first one behind the sinks."""
+    """The clusters of one layer; tokens are numbered from the first one after the sinks."""
 
     centroids: Tensor  # (h_kv, c, d_h) float32, rounded to the model's dtype
     sizes: Tensor  # (h_kv, c) int64
@@ -78,12 +78,12 @@ class Clusters:
     rounds: float = 0.0  # of k-means, mean over KV heads
 
     def nbytes(self) -> int:
-        """As counted: 16-bit centroids, 32-bit integers."""
+        """Bytes as counted: 16-bit centroids, 32-bit integers."""
         h_kv = len(self.centroids)
         return self.ranked_bytes() + 4 * h_kv * self.tokens.shape[-1]
 
     def ranked_bytes(self) -> int:
-        """What ranking reads: centroids, sizes, and where the tokens of a cluster lie."""
+        """Bytes that ranking reads: centroids, sizes, and where the tokens of a cluster lie."""
         h_kv, c, d_h = self.centroids.shape
         return h_kv * c * (2 * d_h + 8)
 
@@ -103,7 +103,7 @@ def cluster_keys(keys: Tensor, c: int, metric: str, n_rounds: int, generator: to
 
 
 def append_clusters(old: Clusters, new: Clusters) -> Clusters:
-    """`new` behind `old`: ids of clusters and tokens go on where those of `old` end."""
+    """`new` appended to `old`: ids of clusters and tokens go on where those of `old` end."""
     n = old.tokens.shape[-1]
     return Clusters(
         torch.cat([old.centroids, new.centroids], 1),
@@ -274,7 +274,7 @@ class ClusterKV(Indexed):
         return Offloaded(self.plan.n_sink, 0, min(period, self.store.n_new), self.params.cache_steps)
 
     def start_clustering(self, layer: int) -> Future[Clusters]:
-        """Cluster the prompt's keys on a thread beside the prefill; variants that would get the same share the work.
+        """Cluster the prompt's keys on a thread during the prefill; variants that would get the same share the work.
 
         One thread for all layers: it works through them while the prefill goes on above.
         """
@@ -330,7 +330,7 @@ class ClusterKV(Indexed):
         return False
 
     def cost(self, layer: int) -> Cost:
-        """Of one selection."""
+        """Cost of one selection."""
         clusters = self.index[layer]
         return Cost(clusters.nbytes(), read_bytes=clusters.ranked_bytes() + 4 * self.n_choosing * self.plan.k)
 
@@ -343,7 +343,7 @@ class ClusterKV(Indexed):
             hits.fold(sizes.repeat_interleave(heads // len(sizes), 0), self.plan.k)
 
     def behind(self, layer: int, weights: Tensor | None) -> Release | None:
-        """Once `decode_period` tokens have come, they become clusters and leave the device."""
+        """Make clusters of the last tokens once `decode_period` have come; they leave the device."""
         at, n_clusters, params = self.store[layer], self.plan.n_decode_clusters, self.params
         if not n_clusters or not at.can_fetch or at.n_window != params.decode_period:
             return None

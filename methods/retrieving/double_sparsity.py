@@ -88,7 +88,7 @@ def union_within(order: Tensor, h_kv: int, most: int) -> Tensor:
 
 
 def quantised(labels: Tensor, bits: int) -> Tensor:
-    """Each vector in `bits` bits between its lowest and its highest value, and back again."""
+    """Vectors in `bits` bits between its lowest and its highest value, and back again."""
     if bits == WHOLE_BITS:
         return labels
     low, high = labels.amin(-1, keepdim=True), labels.amax(-1, keepdim=True)
@@ -242,7 +242,7 @@ class DoubleSparsity(NeedsCalibration, LabelSearch):
         return Labels(labels, self.turn(channels), n_bits), channels, mask
 
     def turn(self, channels: Tensor) -> Tensor:
-        """What picks the labels' channels out of a query; those that are quantised are picked before."""
+        """A matrix that picks the labels' channels out of a query; quantised ones are picked before."""
         n_stored, c = channels.shape
         if not self.is_whole:
             return torch.eye(c, device=channels.device).expand(n_stored, -1, -1).contiguous()
@@ -358,6 +358,6 @@ def union_of(asks: Tensor, h_kv: int) -> Tensor:
 
 
 def scored(params: DoubleSparsity.Params) -> Calibrated:
-    """What the model has to be calibrated for."""
+    """The calibration that the method needs."""
     array = params.channel + ("_as_released" if params.calibration == "as_released" else "")
     return Calibrated("channels", array, params.calibration_file, params.calibrate == "missing")

@@ -7,7 +7,7 @@ the prompt's queries, first turns most of their energy into few channels.
 Paper     arXiv:2406.19707, 2024; Lee, Wonbeom; InfiniGen: Efficient Generative Inference of Large Language Models
           with Dynamic KV Cache Management
 Symbols   paper A, alpha, K = `basis`, `alpha`, tokens per head; r, d', T = `partial_ratio`, `n_channels`, `k_most`; x =
-          input of a layer's attention, behind its norm; q~ = `q_ahead`; S = tokens that compete, D = `d_model`.
+          input of a layer's attention, after its norm; q~ = `q_ahead`; S = tokens that compete, D = `d_model`.
 Per step  moved: K and V of K tokens per query head, 4 * d_h bytes each, a token of a KV head once, nothing of it left
           from the step before; to find them nothing moves, so any `comm` is met. Read to find: partial keys,
           2 * h_kv * S * d' bytes, resident as are 2 * h * d' * D bytes of query weights (with `lookahead: 1`) and
@@ -288,7 +288,7 @@ class InfiniGen(Indexed):
         self.n_capped += k == self.plan.k_most
 
     def cost(self, layer: int) -> Cost:
-        """What stays on the device and is read: partial keys, the projection's part for the channels, A."""
+        """Bytes that stay on the device and are read: partial keys, the projection's part for the channels, A."""
         shape, n_channels = self.trace.shape, self.plan.n_channels
         n_keys = self.store[layer].n_seen if layer in self.late else self.trace.s_prompt
         elements = shape.h_kv * n_keys * n_channels

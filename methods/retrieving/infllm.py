@@ -1,7 +1,7 @@
 """InfLLM (Xiao et al., 2024): fetch whole blocks of the past, found by a few of each block's tokens.
 
 A block's representatives are the tokens that were attended to most while they were among the latest. A step compares
-its query with the mean of each block's representatives, fetches the best blocks, and attends to them beside the sinks,
+its query with the mean of each block's representatives, fetches the best blocks, and attends to them with the sinks,
 the latest tokens and those that do not fill a block yet.
 
 Paper     arXiv:2402.04617, 2024; Xiao, Chaojun; InfLLM: Training-Free Long-Context Extrapolation for LLMs with an
@@ -129,7 +129,7 @@ class InfLLM(Indexed):
         n_repr: int  # representatives of a block, per head
 
         def n_blocks(self, n: int) -> int:
-            """Blocks for the query behind `n` tokens: none of their tokens is among its local ones."""
+            """Blocks for the query after `n` tokens: none of their tokens is among its local ones."""
             return max(0, (n - self.n_sink - self.n_local) // self.block_len)
 
     params: Params
@@ -190,7 +190,7 @@ class InfLLM(Indexed):
         super().setup()
         self.n_blocks, self.scores = {}, {}
         params, plan, s = self.params, self.plan, self.trace.s_prompt
-        last = s + self.store.n_new - 1  # the last query stands behind all tokens but one
+        last = s + self.store.n_new - 1  # the last query comes after all tokens but one
         self.grows = params.grow_blocks and plan.n_blocks(last) > plan.n_blocks(s)
         self.wants_weights = self.grows and params.repr_score == "prob"
         self.turns = params.position == "fixed" and not self.variant.is_full
@@ -260,7 +260,7 @@ class InfLLM(Indexed):
         return [far, Part(whole.k[:, :, n_far:], whole.v[:, :, n_far:])]
 
     def add_logits(self, layer: int, q: Tensor, keys: Tensor) -> None:
-        """Add what the current query gives to the tokens behind it; `keys` are those of sinks and window."""
+        """Add the current query's logits of the tokens before it; `keys` are those of sinks and window."""
         last = self.store[layer].n_window - 1
         band = slice(max(0, last - self.plan.n_local), last)
         window = keys[0, :, self.plan.n_sink :][:, band].float()  # (h_kv, n, d_h)
@@ -269,7 +269,7 @@ class InfLLM(Indexed):
 
     @classmethod
     def asked(cls, rows: Sequence[Self], q: Tensor) -> Tensor:
-        """Where far tokens are at one distance, the query at that distance."""
+        """Queries to search by: at the one distance of far tokens, where they are at one."""
         if all(row.q_far is None for row in rows):
             return q
         return torch.cat([q[i : i + 1] if row.q_far is None else row.q_far for i, row in enumerate(rows)])
@@ -332,7 +332,7 @@ class InfLLM(Indexed):
         return Selection(idx, self.cost(layer), turned=partial(self.brought_near, layer, tokens, self.q_far))
 
     def brought_near(self, layer: int, positions: Tensor, q: Tensor | None, fetched: Part) -> Part:
-        """Where far tokens are at one distance, those that were fetched come there too."""
+        """Turn fetched tokens to the one distance of far tokens, where they are at one."""
         part = fetched.gathered()
         return replace(part, k=self.to_zero(layer, part.k, positions), q=q)
 
@@ -342,12 +342,12 @@ class InfLLM(Indexed):
         return not self.turns and (layer not in self.scores or self.params.repr_score == "prob")
 
     def at_once(self, layer: int, m: int) -> int:
-        """At most until a block is formed."""
+        """How many tokens of a feed are read at once, at most until a block is formed."""
         n = super().at_once(layer, m)
         return max(1, min(n, self.n_to_block(layer))) if layer in self.scores else n
 
     def after_feed(self, layer: int, feed: Feed, out: Tensor, lse: Tensor) -> Tensor:
-        """As after each token: what local tokens got is added up."""
+        """Add up what local tokens got, as after each token."""
         if layer not in self.scores:
             return out
         n_sink, n_local, stop = self.plan.n_sink, self.plan.n_local, self.store[layer].n_window
@@ -374,7 +374,7 @@ class InfLLM(Indexed):
         return self.form_block(layer) if self.n_to_block(layer) <= 0 else None
 
     def learns(self, layer: int, weights: Tensor, ahead: int = 0) -> Learning | None:
-        """As `behind` adds up what local tokens got."""
+        """Let a kernel add up what local tokens got, as `behind` does."""
         if layer not in self.scores:
             return None
         at, n_sink, sums = self.store[layer], self.plan.n_sink, self.scores[layer].unsqueeze(0)
@@ -455,7 +455,7 @@ def fair_layout(params: InfLLM.Params, budget: Budget, n_repr: int) -> InfLLM.Pl
 
 
 def too_small(budget: Budget, block_len: int, n_sink: int) -> str:
-    """What to say where no block fits in beside sinks and one local token."""
+    """The error's words where no block fits in besides sinks and one local token."""
     s = budget.s_prompt
 
     def left(n_blocks: int) -> int:
@@ -498,7 +498,7 @@ def official_layout(params: InfLLM.Params, budget: Budget, n_repr: int) -> InfLL
 
 
 def observed_band(params: InfLLM.Params, plan: InfLLM.Plan) -> Observation:
-    """What tokens are scored by: attention received while local, or logits of the queries behind (the paper's text).
+    """An observation that scores tokens: attention received while local or logits of later queries (the paper's text).
 
     The paper takes the mean of logits. All tokens of a block have as many, so their sums choose the same.
     """

@@ -29,7 +29,7 @@ from kvbench.methods.indexed import Indexed
 
 @dataclass(frozen=True)
 class Labels:
-    """Of one layer: labels of keys, and how a query becomes weights of their numbers.
+    """Labels of one layer's keys, and how a query becomes weights of their numbers.
 
     `keys` (stored, s, c) are rounded as the model's own keys are; a stored head is a KV head, or a query head where
     labels of query heads differ.
@@ -40,7 +40,7 @@ class Labels:
     n_bits: int  # of all heads' labels of one token
 
     def first(self, n: int) -> Labels:
-        """Those of the first tokens."""
+        """Labels of the first `n` tokens."""
         return replace(self, keys=self.keys[:, :n])
 
     def n_bytes(self, n_tokens: int) -> int:
@@ -85,7 +85,7 @@ class LabelSearch(Indexed):
 
     @abstractmethod
     def asked_of(self, layer: int, q: Tensor) -> Tensor:
-        """What of queries (n, h, 1, d_h) `Labels.turn` is applied to: (n, `n_choosing`, …)."""
+        """The part of queries (n, h, 1, d_h) that `Labels.turn` is applied to: (n, `n_choosing`, …)."""
 
     def n_chosen(self, n: int) -> int:
         """How many of `n` tokens that compete are fetched."""
@@ -163,13 +163,13 @@ class LabelSearch(Indexed):
             self.index[layer].keys[:, n - 1 : n] = self.label_keys(layer, self.store[layer].newest[0])
 
     def cost(self, layer: int) -> Cost:
-        """All labels stay and are read."""
+        """Cost of a step: all labels stay and are read."""
         n_bytes = self.index[layer].n_bytes(self.units(layer).stop)
         return Cost(n_bytes, n_bytes)
 
 
 def weights_of(labels: Labels, asked: Tensor) -> Tensor:
-    """What labels are multiplied with: (rows, heads, c) float32."""
+    """Weights by which labels are multiplied: (rows, heads, c) float32."""
     stored, rows = len(labels.turn), len(asked)
     grouped = asked.float().unflatten(1, (stored, -1)).transpose(0, 1).flatten(1, 2)  # (stored, rows * g, c')
     return (grouped @ labels.turn).unflatten(1, (rows, -1)).transpose(0, 1).flatten(1, 2)

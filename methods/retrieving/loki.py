@@ -10,7 +10,7 @@ Per step  read to find: r components of s_prompt keys, 2 * h_kv * r * s_prompt b
           tokens per query head, 4 * d_h bytes each, a token of a KV head once; resident besides: generated tokens.
           Of the model and not of the prompt: 4 * h_kv * d_h**2 bytes of components, `constant_bytes` of the report.
 Differs   - the authors keep turned keys in place of keys, which loses nothing, and read the first components out of
-            them. Here keys stay as they are, labels lie beside them, and all of a chosen key is counted as moved.
+            them. Here keys stay as they are, labels lie next to them, and all of a chosen key is counted as moved.
           - generated tokens stay on the device and are not scored, so that the bytes read are the same at every step.
             `generated: compete` scores all tokens, also the current one, which may lose; it then exceeds `comm` by the
             generated tokens. `top_k` is the published count, a share of all tokens at each step.
@@ -152,7 +152,7 @@ class Loki(NeedsCalibration, LabelSearch):
         return (fitted(params),)
 
     def components(self, layer: int) -> Tensor:
-        """Those that score, (h_kv, r, d_h)."""
+        """The components that score, (h_kv, r, d_h)."""
         known, r = self.trace.observed(fitted(self.params), layer), self.plan.r
         if r is None:
             assert self.plan.share is not None
@@ -234,5 +234,5 @@ def components_for(params: Loki.Params, comm: Fraction, shape: ModelShape) -> tu
 
 
 def fitted(params: Loki.Params) -> Calibrated:
-    """What the model has to be calibrated for."""
+    """The calibration that the method needs."""
     return Calibrated("pca", params.rotary, params.calibration_file, params.calibrate == "missing")

@@ -9,8 +9,8 @@ Paper     arXiv:2410.16179, 2024; Chen, Zhuoming; MagicPIG: LSH Sampling for Eff
 Symbols   paper K, L, w = `bits`, `tables`, hyperplanes; u = `chance`; m = the prompt's tokens between sinks and window.
 Per step  read to find: the query's bucket in each table, 4 bytes an entry, and 8 bytes for its bounds; moved: K and V
           of each query head's sample, 4 * d_h bytes each, a token of a KV head once; resident: sinks, window, generated
-          tokens. The host holds 4 * tables + 4 bytes a token and KV head beside K and V, and 8 * 2^bits * tables a KV
-          head for the bounds, which is as a rule more than K and V (`method_report` has it).
+          tokens. The host holds, besides K and V, 4 * tables + 4 bytes a token and KV head, and 8 * 2^bits * tables
+          a KV head for the bounds, which is as a rule more than K and V (`method_report` has it).
 Differs   - a sample's size is random and differs by query head. `tables: auto` takes the largest number for which the
             prompt's last 32 queries find no more than the budget, and read no more than `comm`, in the mean: of each
             layer and prompt, at least 2. So the budget holds in the mean and is checked so, within 5 %; a sample is
@@ -80,7 +80,7 @@ BIN_BITS = 16  # of a float32 that are left out where numbers are counted: bins 
 
 @dataclass(frozen=True)
 class Index:
-    """What one layer of a prompt is searched with: tables and norms on the host, pinned where a GPU reads them."""
+    """A layer's index of a prompt: tables and norms on the host, pinned where a GPU reads them."""
 
     hashed: Hashed
     planes: Tensor  # (h_kv or 1, d_h, tables * bits)
@@ -93,7 +93,7 @@ class Index:
 
 
 def draw_planes(h_kv: int, d_h: int, bits: int, tables: int, seed: int) -> Tensor:
-    """Hyperplanes (h_kv, d_h, tables * bits), a table's beside each other; more tables begin with those of fewer."""
+    """Hyperplanes (h_kv, d_h, tables * bits), a table's next to each other; more tables begin with those of fewer."""
     draw = seeded(seed, bits, h_kv, d_h)
     found = [torch.randn(h_kv, d_h, bits, generator=draw) for _ in range(tables)]
     return torch.cat(found, -1)
@@ -112,7 +112,7 @@ def codes_of(x: Tensor, planes: Tensor, bits: int) -> Tensor:
 
 
 def cosines(q: Tensor, centred: Tensor, norms: Tensor) -> Tensor:
-    """Of queries (h, n_q, d_h) and centred keys (h_kv, m, d_h) with these norms: (h, n_q, m)."""
+    """Cosines between queries (h, n_q, d_h) and centred keys (h_kv, m, d_h) with these norms: (h, n_q, m)."""
     grouped = q.unflatten(0, (len(centred), -1)).flatten(1, 2)  # (h_kv, g * n_q, d_h)
     inner = grouped @ centred.mT
     lengths = grouped.norm(dim=-1, keepdim=True) * norms.unsqueeze(1)
@@ -292,7 +292,7 @@ class MagicPIG(SelectiveAttention):
         )
 
     def index_bytes(self, layer: int) -> int:
-        """What the layer's tables, their bounds and the norms take in the host's memory, as counted."""
+        """Bytes that the layer's tables, their bounds and the norms take in the host's memory, as counted."""
         index, shape = self.indexes[layer], self.trace.shape
         of_token = ENTRY_BYTES * index.n_tables + NORM_BYTES
         return shape.h_kv * (
@@ -322,7 +322,7 @@ class MagicPIG(SelectiveAttention):
         return selections
 
     def hidden(self, layer: int, h: int) -> Hidden:
-        """What a GPU searches the layer with."""
+        """The part of the layer's index that a GPU searches with."""
         index, host = self.indexes[layer], self.store[layer].host
         assert index.near is not None, "the layer's tables are not where a GPU reads them"
         planes, means = index.near

@@ -148,12 +148,12 @@ class Oracle(Indexed):
         return launch
 
     def has_kernel(self, layer: int) -> bool:
-        """Its kernel makes no weights, which are spread."""
+        """Whether a kernel may search: a kernel makes no weights, which `lost_mass: spread` needs."""
         return super().has_kernel(layer) and self.repeats
 
     @property
     def repeats(self) -> bool:
-        """Mass that is spread is corrected behind every step."""
+        """Mass that is spread is corrected after every step."""
         return self.variant.is_full or self.params.lost_mass == "renormalise"
 
     def selects_feeds(self, layer: int) -> bool:
@@ -167,7 +167,7 @@ class Oracle(Indexed):
         return Cost(searched_bytes=key_bytes(self.trace.shape, self.store[layer].n_seen))
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
-        """With `lost_mass: spread` the weights stay as they are, and dropped tokens share what is missing evenly."""
+        """Spread what is missing evenly over dropped tokens, with `lost_mass: spread`; the weights stay as they are."""
         if self.params.lost_mass == "renormalise" or self.variant.is_full:
             return out
         dropped = ~self.store.attended(layer)  # (h, n)

@@ -24,10 +24,10 @@ Differs   - sinks and window are inside the budget; `budget_rule: official` has 
           - a prompt with fewer tokens than centroids has its keys as centroids; theirs then attends to one token.
           - `iterations: auto` is their adaptive bound, with times of this machine in place of built-in ones, so that
             answers depend on the machine: for latency only.
-          - on a GPU keys are clustered there, on a stream of its own beside the prefill; theirs on idle CPUs, as here
+          - on a GPU keys are clustered there, on a stream of its own during the prefill; theirs on idle CPUs, as here
             by `cluster_on: cpu`.
           - `rebuild_every` is only proposed in the paper. Each new quantiser starts from the old centroids and replaces
-            centroids and codes of a layer at once, at the same step whether it was made beside the model or not.
+            centroids and codes of a layer at once, at the same step whether it was made while the model ran or not.
 Fails     where few bits meet keys that are alike: tokens with equal codes are chosen by position. What is generated is
           coded by centroids of the prompt.
 Figures   retrieve single tokens: #0A8E63, right, -
@@ -139,7 +139,7 @@ class PQCache(SelectiveAttention):
 
         @property
         def clusters_on_gpu(self) -> bool:
-            """Whether keys are clustered where the model is; the adaptive bound is that of a CPU beside it."""
+            """Whether keys are clustered where the model is; the adaptive bound is that of a CPU next to it."""
             return self.cluster_on == "auto" and self.iterations != "auto"
 
     @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class PQCache(SelectiveAttention):
         trace, plan, params = self.trace, self.plan, self.params
         if params.iterations == "auto":
             self.clock.enter(layer, trace.device_of(layer))
-        trace.offload(layer)  # what is clustered beside the model is on its way
+        trace.offload(layer)  # what is clustered while the model runs is on its way
         n_fit = self.n_fit
         if plan.k:
             self.rounds[layer] = self.most_rounds(layer, n_fit)
@@ -260,7 +260,7 @@ class PQCache(SelectiveAttention):
         return max(slides_at, n - plan.n_sink - plan.n_paid)
 
     def start(self, layer: int, n: int, old: Quantiser | None = None) -> Future[Quantiser]:
-        """Cluster the `n` tokens behind the sinks, on a thread beside the model or at once."""
+        """Cluster the `n` tokens after the sinks, on a thread while the model runs or at once."""
         trace, plan, params = self.trace, self.plan, self.params
         first, begin = first_centroids(params.seed, n, 1 << plan.b), None
         if old is not None and old.centroids.shape[2] == 1 << plan.b:
@@ -323,7 +323,7 @@ class PQCache(SelectiveAttention):
         )
 
     def arrange_rest(self) -> Mapping[int, Placement]:
-        """What a layer of this prompt took belongs to the profile."""
+        """Add the times of this prompt's layers to the profile."""
         if self.params.iterations == "auto" and self.plan.k:
             seconds = self.clock.middle()
             if seconds is not None:
@@ -337,7 +337,7 @@ class PQCache(SelectiveAttention):
         return select_keys(rows, layer, q) if rows[0].kind(layer) else super().search(rows, layer, q)
 
     def kind(self, layer: int) -> Hashable:
-        """On a GPU the quantiser's shape; False where there is nothing to choose from, or another way to choose."""
+        """The quantiser's shape, on a GPU; False where there is nothing to choose from, or another way to choose."""
         n, plan = self.candidates(layer), self.plan
         chooses = takes("pq_scores", self.trace.device) and n > plan.k > 0 and self.params.group_merge == "softmax_sum"
         return chooses and (plan.b, self.with_codes(layer, n).resident.shape)
@@ -346,7 +346,7 @@ class PQCache(SelectiveAttention):
     def search_again(
         cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch, ahead: int
     ) -> PQSearch | None:  # fmt: skip
-        """The same again, of rows that were scored at once and keep their quantisers."""
+        """The next search of rows that were scored at once and keep their quantisers."""
         together, n_seen, coded = rows[0].scored.get(layer, ([], 0, []))
         is_of_this_step = together == [*map(id, rows)] and n_seen == rows[0].store[layer].n_seen
         if not is_of_this_step or not all(row.repeats for row in rows):
@@ -403,7 +403,7 @@ class PQCache(SelectiveAttention):
         return cost_of(self.trace.shape.h_kv, self.plan.m, self.plan.b, n, quantiser.index_bytes, n > quantiser.n_fit)
 
     def coded(self, layer: int, codes: PackedCodes) -> Coded:
-        """What a GPU searches, and where it stores the newest token's code if that will be asked for."""
+        """The codes that a GPU searches, and where it stores the newest token's code if that will be asked for."""
         quantiser, at, n = self.quantisers[layer], self.store[layer], self.candidates(layer)
         home, newest = quantiser.codes, at.n_seen - 1 - self.plan.n_sink
         found = Coded(quantiser.resident, codes, n, self.plan.n_sink, grows=at.slides)
@@ -463,27 +463,27 @@ class PQCache(SelectiveAttention):
 
     @property
     def most_candidates(self) -> int:
-        """Of the last step."""
+        """The last step's candidates."""
         return self.most_codes - self.window()
 
     @property
     def most_codes(self) -> int:
-        """Of a layer, where generated tokens get some."""
+        """Most codes of a layer, with those that generated tokens get."""
         return self.trace.s_prompt + self.store.n_new - self.plan.n_sink
 
     @property
     def room_bytes(self) -> int:
-        """Of so many."""
+        """Bytes of the memory that holds a layer's most codes."""
         return room_bytes(self.trace.shape.h_kv, self.plan.m, self.plan.b, self.most_codes)
 
     @property
     def lies_beside_others(self) -> bool:
-        """Whether codes that grow lie beside other rows'; each new quantiser's have memory of their own."""
+        """Whether codes that grow lie next to other rows'; each new quantiser's have memory of their own."""
         return self.plan.k > 0 and not self.params.rebuild_every and self.most_candidates > self.n_fit
 
     @cached_property
     def ways(self) -> dict[int, Way]:
-        """By layer that fetches; behind the last one comes the first."""
+        """Copies by layer that fetches; after the last one comes the first."""
         layers = [at for at in self.trace.shape.attention_layers if self.store[at].can_fetch]
         groups = groups_of(layers, [self.trace.device_of(at) for at in layers])
         return {at: Way(own, groups[(i + 1) % len(groups)]) for i, own in enumerate(groups) for at in own}
@@ -565,7 +565,7 @@ def centroid_tokens(b: int) -> int:
 
 @cache
 def cost_of(h_kv: int, m: int, b: int, n: int, index_bytes: int, is_late: bool) -> Cost:
-    """Of a search: the same for all layers."""
+    """Cost of a search, the same for all layers."""
     one = counted_bytes(h_kv, m, b, 1) if is_late else 0
     return Cost(index_bytes, counted_bytes(h_kv, m, b, n), index_bytes, released_bytes=one)
 
@@ -578,8 +578,8 @@ class Way(NamedTuple):
 
 
 def bring(rows: Sequence[PQCache], layer: int, ns: Sequence[int]) -> list[PackedCodes]:
-    """On an accelerator: the layer's codes of rows with `ns` candidates, and on their way those of the layers behind
-    it, where they are clustered."""
+    """The layer's codes on an accelerator, of rows with `ns` candidates, and on their way those of the next layers,
+    where they are clustered."""
     trace, lane = rows[0].trace, rows[0].lane
     assert lane is not None
     sources = [row.quantisers[layer].codes for row in rows]
@@ -591,7 +591,7 @@ def bring(rows: Sequence[PQCache], layer: int, ns: Sequence[int]) -> list[Packed
         own, ahead = row.ways[layer]
         for above in (*own[own.index(layer) + 1 :], *ahead):
             if above not in row.pending or row.pending[above].done():
-                # Behind the last layer comes the first one of the next step, which has a candidate more.
+                # After the last layer comes the first one of the next step, which has a candidate more.
                 more = above <= layer and row.store[layer].slides
                 of_device = coming.setdefault(trace.device_of(above), {})
                 of_device.setdefault(above, []).append(row.with_codes(above, n + more).codes)
@@ -666,7 +666,7 @@ class PQSearch(Search):
         return [row.cost(row.quantisers[layer], n) for row, n in zip(self.rows, ns, strict=True)]
 
     def bring(self, age: int) -> Tensor:
-        """As the function, but only the first layer of a group asks for what is ahead: what kernels are told."""
+        """Codes as kernels take them; only the first layer of a group asks for what is ahead."""
         ahead = self.ahead
         if ahead is None:
             self.look_ahead()
@@ -679,7 +679,7 @@ class PQSearch(Search):
         return table
 
     def table(self, copies: Copies | None) -> Tensor:
-        """What kernels are told where copies lie there; where they did not come at once, wherever they are taken."""
+        """Addresses of copies for kernels; of those that did not come at once, from wherever they are taken."""
         if copies is None:
             kept = {*self.rows[0].ways[self.layer].own, *self.rows[0].ways[self.layer].ahead}
             found = self.lane.take(self.layer, self.sources, self.device, kept)

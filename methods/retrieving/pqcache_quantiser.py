@@ -1,6 +1,6 @@
 """A layer's product quantiser as PQCache keeps it: centroids, packed codes, and how codes get to an accelerator.
 
-Shapes    keys (h_kv, n, d_h), centroids (h_kv, m, c, d_m). Codes are those of tokens behind the sinks, in order.
+Shapes    keys (h_kv, n, d_h), centroids (h_kv, m, c, d_m). Codes are those of tokens after the sinks, in order.
 
 Not here: k-means and the layout of codes (`kernels/pq_fit.py`, `kernels/pq_codes.py`), when any of it is done
 (`methods/retrieving/pqcache.py`).
@@ -30,7 +30,7 @@ from kvbench.kernels.pq_fit import pq_fit
 
 @dataclass(frozen=True)
 class Quantiser:
-    """Centroids of one layer, and codes of its tokens from the first one behind the sinks."""
+    """Centroids of one layer, and codes of its tokens from the first one after the sinks."""
 
     centroids: Tensor  # (h_kv, m, c, d_m) float32, on the host
     resident: Tensor  # the same on the model's device
@@ -41,7 +41,7 @@ class Quantiser:
 
     @cached_property
     def index_bytes(self) -> int:
-        """Of the centroids, as they are counted."""
+        """Bytes of the centroids, as they are counted."""
         return self.resident.numel() * ELEMENT_BYTES
 
 
@@ -85,7 +85,7 @@ def with_room(quantiser: Quantiser, capacity: int, memory: Tensor | None = None)
 
 
 def first_centroids(seed: int, n: int, c: int) -> Tensor:
-    """Of `n` keys those that are the first centroids: the same for all layers, heads and parts."""
+    """Which of `n` keys are the first centroids: the same for all layers, heads and parts."""
     return torch.randperm(n, generator=seeded(seed, n, c))[:c]
 
 
@@ -103,7 +103,7 @@ def groups_of(layers: Sequence[int], devices: Sequence[torch.device]) -> list[li
 
 
 class Shelf:
-    """Pinned memory for codes that grow, in which those that are copied at once lie beside each other."""
+    """Pinned memory for codes that grow, in which those that are copied at once lie next to each other."""
 
     def __init__(self) -> None:
         self.rows: Counter[int] = Counter()  # that take a place in each layer, by its bytes
@@ -126,7 +126,7 @@ class Shelf:
 
 
 class Load:
-    """Codes that are copied at once, a copy for each stretch of memory in which some of them lie beside each other."""
+    """Codes that are copied at once, a copy for each stretch of memory in which some of them lie next to each other."""
 
     def __init__(self, wanted: Mapping[int, Collection[PackedCodes]]) -> None:
         self.layers = {layer: frozenset(codes) for layer, codes in wanted.items()}
@@ -195,7 +195,7 @@ class Lane:
             self.begin(Load(missing), device, {*wanted, *kept})
 
     def request_again(self, load: Load, device: torch.device, kept: Collection[int]) -> None:
-        """The same of what was requested before: all of it, where some of it was not begun."""
+        """Request anew what was requested before: all of it, where some of it was not begun."""
         for layer, codes in load.layers.items():
             for each in codes:
                 if self.copies(layer, each) is None:
@@ -212,8 +212,8 @@ class Lane:
         self.note(copies)
 
     def copy(self, load: Load, device: torch.device) -> Copies:
-        """Behind what the current stream does: codes of generated tokens come from there, and it has read what the
-        memory held before."""
+        """Start the copies after the current stream's work: codes of generated tokens come from there, and it has read
+        what the memory held before."""
         stream, here = stream_for("codes", device), torch.cuda.current_stream(device)
         if device not in self.marks:
             self.marks[device] = torch.cuda.Event()
@@ -227,7 +227,7 @@ class Lane:
         return copies
 
     def note(self, copies: Copies) -> None:
-        """They are on their way, and others that have nothing more are not needed any longer."""
+        """Note copies that are on their way, and give back others that have nothing more."""
         load = copies.load
         copies.n_held = len(load.layers)
         for layer, codes in load.layers.items():
@@ -242,7 +242,7 @@ class Lane:
     def take(
         self, layer: int, codes: Sequence[PackedCodes], device: torch.device, kept: Collection[int]
     ) -> list[Copies]:  # fmt: skip
-        """What has the copies, on which the current stream waits; made anew where the codes are others by now."""
+        """The copies, for which the current stream waits; made anew where the codes are others by now."""
         self.request({layer: codes}, device, kept)
         found = [copies for each in codes if (copies := self.copies(layer, each)) is not None]
         assert len(found) == len(codes), f"layer {layer}: {len(found)} of {len(codes)} are on their way"
@@ -251,7 +251,7 @@ class Lane:
         return found
 
     def take_whole(self, layer: int, codes: Sequence[PackedCodes], device: torch.device) -> Copies | None:
-        """As `take`, of copies that came at once; None where they did not."""
+        """The copies as `take` gives them, where they came at once; None where they did not."""
         copies = self.coming[layer][0] if layer in self.coming else None
         if copies is None or [copies.ns.get(each) for each in codes] != [each.n for each in codes]:
             return None
@@ -269,7 +269,7 @@ class Lane:
         stream_for("codes", device).synchronize()
 
     def copies(self, layer: int, codes: PackedCodes) -> Copies | None:
-        """What has a copy of them as they are."""
+        """The copies that hold these codes as they are."""
         for copies in self.coming.get(layer, ()):
             if copies.has(codes):
                 return copies
@@ -292,10 +292,10 @@ class Lane:
 
 
 def n_threads(trace: Trace) -> int:
-    """Threads that cluster: one beside a prefill on the same processor, else all that are idle but two."""
+    """Threads that cluster: one while a prefill runs on the same processor, else all that are idle but two."""
     return 1 if trace.device.type == "cpu" else max(1, min(16, (os.cpu_count() or 1) - 2))
 
 
 def threads_on(device: torch.device, trace: Trace) -> Beside:
-    """What clusters there: on a GPU one layer after the other, which fills it."""
+    """Threads that cluster there: on a GPU one layer after the other, which fills it."""
     return Beside("quantiser", n_threads(trace) if device.type == "cpu" else 1)

@@ -1,4 +1,4 @@
-"""How many rounds of k-means fit beside a layer's prefill: PQCache's adaptive bound, from times measured once.
+"""How many rounds of k-means fit into a layer's prefill: PQCache's adaptive bound, from times measured once.
 
 Clustering s vectors with T rounds takes a1 + b1 * s * T seconds (Eq. 1), a layer's prefill a2 + b2 * s + g2 * s^2
 (Eq. 2); where both take as long, T is the bound (Eq. 3). The authors' code has a line in s for three rounds and one
@@ -88,7 +88,7 @@ def rounds_by_two_lines(s: int, layer_s: float, three: Line, each: Line) -> floa
 
 
 def clipped(rounds: float, lowest: int = LOWEST, highest: int = HIGHEST) -> int:
-    """Without its fraction, and within bounds."""
+    """Rounds without their fraction, and within bounds."""
     return int(min(max(rounds, lowest), highest))
 
 
@@ -162,7 +162,7 @@ def profile_of(shape: ModelShape, device: torch.device, m: int, b: int, n_thread
 
 
 def read_profile(path: Path) -> Profile | None:
-    """What is kept; None where nothing is, or nothing that can be read."""
+    """The profile that is kept; None where there is none, or none that can be read."""
     try:
         kept = json.loads(path.read_text())
         clustering = [(int(n), int(rounds), float(t)) for n, rounds, t in kept["clustering"]]

@@ -53,7 +53,7 @@ AGGREGATES = ("query_head", "group_mean", "group_max")
 
 @dataclass
 class Bounds:
-    """Of every page the smallest and largest keys, (1, h_kv, n_pages, d_h); of generated tokens too, where paged.
+    """The smallest and largest keys of every page, (1, h_kv, n_pages, d_h); of generated tokens too, where paged.
 
     The keys' own values, held in float32 on a CPU, where to convert them at every step took longer than to score them.
     """
@@ -227,7 +227,7 @@ class Quest(Indexed):
         return self.repeats
 
     def append(self, layer: int) -> None:
-        """Where generated tokens are paged, widen the current page by the current token."""
+        """Widen the current page by the current token, where generated tokens are paged."""
         if self.params.page_generated:
             index = self.index[layer]
             page, place = divmod(self.store[layer].n_seen - 1, self.plan.page_len)

@@ -3,7 +3,7 @@
 Once per prompt the keys between sinks and window are clustered, within segments. At each step the query heads of a
 group rank the clusters by the softmax over their mean keys. There are three zones. Steady: sinks, window and generated
 tokens. Retrieved: the tokens of the best clusters. Estimated: each of the next clusters stands in attention as a
-pseudo-token with its mean key, its mean value and the logarithm of its size beside the logit. All share one softmax,
+pseudo-token with its mean key, its mean value and the logarithm of its size added to the logit. All share one softmax,
 and what lies outside the zones has no weight. Generated tokens become clusters when `update` of them have come.
 
 Paper     arXiv:2505.02922, 2025; Chen, Yaoqi; RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM
@@ -12,7 +12,7 @@ Symbols   paper wave index = `Index`; spec C, s, nr, ne = `n_clusters`, `n_segme
           ns, w = `n_sink`, `window`; t = tokens to a cluster.
 Per step  read to find: every centroid, 2 * h_kv * C * d_h bytes, and of the estimated clusters the value and the size,
           h_kv * ne * (2 * d_v + 4); moved: K and V of the retrieved tokens, 4 * h_kv * d_h bytes each; resident: steady
-          zone and h_kv * C * (4 * d_h + 8) bytes of clusters. The host holds 4 bytes a token beside K and V.
+          zone and h_kv * C * (4 * d_h + 8) bytes of clusters. The host holds 4 bytes a token in addition to K and V.
 Differs   - sinks and window are inside the budget, and the rest of it says how many clusters are retrieved, where the
             authors retrieve 1.8 % of them (preset `retroinfer_paper`). Clusters differ in size, so the budget holds in
             the mean; `fill: exact` takes the clusters that fit, best first, up to the first that does not.
@@ -75,7 +75,7 @@ FEWEST = 2  # clusters: one would be no choice
 
 @dataclass(frozen=True)
 class Index:
-    """The clusters of one layer; tokens are numbered from the first one behind the sinks."""
+    """The clusters of one layer; tokens are numbered from the first one after the sinks."""
 
     centroids: Tensor  # (h_kv, c, d_h), in the model's dtype
     values: Tensor  # (h_kv, c, d_h), mean values, in the model's dtype; zeros where there is no token
@@ -94,7 +94,7 @@ class Index:
 
 
 def initial_centroids(x: Tensor, c: int) -> Tensor:
-    """Of points x (h_kv, n, d_h) `c` at even distances, (h_kv, c, d_h)."""
+    """The `c` points at even distances among x (h_kv, n, d_h): (h_kv, c, d_h)."""
     n = x.shape[1]
     places = torch.arange(c, dtype=torch.float32) * (n / c) + n / c / 2
     return x[:, places.long().to(x.device)]
@@ -128,14 +128,14 @@ def build_index(keys: Tensor, values: Tensor, c: int, n_segments: int, iteration
 
 
 def index_of(centroids: Tensor, values: Tensor, sizes: Tensor, tokens: Tensor) -> Index:
-    """With all that follows from them; on an accelerator this waits for the sizes."""
+    """An index of clusters, with all that follows from them; on an accelerator this waits for the sizes."""
     most = sizes.sort(dim=-1, descending=True).values.cumsum(-1).amax(0).tolist()
     ranked = centroids if takes("clusters", centroids.device) else centroids.float()
     return Index(centroids, values, sizes, sizes.cumsum(-1), tokens, ranked, (0, *most))
 
 
 def append_index(old: Index, new: Index) -> Index:
-    """`new` behind `old`: ids of clusters and tokens go on where those of `old` end."""
+    """`new` appended to `old`: ids of clusters and tokens go on where those of `old` end."""
     tokens = torch.cat([old.tokens, new.tokens + old.tokens.shape[-1]], 1)
     return index_of(
         torch.cat([old.centroids, new.centroids], 1), torch.cat([old.values, new.values], 1),
@@ -162,7 +162,7 @@ def fitting(order: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Zones:
-    """What a layer's step retrieves and estimates; it grows with the clusters."""
+    """How many clusters a layer's step retrieves and estimates; it grows with the clusters."""
 
     n_retrieved: int
     n_estimated: int
@@ -374,7 +374,7 @@ class RetroInfer(SelectiveAttention):
         return cost, [Part(keys, values, mask, idx=ids, bias=bias, is_pseudo=True)]
 
     def behind(self, layer: int, weights: Tensor | None) -> Release | None:
-        """Once `update` tokens have come, the oldest of the window become clusters and leave the device."""
+        """Make clusters of the window's oldest tokens once `update` have come; they leave the device."""
         at, plan, n = self.store[layer], self.plan, self.params.update
         if not at.can_fetch or at.n_window != plan.window + n:
             return None
@@ -417,7 +417,7 @@ def ends(params: RetroInfer.Params, tokens: int) -> tuple[int, int]:
 
 
 def tokens_per_cluster(params: RetroInfer.Params, comm: Fraction | None) -> int:
-    """Those that were asked for; else 16, or as many more as it takes until `comm` pays for the clusters."""
+    """The number that was asked for; else 16, or as many more as it takes until `comm` pays for the clusters."""
     if not isinstance(params.tokens_per_cluster, str):
         return params.tokens_per_cluster
     return TOKENS_PER_CLUSTER if comm is None else max(TOKENS_PER_CLUSTER, ceil(comm_of(params, 1) / comm))
@@ -439,7 +439,7 @@ def clusters(s: int, t: int, segment: int) -> tuple[int, int]:
 
 
 def at_most(c: int, n_segments: int, most: int) -> tuple[int, int]:
-    """No more than `most` clusters, as many in each segment; where there are fewer than segments, in one segment."""
+    """A number of clusters up to `most`, as many in each segment; in one segment where they are fewer than segments."""
     if c <= most:
         return c, n_segments
     return (most // n_segments * n_segments, n_segments) if most >= n_segments else (most, 1)
@@ -460,7 +460,7 @@ def paid_clusters(n_bytes: int, share: float, shape: ModelShape) -> int:
 
 
 def share_of(c: int, share: float) -> int:
-    """At least one of `c` clusters."""
+    """How many a share of `c` clusters is, at least one."""
     return max(round(c * share), 1)
 
 
@@ -470,7 +470,7 @@ def stand_ins(order: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tokens_of(order: Tensor, index: Index, k: int, n_sink: int) -> Tensor:
-    """Positions of the first `k` tokens of the clusters in order (1, h_kv, r), -1 behind the last one: (1, h_kv, k)."""
+    """Positions of the first `k` tokens of the clusters in order (1, h_kv, r), -1 after the last one: (1, h_kv, k)."""
     owned = index.sizes, index.ends, index.tokens
     if takes("clusters", order.device):
         return cluster_tokens_triton(order, *owned, k, n_sink)

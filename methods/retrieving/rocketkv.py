@@ -144,7 +144,7 @@ class RocketKV(Indexed):
 
     @dataclass(frozen=True)
     class Plan:
-        """What the two stages keep, read and select of a prompt."""
+        """How much the two stages keep, read and select of a prompt."""
 
         n_kept: int  # tokens of the prompt, the window included
         window: int  # the prompt's last tokens, whose queries choose them
@@ -159,7 +159,7 @@ class RocketKV(Indexed):
             return self.r if self.n_paid is None else max(1, min(self.r, self.n_paid // n_chunks))
 
         def n_alike(self, n: int) -> int:
-            """How many steps behind one that searches `n` tokens read as many channels and select as it does."""
+            """How many steps after one that searches `n` tokens read as many channels and select as it does."""
             r, more = self.channels(ceil(n / self.chunk)), ALWAYS
             if self.n_paid is not None and r > 1:
                 more = self.n_paid // r * self.chunk - n
@@ -252,7 +252,7 @@ class RocketKV(Indexed):
         return q
 
     def score(self, layer: int, question: Tensor, index: Tensor) -> Tensor:
-        """What a group gives to the tokens of chunks, were every key as large as they are."""
+        """Scores that a group gives to the tokens of chunks, were every key as large as their bounds."""
         n, _, r, _ = self.counted(layer)
         sizes = torch.full((ceil(n / self.plan.chunk),), float(self.plan.chunk), device=question.device)
         sizes[-1] = n - (len(sizes) - 1) * self.plan.chunk
@@ -291,7 +291,7 @@ class RocketKV(Indexed):
         return self.counted(layer).cost
 
     def counted(self, layer: int) -> "Counted":
-        """Of the step at hand."""
+        """Counts of the step at hand."""
         plan, shape, at = self.plan, self.trace.shape, self.store[layer]
         n_chunks = ceil(at.n_host / plan.chunk)
         r = plan.channels(n_chunks)
@@ -309,7 +309,7 @@ class RocketKV(Indexed):
 
 
 class Counted(NamedTuple):
-    """What a step searches and selects."""
+    """How much a step searches and selects."""
 
     n: int  # tokens that are searched
     k: int  # of which so many are selected
@@ -318,7 +318,7 @@ class Counted(NamedTuple):
 
 
 def chunked(rows: Sequence[RocketKV], layer: int, counts: Sequence[Counted]) -> list[Chunked]:
-    """As kernels take rows."""
+    """The rows' chunks as kernels take them."""
     each = zip(rows, counts, strict=True)
     return [Chunked(row.index[layer], count.n, row.plan.chunk, count.r) for row, count in each]
 

@@ -72,7 +72,7 @@ class Factors:
     basis: Tensor  # (h_kv, r, d_h); float32 where torch would convert it at every step
 
     def keys(self, idx: Tensor) -> Tensor:
-        """Those of the tokens at idx (h_kv, k): (h_kv, k, d_h) float32."""
+        """Rebuilt keys of the tokens at idx (h_kv, k): (h_kv, k, d_h) float32."""
         rows = self.rows.index_select(0, idx.flatten()).view(*idx.shape, -1)
         return rows.to(self.basis.dtype).bmm(self.basis).float()
 
@@ -94,7 +94,7 @@ def leading_directions(x: Tensor, rank: int) -> Tensor:
 
 
 def chunk_means(keys: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Of keys (h_kv, n * chunk, d_h): each chunk's mean (h_kv, n, d_h), and its least cosine with it, (h_kv, n)."""
+    """Each chunk's mean, (h_kv, n, d_h), and least cosine with it, (h_kv, n), of keys (h_kv, n * chunk, d_h)."""
     chunks = keys.float().unflatten(1, (-1, chunk))  # (h_kv, n, chunk, d_h)
     means = chunks.mean(2)
     lengths = chunks.norm(dim=-1) * means.norm(dim=-1, keepdim=True)
@@ -119,7 +119,7 @@ class Landmarks:
 
 
 def landmarks_of(keys: Tensor, chunk: int, n_outliers: int) -> Landmarks:
-    """Of keys (h_kv, n * chunk, d_h)."""
+    """Landmarks of keys (h_kv, n * chunk, d_h)."""
     means, cosines = chunk_means(keys, chunk)
     outliers = top_stable(-cosines, n_outliers).sort(-1).values
     usual = torch.ones_like(cosines, dtype=torch.bool).scatter_(1, outliers, False)
@@ -128,7 +128,7 @@ def landmarks_of(keys: Tensor, chunk: int, n_outliers: int) -> Landmarks:
 
 
 def landmark_scores(q: Tensor, means: Tensor, soft: Softmax) -> Tensor:
-    """What queries (n, h, 1, d_h) give to landmarks (h_kv, c, d_h), the most of any query head: (n, h_kv, c) float32.
+    """Scores of landmarks (h_kv, c, d_h) for queries (n, h, 1, d_h), the most of any query head: (n, h_kv, c) float32.
 
     Logarithms of probabilities, which do not underflow; each query head's are its own.
     """
@@ -214,7 +214,7 @@ class ShadowKV(SelectiveAttention):
 
     @classmethod
     def fit_with_index(cls, params: Params, budget: Budget, shape: ModelShape) -> tuple[Budget, Plan]:
-        """Its own order: a smaller rank before longer chunks."""
+        """Fit the budget in ShadowKV's own order: a smaller rank before longer chunks."""
         fitted, plan = cls.fit(params, budget, shape)
         return replace(fitted, index_share=Fraction(params.chunk, plan.chunk)), plan
 
@@ -317,7 +317,7 @@ class ShadowKV(SelectiveAttention):
 
     @classmethod
     def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
-        """On a GPU all rows' chunks are found, and their keys made, at once."""
+        """Find all rows' chunks on a GPU, and make their keys, at once."""
         trace = rows[0].trace
         if not takes("landmarks", q.device) or not rows[0].turns_pairs(layer):
             return super().search(rows, layer, q)
@@ -329,7 +329,7 @@ class ShadowKV(SelectiveAttention):
         return self.trace.turn is None or self.trace.rotation(layer) is not None
 
     def chunks(self, layer: int) -> Chunks:
-        """As the kernels take them."""
+        """The chunks' landmarks and factors as kernels take them."""
         landmarks, factors, plan = self.landmarks[layer], self.factors[layer], self.plan
         return Chunks(landmarks.means, landmarks.outliers, factors.rows, factors.basis, plan.chunk, plan.n_selected)
 
@@ -370,7 +370,7 @@ class ShadowKV(SelectiveAttention):
 
 
 def with_memory(budget: Budget, part: int) -> Budget:
-    """The same prompt with so many of `DIGITS` parts of memory, which are the ratio too where none was given."""
+    """The prompt's budget with so many of `DIGITS` parts of memory, which are the ratio too where none was given."""
     memory = Fraction(part, DIGITS)
     if not budget.memory_alone:
         return replace(budget, memory=memory)

@@ -64,7 +64,7 @@ def top_components(q: Tensor, h_kv: int, r: int) -> Tensor:
 
 
 def query_weights(q: Tensor, components: Tensor, scale: float) -> Tensor:
-    """What the components (n, h_kv, r) of keys are multiplied with for approximate logits: (n, h_kv, g, r) float32.
+    """Weights by which components (n, h_kv, r) of keys are multiplied for approximate logits: (n, h_kv, g, r) float32.
 
     A head's scale rises with the share of its |q| that the components lack: between too flat, as if all were there, and
     too sharp, as if there were no others.
@@ -100,7 +100,7 @@ def covered_mass(logits: Tensor, idx: Tensor, start: int, stop: int, soft: Softm
 
 @dataclass(frozen=True)
 class Lacking:
-    """What the mean of V has to stand for in rows that a GPU searched together."""
+    """The share that the mean of V has to stand for, in rows that a GPU searched together."""
 
     search: ColumnSearch
     place: int  # of this row
@@ -226,7 +226,7 @@ class SparQ(Indexed):
         return scores.sum(2)
 
     def seen(self, layer: int) -> Tensor:
-        """By columns, or a plain cache (`layout: rows`)."""
+        """The keys that are searched, by columns, or a plain cache (`layout: rows`)."""
         return self.index[layer].unsqueeze(0) if layer in self.index else self.trace.host(layer)[0].mT
 
     @classmethod

@@ -17,7 +17,7 @@ from kvbench.plots.style import Canvas, Picture
 
 
 def score_vs_footprint(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
-    """Of each set of runs with a run of full attention and budgets of prompt and answer together."""
+    """A figure of each set of runs with a run of full attention and budgets of prompt and answer together."""
     made = []
     for run_set in run_sets(runs, scored):
         here = run_set.only(lambda run: run.is_full or run.result.budget_counts is not None)

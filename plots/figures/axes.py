@@ -1,4 +1,4 @@
-"""What stands on the x axis of a figure: what runs cost, as their ledgers measured it, not as it was asked for.
+"""The x axis of a figure: what runs cost, as their ledgers measured it, not as it was asked for.
 
 Not here: what is drawn over it (`plots/figures/scores.py`).
 """

@@ -33,7 +33,7 @@ def is_timed(run: Run) -> bool:
 
 
 def timings(rows: Iterable[SampleRow], batch: int | None = None) -> dict[int, dict[str, Any]]:
-    """What was timed, by length, of one batch size: the smallest where none is given."""
+    """Timings by length, of one batch size: the smallest where none is given."""
     done = [row for row in rows if row.status == "ok" and "timing" in row.fields]
     if batch is None:
         batch = min((int(row.fields["batch"]) for row in done), default=1)
@@ -155,7 +155,7 @@ def hit_rate_vs_k_cache(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
 
 
 def stacked(runs: Sequence[Run], canvas: Canvas, key: str, title: str, whole: str) -> list[Picture]:
-    """Parts of a pass by length, stacked, the time of unrecorded passes beside them."""
+    """Parts of a pass by length, stacked, the time of unrecorded passes next to them."""
     made = []
     for run_set in run_sets(runs, is_timed):
         for run in sorted(run_set.runs, key=lambda run: run.folder.name):

@@ -16,7 +16,7 @@ from kvbench.plots.style import Canvas, Picture
 from kvbench.results import interval
 
 WIDTH = 4.2  # inches: on a phone its words are as large as the page's
-SMALL = 6.5  # points, of names and ranks beside rows
+SMALL = 6.5  # points, of names and ranks next to rows
 ROW = 0.16  # inches of a method
 PANEL = 0.42  # of a panel's title and numbers
 BESIDE = 0.18  # of a row, by which a hollow mark stands above its filled one
@@ -46,7 +46,7 @@ def picture(scores: Scores) -> Picture:
 
 
 def main_scope(scores: Scores, memory: str) -> str:
-    """With the question hidden, where that was asked at a budget."""
+    """The scope of a budget's figure: with the question hidden, where that was asked."""
     return [scope for scope, each in scores.columns if each == memory][-1]
 
 

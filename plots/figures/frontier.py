@@ -1,7 +1,7 @@
 """What bytes buy: output error or score against the measured share of the full cache on the device.
 
 A method is a line over its byte budgets; what stands on the axis is what its ledger measured, not what was asked for.
-Full attention is a level. Beside it the same against what a step can read: what lies on the device or is brought.
+Full attention is a level. Next to it the same against what a step can read: what lies on the device or is brought.
 
 Not here: scores against tokens (`plots/figures/scores.py`).
 """
@@ -26,13 +26,13 @@ WIDE = 6.75  # inches of two panels and a legend below them
 
 @dataclass(frozen=True)
 class Height:
-    """What stands on the y axis; scores are 0 to 100."""
+    """A measure on the y axis; scores are 0 to 100."""
 
     label: str
     falls: bool  # lower is better
 
     def value(self, row: SampleRow) -> float | None:
-        """Of one sample."""
+        """The height of one sample."""
         found = row.fields.get("measures", {}).get(ERROR) if self.falls else row.score
         return None if found is None else float(found)
 

@@ -97,7 +97,7 @@ def xkv_allocation(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
 
 
 def xkv_ddid(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
-    """What the last tokens look at, by layer and place; of the first sample that was profiled."""
+    """The attention of the last tokens by layer and place, for the first sample that was profiled."""
     made = []
     for run_set in xkv(runs):
         ordered = sorted(run_set.runs, key=lambda run: run.folder.name)

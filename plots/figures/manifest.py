@@ -28,7 +28,7 @@ class Drawn(TypedDict):
 
 
 class Entry(TypedDict):
-    """What is said of one figure."""
+    """One figure's entry in the manifest."""
 
     title: str
     caption: str
@@ -50,7 +50,7 @@ def entry(picture: Picture, paths: Sequence[Path]) -> Entry:
 
 @lru_cache(maxsize=10_000)
 def digest(folder: Path) -> str:
-    """Of what a finished run holds."""
+    """Digest of what a finished run holds."""
     state = hashlib.sha256()
     for name in HELD:
         if (path := folder / name).is_file():
@@ -59,7 +59,7 @@ def digest(folder: Path) -> str:
 
 
 def write(folder: Path, drawn: Mapping[str, Entry]) -> Path:
-    """Beside the figures; what is said of others that still lie there stays."""
+    """Write the manifest next to the figures; entries of others that still lie there stay."""
     path = folder / NAME
     try:
         earlier = json.loads(read_bytes(path, 64 << 20))["figures"] if path.is_file() else {}

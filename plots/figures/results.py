@@ -28,15 +28,15 @@ HASHED = re.compile(r"(?<=[\"#])[mp][0-9a-f]{10}(?=[\")])")  # of what is clippe
 PANELS = 3  # side by side
 ROW = 0.135  # inches of a method in the order of scores
 ORACLE = "oracle"
-TINY = 5.5  # points, of names beside rows
-BESIDE = 0.03  # of a budget, by which lines of a family stand beside each other
+TINY = 5.5  # points, of names next to rows
+BESIDE = 0.03  # of a budget, by which lines of a family stand next to each other
 WIDE = 40  # times the lowest number of a logarithmic axis, beyond which only powers of ten have room
 SVG: dict[Any, Any] = {"svg.hashsalt": "kvbench", "svg.fonttype": "none"}  # the same bytes again, and text as text
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What stands on the x axis."""
+    """A cost on the x axis."""
 
     label: str
     of: Callable[[float, Scored], float | None]
@@ -58,7 +58,7 @@ DEVICE = Cost("keys, values and index on the device, MB", lambda ratio, cell: sc
 
 
 def ranked(title: str, grid: Grid) -> Picture:
-    """A panel per budget, and in it a row per method, the best at the top; beside each the ranks that it may have."""
+    """A panel per budget, and in it a row per method, the best at the top; next to each the ranks that it may have."""
     ratios = grid.ratios if len(grid.ratios) <= PANELS else [grid.ratios[i] for i in (0, len(grid.ratios) // 2, -1)]
     lines = grid.lines(lambda ratio, cell: ratio, grid.methods)
     picture = Canvas().new(
@@ -168,7 +168,7 @@ def draw_full(ax: Axes, grid: Grid) -> None:
 
 
 def scaled(value: float | None, by: float) -> float | None:
-    """None for what moves nothing, which a logarithmic axis has no place for."""
+    """A scaled value; None for what moves nothing, which a logarithmic axis has no place for."""
     return None if not value else value * by
 
 
@@ -183,7 +183,7 @@ DARK = """<style>
 
 
 def save(picture: Picture, path: Path) -> None:
-    """As SVG without date or version, to a hundredth of a point: the same runs make the same bytes."""
+    """Save as SVG without date or version, to a hundredth of a point: the same runs make the same bytes."""
     picture.figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     text = LONG.sub(r"\1", path.read_text(encoding="utf-8")).replace(" <defs>\n", f"{DARK} <defs>\n", 1)
     ids = {found: f"s{i}" for i, found in enumerate(dict.fromkeys(HASHED.findall(text)))}

@@ -140,7 +140,7 @@ def comms(run_set: RunSet) -> list[str]:
 
 
 def score_vs_ratio(runs: Sequence[Run], canvas: Canvas) -> list[Picture]:
-    """Of each way to give budgets: shares of the prompt, numbers of tokens."""
+    """A figure for each way to give budgets: shares of the prompt, numbers of tokens."""
     made = []
     axis = AXES[canvas.axis or "attended"]
     for by_ratio, given in ((True, "ratios"), (False, "numbers of tokens")):

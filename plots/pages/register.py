@@ -75,7 +75,7 @@ class Asked:
     model: str
     task: str
     seed: int
-    samples: tuple[int, int]  # the first, and the one behind the last
+    samples: tuple[int, int]  # the first, and the one after the last
     dataset: str = ""
     questions: int = 1
     where: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what the task's parameters must be
@@ -132,7 +132,7 @@ class Comparison:
 
 
 def called(method: str) -> str:
-    """What its file calls a method; of a preset, the method's."""
+    """A method's title in its file; of a preset, the method's."""
     return title(known(method) or method)
 
 
@@ -147,7 +147,7 @@ class Register:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one comparison; `paired` is None until all samples are answered."""
+    """Outcome of one comparison; `paired` is None until all samples are answered."""
 
     n: int
     paired: Paired | None = None
@@ -202,7 +202,7 @@ def measures(row: SampleRow) -> Iterator[str]:
 
 
 def merged(kept: Sequence[Sequence[str]], new: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """All answers once; a new one takes the place of the same one that was kept."""
+    """All answers, each once; a new one takes the place of the same one that was kept."""
     names = [i for i, name in enumerate(COLUMNS) if name in ("set", "model", "scope", "budget", "method", "sample")]
     found = {tuple(row[i] for i in names): tuple(row) for row in (*kept, *new)}
     return [found[key] for key in sorted(found)]
@@ -232,7 +232,7 @@ def scores_at(scores: Frame, key: str, place: tuple[str, str, str]) -> Frame:
 
 
 def outcomes(asked: Register, frame: Frame) -> list[Outcome]:
-    """Of all comparisons, in the register's order, corrected over all of them."""
+    """Outcomes of all comparisons, in the register's order, corrected over all of them."""
     scores = by_cluster(frame, "set", "scope", "budget", "method")
     found: list[Outcome] = []
     for one in asked.comparisons:
@@ -250,7 +250,7 @@ def outcomes(asked: Register, frame: Frame) -> list[Outcome]:
 
 
 def p_within(differences: Array, margin: float) -> float:
-    """Of a mean loss of `margin` or more, twice: 0.05 is where the 95 % interval's lower end is."""
+    """The p-value of a mean loss of `margin` or more, twice: 0.05 is where the 95 % interval's lower end is."""
     values = np.array([-1.0, *sorted(differences)])
     return min(1.0, 2 * chance_below(values, np.ones(len(values)), -margin))
 
@@ -313,13 +313,13 @@ def size(budget: str) -> float:
 
 
 def order(method: str, columns: Sequence[tuple[str, str]], key: str, scores: Frame) -> tuple[bool, float, str]:
-    """Full attention first, the others by their mean over the columns, those that lack one behind by what they have."""
+    """Full attention first, the others by their mean over the columns, those that lack one last, by what they have."""
     found = [scores_at(scores, key, (s, b, method)) for s, b in columns]
     return method != FULL, -sum(float(one.mean()) for one in found if len(one)) / len(columns), method
 
 
 def name_of(mine: Frame, method: str) -> str:
-    """What readers call the method; that an index is smaller has a column of its own."""
+    """The method's name for readers; that an index is smaller has a column of its own."""
     return str(mine["label"].iloc[0]).split(" or ")[0].replace(" (smaller index)", "") or called(method)
 
 

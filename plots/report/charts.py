@@ -93,7 +93,7 @@ def colour() -> alt.Color:
 
 
 def faint(usual: float) -> Any:
-    """Beside a method that stands out all others are faint."""
+    """Opacity by which all others are faint next to a method that stands out."""
     return alt.when("datum.faint").then(alt.value(0.12)).otherwise(alt.value(usual))
 
 
@@ -134,7 +134,7 @@ def plain(chart: Any) -> dict[str, Any]:
 def vega_script() -> str:
     """Vega, Vega-Lite and Vega-Embed of the version that Altair writes for, as one script without imports.
 
-    Putting it together takes two seconds, so each version is kept in the user's cache folder, behind its own hash.
+    Putting it together takes two seconds, so each version is kept in the user's cache folder, named after its own hash.
     """
     file = cache_home() / f"vega-{alt.SCHEMA_VERSION}-{metadata.version('vl-convert-python')}.js"
     script = kept_script(file)

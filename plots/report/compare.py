@@ -69,7 +69,7 @@ def correct(described: Sequence[dict[str, Any]]) -> None:
 
 
 def column_of(told: Mapping[str, Any], part: Mapping[str, Any]) -> tuple[str, str, str]:
-    """What stands in one column of the page: all variants that were asked the same samples."""
+    """The key of one column of the page: all variants that were asked the same samples."""
     return told["group"], told["task"], part["dataset"]
 
 
@@ -93,7 +93,7 @@ def as_plain(found: Paired) -> dict[str, Any]:
 
 
 def few_words(described: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """What so few samples cannot show, by `n|family` of all comparisons on the page."""
+    """Words on what so few samples cannot show, by `n|family` of all comparisons on the page."""
     pairs = {(p["n"], p["family"]) for run in described for part in run["parts"] if (p := part["paired"])}
     return {f"{n}|{family}": words for n, family in sorted(pairs) if (words := few_samples(n, family))}
 

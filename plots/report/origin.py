@@ -20,7 +20,7 @@ from kvbench.plots.read import ROOT, Run
 
 HASHED = ("config.yaml", "samples.jsonl", "ledger.parquet", "result.json")
 PLAIN = re.compile(r"[A-Za-z0-9_./:+-]+")
-# Of a configuration, beside its groups and its budget: what a command gives by the same name.
+# Keys of a configuration, besides its groups and its budget: what a command gives by the same name.
 ASKED = (
     *("comm", "compensate", "cache", "compression_scope", "seed", "limit", "offset", "data_dir", "weights"),
     *("budget_counts", "compose_order", "positions", "dropped", "merging", "device_map", "cuda_graphs"),

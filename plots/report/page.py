@@ -140,7 +140,7 @@ def page_script() -> str:
 
 
 def policy(script: str) -> str:
-    """No network, and no script but the page's own and Vega's, which it unpacks.
+    """A policy that allows no network, and no script but the page's own and Vega's, which it unpacks.
 
     Unpacked scripts and the expressions of charts, which Vega compiles, are ours; data are never expressions.
     """

@@ -82,7 +82,7 @@ class Packed:
 
 
 def pack_samples(runs: Sequence[Run], largest: int = LARGEST, piece: int = PIECE) -> Packed:
-    """With as much detail as fits; `piece` is how many characters are unpacked together."""
+    """Pack samples with as much detail as fits; `piece` is how many characters are unpacked together."""
     probe = runs[:: max(1, len(runs) // PROBED)]
     for i, detail in enumerate(DETAILS):
         is_last = i == len(DETAILS) - 1
@@ -96,7 +96,7 @@ def pack_samples(runs: Sequence[Run], largest: int = LARGEST, piece: int = PIECE
 
 
 def answers_size(runs: Sequence[Run], detail: Detail) -> int:
-    """Without what was asked: it stands once for all runs, and few runs were asked nearly as much as all."""
+    """Size of the answers alone: what was asked stands once for all runs, few of which were asked nearly all."""
     return sum(map(len, pack(runs, detail).pieces))
 
 
@@ -122,7 +122,7 @@ def pack(runs: Sequence[Run], detail: Detail, piece: int = PIECE) -> Packed:
 
 
 class Asked:
-    """Each prompt once, however many runs answered it."""
+    """The prompts, each once, however many runs answered it."""
 
     def __init__(self, detail: Detail) -> None:
         self.detail = detail
@@ -263,7 +263,7 @@ def packed(text: str) -> str:
 
 
 def unpacked(data: str) -> Any:
-    """What `packed` made, for tests and for who reads a page by a script."""
+    """The data that `packed` packed, for tests and for who reads a page by a script."""
     return json.loads(gzip.decompress(base64.b64decode(data)).decode("utf-8", "surrogatepass"))
 
 

@@ -1,7 +1,7 @@
 """The results site: a folder of plain files that opens from disk, its data loaded a benchmark at a time.
 
     build.py     the command: runs, submissions and verdicts to files
-    boards.py    what the leaderboard says beside the report's comparisons: ranks, machines, verdicts
+    boards.py    what the leaderboard says besides the report's comparisons: ranks, machines, verdicts
     methods.py   what is known of each method: its card, paper, traits
     changes.py   what differs between two versions of the site
 

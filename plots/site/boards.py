@@ -1,6 +1,6 @@
-"""What the leaderboard says of runs beside the report's comparisons: the ranks that each may have, and its machine.
+"""What the leaderboard says of runs besides the report's comparisons: the ranks that each may have, and its machine.
 
-A rank is a range: a run lies behind those that are shown to be better and ahead of those that are shown to be worse.
+A rank is a range: a run ranks after those that are shown to be better and ahead of those that are shown to be worse.
 Only runs that somebody could deploy are ranked, among those of one column, budget and comm. Scores and times are never
 one number: times are compared on one machine with one set of versions.
 
@@ -56,7 +56,7 @@ def why_not(members: Sequence[tuple[Run, Mapping[str, Any]]]) -> str:
 
 
 def machine(run: Run) -> str:
-    """What times may be compared on: the device, and the versions of what computes."""
+    """The machine on which times may be compared: the device, and the versions of what computes."""
     env = run.environment()
     device = str(env.get("gpu") or env.get("cpu") or "unknown")
     versions = {key: run.result.versions[key] for key in ("torch", "triton", "python") if key in run.result.versions}

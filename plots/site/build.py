@@ -54,7 +54,7 @@ MARK = ".kvbench-site"  # in a folder that this command may replace
 
 @dataclass
 class Handed:
-    """What submissions say of their runs beside the runs."""
+    """What submissions say of their runs besides the runs."""
 
     of: dict[Path, dict[str, str]] = field(default_factory=dict[Path, dict[str, str]])  # of each folder with a manifest
     corrects: dict[Path, str] = field(default_factory=dict[Path, str])  # id of the old run, by the new one's folder
@@ -175,7 +175,7 @@ class Site:
             yield f"data/{name}/{place}.js", script(place, text)
 
     def about(self, run: Run) -> dict[str, Any]:
-        """What the site says of a run beside the report: who made it where, and how far it is believed."""
+        """What the site says of a run besides the report: who made it where, and how far it is believed."""
         id = self.ids[run.folder]
         judged = self.handed.verdicts.get(id, {"verdict": SELF_REPORTED, "why": [], "findings": []})
         return {

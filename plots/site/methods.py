@@ -24,7 +24,7 @@ TRAITS = {  # of a class, as its file or those that it builds on declare them
 
 @cache
 def card(name: str) -> dict[str, Any]:
-    """What is known of a method of ours; {} of any other."""
+    """The card of a method of ours; {} of any other."""
     method = known(name)
     if method is None:
         return {}

@@ -327,7 +327,7 @@ def judged(
 
 
 def remarks(runs: Sequence[Run], notes: Sequence[str]) -> list[str]:
-    """What the runs of a table say of themselves, each sentence once."""
+    """Notes of a table's runs on themselves, each sentence once."""
     by_run = [f"{run.result.method_label}: {note}" for run in runs for note in run.result.notes]
     shared = [note for run in runs[:1] for note in run.result.notes]
     common = [note for note in shared if all(note in run.result.notes for run in runs)]
@@ -362,7 +362,7 @@ def off_ratio(run: Run) -> float:
 
 
 def n_shared(rows: Iterable[SampleRow]) -> int:
-    """How many samples were decoded beside other methods."""
+    """How many samples were decoded together with other methods."""
     return sum(row.batch_rows != 1 for row in rows)
 
 

@@ -3,7 +3,7 @@
     python -m kvbench.plots.tables [RUNS] [--out FOLDER]     or: make paper-tables
 
 Runs that answer a table are found by their results alone, so it does not matter which command made them. What variants
-cost (`plots/costs.py`) is written beside the tables.
+cost (`plots/costs.py`) is written next to the tables.
 
 Not here: what each table holds (`plots/tables/papers.py`), how a cell is made of runs (`plots/tables/cells.py`), how a
 table is worded (`plots/tables/paper_words.py`), the table of one command (`evals/screen/table.py`).
@@ -35,7 +35,7 @@ def write_table(out: Path, paper_table: PaperTable, tables: Sequence[Table]) -> 
 
 
 def missing(tables: Iterable[PaperTable]) -> str:
-    """What makes the runs of these tables, a line for each."""
+    """Commands that make the runs of these tables, a line for each."""
     lines = (f"    python run.py -m experiment={one.name} scale=smoke    # {one.title}" for one in tables)
     return "\n".join(lines)
 

@@ -31,7 +31,7 @@ from kvbench.plots.tables.values import VALUES, measures_of, of_one, value_named
 from kvbench.results import METRICS, OFF, SampleRow
 from kvbench.results.intervals import ANYWHERE
 
-ANY = "*"  # a key's value of a run that has none of its own and stands beside all
+ANY = "*"  # a key's value of a run that has none of its own and stands next to all
 BUDGETS = ("ratio", "budget", "comm")  # keys of which Full has none
 UNRANKED = {"full", "oracle"}  # nothing bounds what they read
 FULL = "Full"  # whom cells are compared with, unless another is named
@@ -265,7 +265,7 @@ def in_order(word: str) -> tuple[int, float, str]:
 
 
 def chosen(parts: Sequence[Part], rows: Sequence[str]) -> tuple[str, ...]:
-    """What varies, as long as the columns are not too many; else it makes tables of its own."""
+    """Keys that vary, as long as the columns are not too many; else it makes tables of its own."""
     found: list[str] = []
     total = 1
     for key in ("budget", "comm", "model", "prefill", "scope"):
@@ -349,7 +349,7 @@ def by_method(row: tuple[str, ...], keys: tuple[str, ...], cells: Mapping[Any, C
 
 
 def one_of(found: Sequence[Part], row: tuple[str, ...], left_out: list[str]) -> Part:
-    """Of several runs with one place the one with most samples, then the first by the folder's name, and say so."""
+    """Choose from several runs with one place the one with most samples, then the first by folder name, and say so."""
     ordered = sorted(found, key=lambda part: (-len(part.rows), part.run.folder.name))
     if len({tuple(scores(part.rows)) for part in ordered}) > 1:
         others = ", ".join(part.run.folder.name for part in ordered[1:])
@@ -389,7 +389,7 @@ def judged(
 
 
 def column_of(cell: Cell) -> Hashable:
-    """What variants share that were asked the same samples, whatever columns the table has."""
+    """A key shared by variants that were asked the same samples, whatever columns the table has."""
     result, names = cell.part.run.result, {str(row.fields.get("dataset", "")) for row in cell.part.rows}
     return result.task, result.model, result.protocol, result.seed, frozenset(names)
 

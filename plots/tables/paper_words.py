@@ -125,7 +125,7 @@ def explanation(table: Table) -> list[str]:
 
 
 def called(table: Table) -> list[str]:
-    """What our runs are, where their label says more, or other, than the paper's name above their column."""
+    """Words on what our runs are, where their label says more, or other, than the paper's name above their column."""
     found: dict[str, dict[str, None]] = {}
     for (_, method, _), cell in table.cells.items():
         if cell.label and cell.label.replace(" ", "") != method.replace(" ", ""):

@@ -1,4 +1,4 @@
-"""What each table of the papers holds: its datasets, methods and budgets, and the figures that the paper prints.
+"""The papers' tables: their datasets, methods and budgets, and the figures that the papers print.
 
 The figures are read from `plots/published/*.csv`, whose order of datasets, methods and budgets is the table's.
 
@@ -51,7 +51,7 @@ CLUSTERKV_DATASETS = (
 
 @dataclass(frozen=True)
 class Column:
-    """Which of our runs stand in the column of a published method."""
+    """Our runs that stand in the column of a published method."""
 
     method: str
     compensated: bool | None = None  # None: both those that are and those that are not
@@ -64,7 +64,7 @@ class Column:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One table of a paper, and which runs of ours stand beside its figures."""
+    """One table of a paper, and which runs of ours stand next to its figures."""
 
     name: str  # of the CSV, of the experiment and of what is written
     title: str
@@ -133,7 +133,7 @@ PAPER_TABLES = (
         "longbench",
         ("llama-3.1-70b-instruct", "llama-3.1-70b"),
         "1/128",
-        # Half the CPU only changes how many rounds of clustering fit beside the prefill; no run of ours is limited so.
+        # Half the CPU only changes how many rounds of clustering fit into the prefill; no run of ours is limited so.
         {"Full": Column("full"), "PQCache-half-CPU": None, "PQCache-same-CPU": Column("pqcache")},
     ),
     PaperTable(

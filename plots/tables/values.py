@@ -1,4 +1,4 @@
-"""What a cell of a table can say: a score, a figure of the ledger, a time, or what a task measures beside its score.
+"""What a cell of a table can say: a score, a figure of the ledger, a time, or what a task measures besides its score.
 
 Not here: which cells there are (`plots/tables/generic.py`), their words (`plots/tables/words.py`).
 """
@@ -50,7 +50,7 @@ def cut_off(rows: Sequence[SampleRow]) -> float | None:
 
 
 def prefill_share(rows: Sequence[SampleRow]) -> float | None:
-    """Of all pairs of query and key, what a sparse prefill computed; None of an exact one."""
+    """Share of all pairs of query and key that a sparse prefill computed; None for an exact one."""
     shares = [row.fields["prefill_share"] for row in rows if "prefill_share" in row.fields]
     return sum(shares) / len(shares) if shares else None
 
@@ -75,7 +75,7 @@ VALUES: dict[str, Value] = {
 
 
 def value_named(name: str) -> Value:
-    """What a cell says: one of `VALUES`, or the mean of a figure that the task takes beside its score."""
+    """What a cell says: one of `VALUES`, or the mean of a figure that the task takes besides its score."""
     if name in VALUES:
         return VALUES[name]
 
@@ -88,11 +88,11 @@ def value_named(name: str) -> Value:
 
 
 def measures_of(runs: Sequence[Run]) -> dict[str, None]:
-    """The figures that the runs' tasks take beside their scores, by name."""
+    """The figures that the runs' tasks take besides their scores, by name."""
     return {name: None for run in runs for name in run.result.measures or ()}
 
 
 def of_one(name: str) -> Callable[[SampleRow], float | None]:
-    """What a cell of a single line would say."""
+    """The value of a cell of a single line."""
     of = value_named(name).of
     return lambda row: of([row])

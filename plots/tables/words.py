@@ -33,7 +33,7 @@ def title(pivot: Pivot) -> str:
 
 
 def where(pivot: Pivot) -> str:
-    """What all runs of the pivot share."""
+    """Words on what all runs of the pivot share."""
     shared = {key: word for key, word in pivot.where.items() if word not in ("exact", "")}
     data = shared.pop("data", "")
     plainly = ("task", "model", "device", "dtype", "scope", "budget", "prompts")
@@ -43,7 +43,7 @@ def where(pivot: Pivot) -> str:
 
 
 def word(cell: Cell | None, pivot: Pivot) -> Word:
-    """What a cell prints."""
+    """The word that a cell prints."""
     if cell is None or cell.mean is None:
         return Word(ABSENT, more=f" ({cell.n_oom} oom)" if cell is not None and cell.n_oom else "")
     digits = 1 if pivot.percent else 3 if pivot.value == "score" else value_named(pivot.value).digits
@@ -88,7 +88,7 @@ def explanation(pivot: Pivot) -> list[str]:
 
 
 def label(pivot: Pivot) -> str:
-    """What `\\ref` calls the table, behind `tab:`."""
+    """The name by which `\\ref` calls the table, after `tab:`."""
     less = [] if pivot.against is None else ["less", pivot.against]
     shared = (pivot.where.get(key, "") for key in ("task", "model"))
     words = (pivot.value, *less, *shared, *pivot.row_keys, *pivot.column_keys)

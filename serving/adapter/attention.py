@@ -1,4 +1,4 @@
-"""vLLM's attention on a CPU with a method behind it: `Backend`, its `Builder` of a step and its `Impl` of a layer.
+"""vLLM's attention on a CPU with a method inside: `Backend`, its `Builder` of a step and its `Impl` of a layer.
 
 Where no desk stands (`serving/adapter/worker.py`), such as while vLLM warms up, all is vLLM's own.
 
@@ -27,7 +27,7 @@ from kvbench.serving.reader import Desk, Turn, folded
 
 
 class Builder(CPUAttentionMetadataBuilder):
-    """Once per step: what each request does, and on the dropping rung where its tokens lie."""
+    """Plans each step once: what each request does, and on the dropping rung where its tokens lie."""
 
     desk: Desk | None = None
     runner: Any = None
@@ -137,7 +137,7 @@ class Impl(CPUAttentionBackendImpl):
 
 
 class Backend(CPUAttentionBackend):
-    """In place of vLLM's own."""
+    """The backend in place of vLLM's own."""
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
@@ -154,5 +154,5 @@ class Backend(CPUAttentionBackend):
 
 
 def number_of(name: str) -> int:
-    """Which layer `model.layers.3.self_attn.attn` is."""
+    """The number of a layer such as `model.layers.3.self_attn.attn`."""
     return int(name.split(".layers.")[1].split(".")[0])

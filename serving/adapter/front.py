@@ -150,7 +150,7 @@ class Engine:
         self.llm.collective_rpc("kvbench_open")
 
     def told(self) -> dict[str, Any]:
-        """What the first worker says of its requests; those that are over have books."""
+        """The first worker's account of its requests; those that are over have books."""
         return self.llm.collective_rpc("kvbench_told")[0] if self.order is not None else {}
 
     def close(self) -> None:

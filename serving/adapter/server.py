@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server with a method behind it: `serve`.
+"""vLLM's OpenAI-compatible server with a method inside: `serve`.
 
 Not here: the command line (`serving/serve.py`).
 """

@@ -1,4 +1,4 @@
-"""What the front end asks of workers, whichever process they are in: `Extension`.
+"""The front end's calls on workers, whichever process they are in: `Extension`.
 
 Not here: attention (`serving/adapter/attention.py`).
 """

@@ -155,7 +155,7 @@ def stands_in(value: Any, line: str) -> bool:
 
 
 def draw_events(rng: random.Random, n: int, n_records: int) -> list[Event]:
-    """So many steps of work: more of them begin as fewer do."""
+    """The first `n` steps of work: more of them begin as fewer do."""
     world: dict[str, dict[str, Any]] = {}
     while len(world) < n_records:
         record = {name: rng.choice(values) for name, values in FIELDS.items()} | {WEIGHT: rng.randint(100, 9999)}
@@ -193,7 +193,7 @@ def another(rng: random.Random, name: str, value: Any) -> Any:
 
 
 def draw_question(rng: random.Random, events: Sequence[Event], kind: str) -> Question | None:
-    """One of this kind to which no outdated value is right; None where there is none."""
+    """A question of this kind to which no outdated value is right; None where there is none."""
     known = seen_of(events)
     if kind == "n_calls":
         return {"kind": kind, "tool": rng.choice(TOOLS)[0]}

@@ -1,7 +1,7 @@
 """A trace as one text, and where in it each decision stands.
 
 Templates   `model`: the model's chat template with `tools=`, where it has them; `plain`: calls and outputs as words of
-            ordinary turns, with the tools behind the policy. A model without a chat template gets `User: ` and
+            ordinary turns, with the tools after the policy. A model without a chat template gets `User: ` and
             `Assistant: `.
 
 Not here: what a trace is asked (`task.py`).
@@ -49,7 +49,7 @@ class Renderer:
 
     @property
     def name(self) -> str:
-        """As the result says it."""
+        """The template's name as the result says it."""
         if not self.is_plain:
             return "the model's, with tools"
         return "plain turns of the model's" if self.tokenizer.chat_template else "plain, without a chat template"
@@ -80,7 +80,7 @@ class Renderer:
         return turns
 
     def before(self, index: int) -> str:
-        """All that the agent reads before its message of this index: the policy and those before it."""
+        """All that the agent reads before its message of this index: the policy and all messages before it."""
         turns = self.turns[: index + 1]
         if not self.tokenizer.chat_template:
             names = {"system": "System", "user": "User", "assistant": "Assistant"}

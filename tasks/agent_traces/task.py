@@ -10,14 +10,14 @@ A score says how often a method acts as recorded, not whether the job is done: t
 fed afterwards, whatever was answered, so that all methods see the same history.
 
 Sources     agent_traces/NAME.jsonl, NAME_policy.md and NAME_tools.json of the data folder; `task.sessions` traces stand
-            one behind the other, and the last one's decisions are asked (`task.points=all`: those of all). With
+            one after the other, and the last one's decisions are asked (`task.points=all`: those of all). With
             `source=embedded` work on records is drawn (`made.py`), and questions on it come in between.
 Asked       of a trace those calls whose every value stands in an earlier message (`task.ask=grounded`); `calls` all
             calls, `all` texts, too, of which only the kind is compared.
 Modes       `golden`: every turn's output is fed and compressed, then the next action is asked. `independent` compresses
             the policy and earlier sessions alone. `query_aware` reads each decision's whole history in a prompt of its
             own. A trace is fixed, so that there is no `dialogue`.
-Score       1 where kind, name and all arguments agree. `name` and `arguments` stand beside; of drawn work `fresh`
+Score       1 where kind, name and all arguments agree. `name` and `arguments` stand next to it; of drawn work `fresh`
             (what was seen last), `stale` (what was seen before) and `count`. `invalid` is the share of answers that are
             no action: blank ones, and calls whose JSON is broken.
 Age         `age` is how many tokens lie between what an action needs and the decision: the oldest of its values, at
@@ -104,7 +104,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Trace:
-    """One sample: a talk, where its context ends, and the decisions behind that."""
+    """One sample: a talk, where its context ends, and the decisions after that."""
 
     id: str
     talk: Talk
@@ -168,7 +168,7 @@ class AgentTraces(Task):
         return QueryAware(samples, [len(one.conversation.turns) if one.conversation else 0 for one in samples])
 
     def recorded(self, tokenizer: Any) -> list[Sample]:
-        """The traces that fit, each behind others in an order that is drawn."""
+        """The traces that fit, each after others in an order that is drawn."""
         found, too_long, without = list[Sample](), 0, 0
         for i, (_id, _) in enumerate(self.traces):
             if len(found) == self.params.rows:
@@ -195,7 +195,7 @@ class AgentTraces(Task):
         return found
 
     def in_a_row(self, last: int) -> Trace:
-        """A trace behind as many others as there are sessions."""
+        """A trace after as many others as there are sessions."""
         others = [i for i in range(len(self.traces)) if i != last]
         id = self.traces[last][0]
         rng = random.Random(f"agent_traces {self.seed} {id} {self.params.sessions}")
@@ -294,7 +294,7 @@ class AgentTraces(Task):
 
 
 def age(tokenizer: Any, text: str, needs: Sequence[str]) -> int | None:
-    """Tokens behind the oldest text that is needed, each at the last place where it stands."""
+    """Tokens after the oldest text that is needed, each at the last place where it stands."""
     places = [at for need in needs if (at := text.rfind(need)) >= 0]
     return len(tokenizer.encode(text[min(places) :], add_special_tokens=False)) if places else None
 
@@ -367,7 +367,7 @@ class Work:
         )
 
     def decision(self, question: made.Question, i: int, outputs: Sequence[str], messages: list[Message]) -> Decision:
-        """Ask behind event number i, and put question, answer and what follows into the messages."""
+        """Ask after event number i, and put question, answer and what follows into the messages."""
         right, oldest = made.answer_at(self.events[:i], question)
         kind = question["kind"]
         messages.append({"role": "user", "content": made.asks(question)})
@@ -387,7 +387,7 @@ class Work:
 
 @cache
 def words() -> tuple[str, ...]:
-    """Those of the embedded prose."""
+    """Words of the embedded prose."""
     return tuple(" ".join(sentences()).split())
 
 
@@ -432,7 +432,7 @@ class Drawn(LazySamples):
 
 
 def check_row(row: Mapping[str, Any]) -> None:
-    """What a row must hold beyond the types of its fields."""
+    """Check what a row must hold beyond the types of its fields."""
     if not row["messages"]:
         raise BadRow("field 'messages' is empty")
     for i, message in enumerate(row["messages"]):

@@ -15,7 +15,7 @@ from kvbench.tasks.sources import missing_keys, read_json
 
 TEMPLATE = "{instruction}\n\n{examples}\n\n{post_prompt}\n\n<context>\n{context}\n</context>\n\nQuestion: {question}"
 PARTS = ("instruction", "examples", "post_prompt")
-END = "</context>"  # what is asked stands behind it
+END = "</context>"  # what is asked stands after it
 HIDDEN = (
     "The context below is a long text in which a few facts are hidden. Answer the question behind it from these facts "
     "alone. Where facts contradict each other, the later one holds."

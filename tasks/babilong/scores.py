@@ -28,7 +28,7 @@ CUTS = (".", "<context>", "<example>")  # an answer ends before the first of eac
 
 
 def shortened(prediction: str) -> str:
-    """What of an answer is looked at."""
+    """The part of an answer that is looked at."""
     text = prediction.lower()
     for cut in CUTS:
         text = text.partition(cut)[0]

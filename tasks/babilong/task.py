@@ -91,7 +91,7 @@ class Params(OfDatasets):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What of the prompt is used."""
+        """The parts of the prompt that are used."""
         return tuple(part for part in PARTS if getattr(self, part))
 
 
@@ -253,7 +253,7 @@ class Rows(LazySamples):
 
 
 def check_row(name: str) -> Any:
-    """What a row must hold beyond the types of its fields."""
+    """A check of what a row must hold beyond the types of its fields."""
 
     def check(row: Mapping[str, Any]) -> None:
         for key in ("question", "target"):

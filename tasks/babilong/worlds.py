@@ -34,7 +34,7 @@ BESIDE = re.compile(r"The (\w+) is (\w+) of the (\w+)\.")
 
 @dataclass
 class World:
-    """What sentences say, read one behind the other."""
+    """What sentences say, read one after the other."""
 
     place: dict[str, str] = field(default_factory=dict[str, str])  # of people, where it is known
     perhaps: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
@@ -90,7 +90,7 @@ def world_of(facts: Sequence[str]) -> World:
 
 
 def answer(facts: Sequence[str], question: str) -> str | None:
-    """What is right by these facts; None where they do not say."""
+    """The right answer by these facts; None where they do not say."""
     world = world_of(facts)
     return next((ask(world, found) for pattern, ask in ASKED if (found := pattern.fullmatch(question.strip()))), None)
 

@@ -44,7 +44,7 @@ def walk_of(text: str) -> Walk | None:
 
 
 def edges_of(prompt: str) -> list[Edge]:
-    """The graph of a prompt: the edges behind its last heading."""
+    """The graph of a prompt: the edges after its last heading."""
     return EDGE.findall(prompt.rpartition(HEADING)[2].rpartition(OPERATION)[0])
 
 
@@ -67,7 +67,7 @@ def name_of(number: int) -> str:
 
 
 def draw_edges(rng: random.Random, n_edges: int, out_degree: int) -> list[Edge]:
-    """Every node's edges one behind the other; the last node may have fewer."""
+    """Every node's edges one after the other; the last node may have fewer."""
     n_nodes = -(-n_edges // out_degree)
     names = [name_of(number) for number in rng.sample(range(10 * n_nodes + 10), n_nodes)]
     sources = [name for name in names for _ in range(out_degree)][:n_edges]

@@ -13,8 +13,8 @@ Truth       `task.truth=recomputed` from the edges; `file` as published, where s
 Score       F1 of the nodes, both empty is 1. `task.extraction=card` reads an answer as the published code does, with
             which the first node never counts; `harness`, ours, reads the list from its bracket. `auto` is the card's
             for published rows, and ours for drawn ones, which nothing published is compared with. `exact` and
-            `no_answer` stand beside, and the F1 by the other reading (`f1_card` or `f1_harness`). With
-            `task.strip_end=true` blank lines behind an answer are forgiven, which the card does not.
+            `no_answer` stand next to it, and the F1 by the other reading (`f1_card` or `f1_harness`). With
+            `task.strip_end=true` blank lines after an answer are forgiven, which the card does not.
 Rows        that do not fit are left out and counted, never cut.
 
 Not here: graphs (`graphs.py`), scores (`scores.py`).
@@ -265,7 +265,7 @@ def asked(row: Mapping[str, Any]) -> graphs.Walk:
 
 
 def check_row(row: Mapping[str, Any]) -> None:
-    """What a row must hold beyond the types of its fields."""
+    """Check what a row must hold beyond the types of its fields."""
     if row["problem_type"] not in KINDS:
         raise BadRow(f"field 'problem_type' is {row['problem_type'][:40]!r}, none of {', '.join(KINDS)}")
     answer = row.get("answer_nodes", row.get("answer"))

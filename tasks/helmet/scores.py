@@ -1,6 +1,6 @@
 """HELMET's scores of its unjudged parts.
 
-An answer is read behind the first `prefix` up to its line's end, else it is its first line. Words are compared in small
+An answer is read after the first `prefix` up to its line's end, else it is its first line. Words are compared in small
 letters, without punctuation, articles and double blanks. ICL takes the exact label of what was read alone; passages and
 JSON values whatever holds the answer, in all of the text or in what was read; a ranking its NDCG at 10.
 
@@ -20,7 +20,7 @@ TOP = 10
 
 
 def read(text: str, prefix: str) -> str:
-    """What of an answer counts."""
+    """The part of an answer that counts."""
     found = re.search(rf"{re.escape(prefix)}(.*)(?:\n|$)", text, re.IGNORECASE)
     line = (found[1] if found else text.partition("\n")[0]).strip()
     return re.sub(f"^{re.escape(prefix)}", "", line, flags=re.IGNORECASE).strip()
@@ -77,7 +77,7 @@ def names(answers: Any) -> Iterator[str]:
 
 
 def score(kind: str, prediction: str, prefix: str, answers: Any) -> float:
-    """By the part's own rule; `kind` is icl, qa or json_kv."""
+    """The score by the part's own rule; `kind` is icl, qa or json_kv."""
     found = read(prediction, prefix)
     if kind == "icl":
         return best("exact_match", found, answers)
@@ -88,7 +88,7 @@ def score(kind: str, prediction: str, prefix: str, answers: Any) -> float:
 
 
 def rankings(text: str) -> dict[str, int]:
-    """Each id with its points: the longest run of numbers between > counts, and of an id that comes twice the first."""
+    """Ids with their points: the longest run of numbers between > counts, and of an id that comes twice the first."""
     text = re.sub(r"[\[\]:]", "", text).lower().replace("id", "")
     longest = max((found[0] for found in RANKED.finditer(text)), key=len, default="")
     ids = [one.strip() for one in longest.split(">")] if longest else [text]

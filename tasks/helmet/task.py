@@ -191,7 +191,7 @@ class Instance:
 
 
 def rounds(pool: Mapping[str, Sequence[str]], rng: random.Random, n: int) -> list[Instance]:
-    """So many instances in rounds, of which each has every class once, in an order of its own."""
+    """The first `n` instances in rounds, each of which has every class once, in an order of its own."""
     found = list[Instance]()
     turn = 0
     while len(found) < n:
@@ -202,7 +202,7 @@ def rounds(pool: Mapping[str, Sequence[str]], rng: random.Random, n: int) -> lis
 
 
 def many_shot(pool: Mapping[str, Sequence[str]], query: Instance, n: int) -> Asked:
-    """The query behind n demonstrations; labels are numbers that are shuffled anew for each query."""
+    """The query after n demonstrations; labels are numbers that are shuffled anew for each query."""
     rng = random.Random(int(hashlib.sha256(query.text.encode()).hexdigest(), 16))
     labels = sorted(pool)
     numbers = dict(zip(labels, map(str, rng.sample(range(len(labels)), len(labels))), strict=True))
@@ -338,7 +338,7 @@ class Rows(LazySamples):
 
 
 def check_row(kind: str) -> Any:
-    """What a row must hold beyond the types of its fields."""
+    """A check of what a row must hold beyond the types of its fields."""
 
     def check(row: Mapping[str, Any]) -> None:
         for key in ("text", "question", "query", "answer", "context"):

@@ -68,7 +68,7 @@ def words_of(text: str) -> list[str]:
 
 
 def is_language(text: str, language: str) -> bool:
-    """What langdetect says; a text in which it finds no language counts as right."""
+    """Whether langdetect finds the language; a text in which it finds none counts as right."""
     import langdetect
 
     langdetect.DetectorFactory.seed = 0  # it draws, and would decide otherwise the next time
@@ -94,7 +94,7 @@ def n_bullets(text: str) -> int:
 
 
 def has_paragraphs(text: str, n: int) -> bool:
-    """So many paragraphs between lines of three asterisks; an empty one is allowed at the ends only."""
+    """Whether there are `n` paragraphs between lines of three asterisks; an empty one is allowed at the ends only."""
     parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
     if not all(parts[1:-1]):
         return False
@@ -265,7 +265,7 @@ def loose(kinds: Sequence[str], values: Sequence[Values], answer: str) -> list[b
 
 
 def variants(answer: str) -> list[str]:
-    """As it is, without its first line, its last, both; and these without asterisks."""
+    """The answer as it is, without its first line, its last, both; and these without asterisks."""
     lines = answer.split("\n")
     texts = [answer, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return [*texts, *(text.replace("*", "") for text in texts)]

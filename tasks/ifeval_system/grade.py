@@ -29,7 +29,7 @@ class Followed:
 
 @cache
 def worker() -> Limited:
-    """One for all tasks of this process."""
+    """The worker of all tasks of this process."""
     return Limited(__name__, LIMIT_S)
 
 

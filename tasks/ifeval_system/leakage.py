@@ -1,7 +1,7 @@
 """How much of a system prompt an answer gives away, and our own wording of attacks and of defences against them.
 
 The score is recall: the share of the prompt's words (ROUGE-1) or of their longest common order (ROUGE-L) that the
-answer has, words stemmed. A method that forgets its instructions cannot leak them, so it is read beside the share of
+answer has, words stemmed. A method that forgets its instructions cannot leak them, so it is read next to the share of
 instructions followed.
 
 The wording stands in for the authors', whose licence does not fit; figures are not comparable with theirs.
@@ -27,7 +27,7 @@ def system_text(instructions: str, defence: str) -> str:
 
 
 def leaked_text(instructions: str) -> str:
-    """What an answer is compared with: the opening and the instructions, without the defence."""
+    """The text that an answer is compared with: the opening and the instructions, without the defence."""
     return f"{OPENING} {instructions}"
 
 

@@ -38,7 +38,7 @@ OWN_TEMPLATES = {
 
 
 def upstream_templates(path: Path, family: str) -> Mapping[str, str]:
-    """One family out of the authors' Python file, which is read and not run."""
+    """One family's templates out of the authors' Python file, which is read and not run."""
     try:
         body = ast.parse(read_text(path)).body
         found = {
@@ -82,7 +82,7 @@ def ground_truth(dataset: str, row: Mapping[str, Any]) -> Any:
 
 
 def template_fields(dataset: str, row: Mapping[str, Any], find_prefix: str) -> dict[str, str]:
-    """What the placeholders of a template stand for."""
+    """Values of a template's placeholders."""
     text = row["input"]
     fields = {"context": row["context"], "input": text, "question": text}
     options = list(row.get("options") or ())

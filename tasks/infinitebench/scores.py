@@ -96,7 +96,7 @@ def lenient_dialogue(prediction: str, truth: Any) -> float:
 
 
 def longbook_choice_eng(prediction: str, truth: Any) -> float:
-    """The option or its letter: by the first letter, else behind the first cue, else by the first word of letters."""
+    """The option or its letter: by the first letter, else after the first cue, else by the first word of letters."""
     text, letter = truth
     prediction = prediction.strip()
     if not prediction:
@@ -168,7 +168,7 @@ def code_run(prediction: str, truth: Any) -> float:
 
 
 def code_debug(prediction: str, truth: Any) -> float:
-    """The letter with a full stop or colon in front, else letter or name behind the first cue; a bare letter is 0."""
+    """The letter with a full stop or colon in front, else letter or name after the first cue; a bare letter is 0."""
     name, letter = truth
     prediction = prediction.strip()
     if prediction[:2] in (f"{letter}.", f"{letter}:"):

@@ -67,7 +67,7 @@ HIGHEST = 99  # of numbers in math_find and math_calc
 
 @dataclass(frozen=True)
 class Place:
-    """Which row of how many, and where its randomness comes from."""
+    """A row's place among all, and where its randomness comes from."""
 
     row: int
     n_rows: int

@@ -22,7 +22,7 @@ Differs     from the published open-model runs: greedy decoding, with the answer
 math_calc's references start at the second number, so a model that prints the first one scores 0:
 `task.drop_first_number=true` is what the authors do for GPT-4 only.
 
-Not here: scorers (`scores.py` beside this file), generators (`synthetic.py`), and how a row gets into its template
+Not here: scorers (`scores.py` next to this file), generators (`synthetic.py`), and how a row gets into its template
 (`prompts.py`).
 """
 

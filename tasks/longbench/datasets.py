@@ -1,6 +1,6 @@
 """LongBench's datasets, LongBench-E's, and the embedded ones: category, metric, answer length, and named lists of them.
 
-Not here: their prompts (`prompts.py` beside this file), and how embedded rows are made (`embedded.py`).
+Not here: their prompts (`prompts.py` next to this file), and how embedded rows are made (`embedded.py`).
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ E_SUFFIX = "_e"
 
 @dataclass(frozen=True)
 class Dataset:
-    """What is fixed for a dataset, whichever prompts are used."""
+    """Facts that are fixed for a dataset, whichever prompts are used."""
 
     category: str
     metric: str

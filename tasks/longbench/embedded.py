@@ -13,7 +13,7 @@ one by its last sentence.
 An eighth, docs_facts, is asked by its name alone, and the hash names it where it is asked. Its rows all have 1,650
 tokens, and its answers do not stand in the text.
 
-Not here: what docs_facts states and asks (`facts.py` beside this file), how prompts are put together
+Not here: what docs_facts states and asks (`facts.py` next to this file), how prompts are put together
 (`prompts.py`), and their scores (`scores.py`).
 """
 
@@ -51,7 +51,7 @@ class Embedded:
     category: str
     max_new_tokens: int
     letters: float = 4.75  # characters per token of this dataset's contexts, as measured
-    cue: str = ""  # stays behind the context when the question moves before it; "": the question cannot move
+    cue: str = ""  # stays after the context when the question moves before it; "": the question cannot move
     has_more: bool = True  # rows than `N_ROWS`
     lengths: Sequence[int] = LENGTHS  # tokens of the first rows' contexts
     is_in_set: bool = True  # else it is asked by its name alone
@@ -118,7 +118,7 @@ def sentences(paragraph: str) -> list[str]:
 
 
 def shortened(text: str, length: int) -> str:
-    """At most so many characters, up to a full stop or a word's end."""
+    """A text of at most so many characters, up to a full stop or a word's end."""
     if len(text) <= length:
         return text
     cut = text[:length]
@@ -131,7 +131,7 @@ def drawn(name: str, number: int) -> random.Random:
 
 
 def filled(parts: Sequence[str], length: int, joint: str = "\n\n") -> list[str]:
-    """As many parts from the first on as so many characters hold."""
+    """Parts from the first on, as many as so many characters hold."""
     taken: list[str] = []
     for part in parts:
         length -= len(part) + len(joint)
@@ -151,7 +151,7 @@ def part_of_prose(rng: random.Random, length: int) -> list[str]:
 
 
 def make_qa(number: int, length: int) -> Row:
-    """One text; which words follow the first eight of a sentence that begins like no other."""
+    """A row of one text: which words follow the first eight of a sentence that begins like no other."""
     rng = drawn("qa", number)
     text = part_of_prose(rng, length)
     whole = "\n\n".join(text)
@@ -233,7 +233,7 @@ def make_classify(number: int, length: int) -> Row:
 
 
 def numbered(rng: random.Random, texts: Sequence[str]) -> tuple[str, list[int]]:
-    """Paragraphs with numbers behind them, in no order: a small model would count on."""
+    """Paragraphs with numbers after them, in no order: a small model would count on."""
     numbers = rng.sample(range(100, 1000), len(texts))
     shown = (f"{one} [Paragraph {i}]" for one, i in zip(texts, numbers, strict=True))
     return "\n\n".join(shown), numbers
@@ -280,7 +280,7 @@ def code_lines(text: str) -> list[int]:
 
 
 def make_code(number: int, length: int) -> Row:
-    """A module up to a line; that line, which stands behind the same line once before."""
+    """A module up to a line; that line, which has followed the same line once before."""
     rng = drawn("code", number)
     modules = [text for _, text in sources() if len(text) > length]
     for text in rng.sample(modules, len(modules)):
@@ -368,13 +368,13 @@ def first_rows(name: str) -> tuple[Row, ...]:
 
 
 def rows_of(name: str, n: int | None) -> tuple[Row, ...]:
-    """As many rows of a dataset, where it has so many; None: the first ones."""
+    """The first `n` rows of a dataset, where it has so many; None: as many as it has by default."""
     last = n or N_ROWS if DATASETS[name].has_more else N_ROWS
     return first_rows(name) + tuple(whole_row(name, number) for number in range(N_ROWS, last))
 
 
 def whole_row(name: str, number: int) -> Row:
-    """One row of a dataset; those behind the first ones are the shortest."""
+    """One row of a dataset; those after the first ones are the shortest."""
     dataset = DATASETS[name]
     tokens = dataset.lengths[number] if number < N_ROWS else min(dataset.lengths)
     length = round(tokens * dataset.letters)
@@ -384,7 +384,7 @@ def whole_row(name: str, number: int) -> Row:
 
 
 def content_hash(names: Sequence[str] = ()) -> str:
-    """16 hex digits that name this Python's set, by its first rows and templates, and those of `names` beside it."""
+    """16 hex digits that name this Python's set, by its first rows and templates, and those of `names` with it."""
     hashed = {*SET, *names}
     everything = [{name: first_rows(name) for name in hashed}, {name: DATASETS[name].template for name in hashed}]
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:16]

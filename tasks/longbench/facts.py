@@ -114,7 +114,7 @@ def questions(context: str) -> list[dict[str, Any]]:
 
 
 def statement_room(form: Form) -> int:
-    """About how many characters the statements of a context take."""
+    """Characters that a context's statements take, about."""
     told = sum(map(len, form.facts)) // len(form.facts)
     return N_FACTS * (len(form.says) + told + len("Mara Quist"))
 

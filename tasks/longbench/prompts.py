@@ -51,7 +51,7 @@ def fill(template: str, row: Mapping[str, Any]) -> str:
 
 
 def question_block(dataset: str, template: str) -> tuple[str, str] | None:
-    """The question behind a template's context, and the cue for the answer; None where no question can be moved."""
+    """The question after a template's context, and the cue for the answer; None where no question can be moved."""
     if not takes_question_first(dataset):
         return None
     tail = template.partition("{context}")[2]

@@ -93,7 +93,7 @@ def spoken(text: str) -> list[str]:
 
 
 def named(answers: Iterable[str], text: str) -> set[str]:
-    """Those of the answers whose words a text has in a row, in whatever case and with whatever between them."""
+    """Answers whose words a text has in a row, in whatever case and with whatever between them."""
     words = f" {' '.join(spoken(text))} "
     return {answer for answer in answers if f" {' '.join(spoken(answer))} " in words}
 
@@ -123,7 +123,7 @@ def qa_f1_zh(prediction: str, reference: str) -> float:
 
 @contextmanager
 def deep_recursion() -> Iterator[None]:
-    """More calls within calls than Python allows by default; they are Python's own and take no stack of C."""
+    """Allow more calls within calls than Python does by default; they are Python's own and take no stack of C."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, DEEP))
     try:
@@ -152,7 +152,7 @@ def rouge_zh(prediction: str, reference: str) -> float:
 def classification(prediction: str, reference: str, all_classes: Sequence[str]) -> float:
     """One over the number of labels that the prediction names, if the right one is among them.
 
-    Labels that are part of the right one do not count, but the list shrinks while it is walked: the label behind a
+    Labels that are part of the right one do not count, but the list shrinks while it is walked: the label after a
     removed one is not looked at.
     """
     named = [label for label in all_classes if label in prediction]
@@ -202,7 +202,7 @@ def code_sim(prediction: str, reference: str, backend: str = "difflib") -> float
 
 
 def fact(prediction: str, reference: str, all_classes: Sequence[str]) -> float:
-    """1 where the prediction has the words of the reference in a row, and names no other fact or number beside it.
+    """1 where the prediction has the words of the reference in a row, and names no other fact or number besides it.
 
     `all_classes` are the other facts. Case, punctuation and articles don't count; a denial does.
     """
@@ -242,7 +242,7 @@ SCORES = {
 
 
 def first_line(prediction: str) -> str:
-    """What stands before the first newline that is not at the very start; blanks are kept."""
+    """The text before the first newline that is not at the very start; blanks are kept."""
     return prediction.lstrip("\n").split("\n")[0]
 
 

@@ -8,7 +8,7 @@ Licence     MIT; texts have terms of their own
 
 Sources     longbench/data/<dataset>.jsonl below a data folder. The hub's files are downloaded with `source=hub`, and
             where `task.datasets` names a dataset that is missing and no `data_dir` is given. The set of `embedded.py`
-            beside this file is asked with `source=embedded` or by the names of its datasets; it is called "embedded
+            next to this file is asked with `source=embedded` or by the names of its datasets; it is called "embedded
             texts" wherever scores are shown, and never shares a run with published datasets.
 Prompts     longbench/config/dataset2prompt.json; without it wording of our own, and the result says `prompts: own`.
             Six datasets continue a text and are never wrapped into a chat template.
@@ -17,7 +17,7 @@ Length      a prompt longer than `max_prompt_tokens` loses its middle: half of t
 Scope       the context part ends where the template's `{context}` ends; `compression_scope=context_only` leaves what
             follows out of the compression.
 Question    `question_position=before` moves the question in front of the context, where it no longer helps methods that
-            judge tokens by the last queries; `both` has it in front and behind. Datasets whose query is the text to be
+            judge tokens by the last queries; `both` has it before and after. Datasets whose query is the text to be
             continued are left out of such a run, and the result says so.
 Order       the first row of every dataset, then the second of every one, and so on: `limit` sees all datasets.
 
@@ -25,7 +25,7 @@ A finished run's datasets.csv has a line per dataset, longbench.json the average
 have them) and of categories (as the authors have them).
 
 Not here: what is fixed for a dataset, how a row becomes a prompt, and the scores (`datasets.py`, `prompts.py` and
-`scores.py` beside this file).
+`scores.py` next to this file).
 """
 
 import json
@@ -80,7 +80,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
 
 
 def check_row(dataset: str) -> Any:
-    """What a row must hold beyond the types of its fields."""
+    """A check of what a row must hold beyond the types of its fields."""
     needs_classes = SCORES[facts_of(dataset).metric].needs_classes
 
     def check(row: Mapping[str, Any]) -> None:
@@ -108,7 +108,7 @@ class Params(QuestionParams):
     rows: int | None  # of each dataset; None: all, or six embedded ones
     prompts: str  # auto: upstream's if they are there
     question_position: str
-    max_prompt_tokens: int | None  # None: what the window leaves beside the answer
+    max_prompt_tokens: int | None  # None: what the window leaves besides the answer
     max_new_tokens: int | None  # instead of the dataset's own
     extra_new_tokens: int
     strip: bool
@@ -212,7 +212,7 @@ class LongBench(Task):
         return names, dict(zip(names, paths, strict=True))
 
     def _find(self, name: str) -> Path | None:
-        """A file of upstream's configuration; from the hub, it lies beside the rows."""
+        """A file of upstream's configuration; from the hub, it lies next to the rows."""
         if self.data_source == "hub":
             root = next(iter(self.paths.values())).parents[2]
             return sources.find(name, str(root))
@@ -340,7 +340,7 @@ class LongBench(Task):
         return asked(first, turns, self.asking)
 
     def sample(self, tokenizer: Any, name: str, row: Mapping[str, Any], n_turns: int = 1) -> Sample:
-        """One row in its prompt, cut to the longest that is allowed beside as many turns of its kind."""
+        """One row in its prompt, cut to the longest that is allowed with as many turns of its kind."""
         facts, new_tokens = facts_of(name), self.new_tokens[name]
         position = self.params.question_position
         parts = parts_of(name, self.templates[base_name(name)], row, position)

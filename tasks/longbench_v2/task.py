@@ -15,7 +15,7 @@ Length      a prompt longer than `max_prompt_tokens` loses its middle before the
             limit the end keeps one token more. Most long texts are cut: the result says how many.
 Answers     128 tokens, greedy. The letter is read from "The correct answer is (X)" anywhere, else from the same without
             brackets; asterisks are ignored. No letter is wrong, or a quarter right in `compensated`.
-Scope       the context ends with the text and the blank line behind it.
+Scope       the context ends with the text and the blank line after it.
 
 A finished run's longbench_v2.json has accuracy by difficulty and by length, plain and compensated.
 
@@ -69,7 +69,7 @@ def chosen_letter(answer: str) -> str | None:
 
 
 def accuracies(rows: Sequence[Mapping[str, Any]], compensated: bool = False) -> dict[str, float | None]:
-    """In per cent, to one decimal: all rows, by difficulty, by length; every length that has no name is long."""
+    """Accuracies in per cent, to one decimal: all rows, by difficulty, by length; lengths without a name are long."""
     points = [point(row, compensated) for row in rows]
 
     def mean(keep: Iterable[bool]) -> float | None:
@@ -102,7 +102,7 @@ class Params:
     prompt: str
     prompts: str  # auto: upstream's if they are there
     lengths: tuple[str, ...] | None  # rows of these labels; None: all
-    max_prompt_tokens: int | None  # None: what the window leaves beside the answer
+    max_prompt_tokens: int | None  # None: what the window leaves besides the answer
     max_new_tokens: int
     on_bad_row: str
 
@@ -217,7 +217,7 @@ class Rows(LazySamples):
 
 
 def check_row(row: Mapping[str, Any]) -> None:
-    """What a row must hold: texts, and one of the letters."""
+    """Check that a row holds texts, and one of the letters."""
     for key in ("_id", "domain", "difficulty", "length", *COLUMNS.values(), "answer"):
         if not isinstance(row.get(key), str) or (key != "domain" and not row[key].strip()):
             raise BadRow(f"field {key!r} is no text, or empty")

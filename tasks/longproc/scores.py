@@ -42,7 +42,7 @@ class Procedure:
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """What stands between the first opening and the first closing tag."""
+    """The text between the first opening and the first closing tag."""
     start, end = text.find(f"<{tag}>"), text.find(f"</{tag}>")
     return None if start < 0 or end < 0 else text[start + len(tag) + 2 : end].strip()
 
@@ -77,7 +77,7 @@ def tom_tracking(prediction: str, reference: str) -> Procedure:
 
 
 def beliefs(text: str) -> list[str]:
-    """What stands behind the hyphen of lines that begin with one, normalised; an indented line is none."""
+    """The text after the hyphen of lines that begin with one, normalised; an indented line is none."""
     lines = [line.split("-", 1)[1] for line in text.strip().split("\n") if line.startswith("-")]
     plain = (FILLER.sub(" ", line.lower().translate(PUNCTUATION)) for line in lines)
     return [" ".join(words) for line in plain if (words := line.split())]

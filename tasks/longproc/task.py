@@ -8,10 +8,10 @@ Licence     not stated
 
 Parts       `countdown` (a search for an equation, logged), `path_traversal` (a route through cities) and `tom_tracking`
             (who believes what, step by step), each in three lengths of the answer: 0.5k, 2k, 8k tokens.
-Rows        longproc/<part>/<part>_<length>.json and prompts.yaml beside it, from the data folder; put there by hand
+Rows        longproc/<part>/<part>_<length>.json and prompts.yaml next to it, from the data folder; put there by hand
             from GitHub princeton-pli/LongProc.
 Answers     up to 1,024, 3,072 or 9,216 tokens by length; the repository sets no limit. They are to be drawn greedily.
-Scores      accuracy is a run's score; `partial` and `extracted` stand beside it. `raises` counts answers on which the
+Scores      accuracy is a run's score; `partial` and `extracted` stand next to it. `raises` counts answers on which the
             official scorer raises, which are worth 0.
 Order       the first row of every part, then the second of every one.
 
@@ -131,7 +131,7 @@ def judged(name: str, prediction: str, reference: str, fields: Mapping[str, Any]
 
 
 def check_row(name: str) -> Any:
-    """What a row of a part must hold."""
+    """A check of what a row of a part must hold."""
     if name == "countdown":
         return check_countdown
     texts = ("story", "question", "solution") if name == "tom_tracking" else ("context_nl", "answer_nl")
@@ -161,7 +161,7 @@ def check_countdown(row: Mapping[str, Any]) -> None:
 
 
 def values_of(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a part's prompt asks for."""
+    """Values that a part's prompt asks for."""
     if name == "countdown":
         return {"demonstration": examples(), "nums": list(row["nums"]), "target": row["target"]}
     if name == "tom_tracking":

@@ -34,7 +34,7 @@ class Dialogue:
 
 
 def dialogue(pieces: Sequence[Piece], format: str, topic: str, wanted: int, start: str) -> Dialogue:
-    """All pieces one behind the other, then the question."""
+    """All pieces one after the other, then the question."""
     messages = list[dict[str, str]]()
     for piece in pieces:
         a = "an" if piece.format[0] in "aeiou" else "a"
@@ -57,7 +57,7 @@ def ordinal(n: int) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """Which piece is wanted, and with what an answer must begin."""
+    """The piece that is wanted, and the beginning that an answer must have."""
 
     format: str
     topic: str
@@ -135,7 +135,7 @@ def start_of(rng: random.Random) -> str:
 
 
 def other(rng: random.Random, kinds: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """Another format than one that is asked for, another topic, or both: half of them have one of the two."""
+    """A format and a topic that are none of these kinds; half of the draws have one of the two as a kind has it."""
     while True:
         near = kinds[0] if len(kinds) == 1 else rng.choice(kinds)
         format = rng.choice([one for one in FORMATS if one != near[0]])

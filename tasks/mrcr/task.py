@@ -16,7 +16,7 @@ Length      of prompt and answer. A row that does not fit is left out and counte
 Answers     may have the piece's tokens and 32 more, which tells its length, to all methods alike.
 Score       0 unless the answer begins with the row's ten characters, at its first one; then the ratio of difflib, whose
             frequent characters of long references are junk. `task.strip_start=true`, ours: blanks before them are
-            forgiven. `prefix` and `exact` (a ratio of 0.99) stand beside. A finished run's mrcr.csv has the means by
+            forgiven. `prefix` and `exact` (a ratio of 0.99) are given too. A finished run's mrcr.csv has the means by
             number of alike pieces and by bin of length, in percent, with the model's own tokens.
 
 Not here: the dialogues that are drawn (`made.py`).
@@ -305,7 +305,7 @@ def together(each: Sequence[Sample], asking: Asking) -> Sample:
 
 
 def check_row(row: Mapping[str, Any]) -> None:
-    """What a row must hold beyond the types of its fields."""
+    """Check what a row must hold beyond the types of its fields."""
     try:
         turns = parse_json(row["prompt"])
     except NoJson as error:

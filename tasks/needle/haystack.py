@@ -18,7 +18,7 @@ def full_stop_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def insertion_index(ids: Sequence[int], depth: float, stops: frozenset[int] | None) -> int:
-    """Where a needle of this depth goes: behind the last full stop before it; None: right there."""
+    """Where a needle of this depth goes: after the last full stop before it; None: right there."""
     index = min(math.floor(len(ids) * depth / 100), len(ids))
     if stops is None or depth >= 100:
         return index

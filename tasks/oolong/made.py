@@ -33,7 +33,7 @@ class Line:
 
 
 def answer(lines: Sequence[Line], question: Question) -> Any:
-    """What is right; None where two would be."""
+    """The right answer; None where two would be."""
     kept = [
         line for line in lines
         if question.get("user") in (None, line.user)
@@ -58,14 +58,14 @@ def answer(lines: Sequence[Line], question: Question) -> Any:
 
 
 def first(counts: Mapping[Any, int], sign: int) -> Any:
-    """What is counted most often, or least; None where several are."""
+    """The value that is counted most often, or least; None where several are."""
     ranked = sorted(counts, key=lambda one: -sign * counts[one])
     is_tie = not ranked or (len(ranked) > 1 and counts[ranked[0]] == counts[ranked[1]])
     return None if is_tie else ranked[0]
 
 
 def draw_lines(rng: random.Random, n: int, sentences: Sequence[str]) -> list[Line]:
-    """So many lines: more of them begin as fewer do."""
+    """The first `n` lines: more of them begin as fewer do."""
     users = [rng.randint(10_000, 99_999) for _ in range(6)]
     weights, days = [rng.random() + 0.2 for _ in LABELS], [rng.randrange(180) for _ in range(40)]
     start = rng.randrange(len(sentences))

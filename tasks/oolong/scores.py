@@ -33,7 +33,7 @@ class Scored:
 
 
 def truth_of(answer: str) -> Any:
-    """What a synthetic row's answer says; ValueError where it says nothing."""
+    """The value of a synthetic row's answer; ValueError where it says nothing."""
     if found := DATE.fullmatch(answer.strip()):
         return datetime(*map(int, found.groups()))  # type: ignore[arg-type]
     try:
@@ -73,7 +73,7 @@ def faded(difference: int) -> float:
 
 
 def read(prediction: str) -> tuple[str, str]:
-    """What of an answer counts, and how sure that is."""
+    """The part of an answer that counts, and how sure that is."""
     if ":" not in prediction:
         words = prediction.split()
         return (prediction if len(prediction) < SHORT or not words else words[-1]), "low"

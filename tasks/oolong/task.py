@@ -276,7 +276,7 @@ class Drawn(LazySamples):
 
 
 def check_row(is_real: bool) -> Any:
-    """What a row must hold beyond the types of its fields."""
+    """A check of what a row must hold beyond the types of its fields."""
 
     def check(row: Mapping[str, Any]) -> None:
         for key in ("question", "context_window_text", "context_window_text_with_labels"):

@@ -1,4 +1,4 @@
-"""What reasoning tasks share: the prompt, the room for an answer, and the grade of one.
+"""Parts that reasoning tasks share: the prompt, the room for an answer, and the grade of one.
 
 `template=plain` is the prompt of R-KV and TriAttention, without a chat template. `chat` is one user's turn; some models
 think only there, so scores of both are never compared, and the template is in the dataset's name.
@@ -79,7 +79,7 @@ class Room:
 
 
 def n_tokens(tokenizer: Any, sample: Sample) -> int:
-    """Of a sample's prompt, chat template included."""
+    """Number of tokens of a sample's prompt, chat template included."""
     return len(encode(tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt"))
 
 
@@ -94,7 +94,7 @@ def fitted(tokenizer: Any, samples: Sequence[Sample], room: Room, with_room: Cal
 
 @cache
 def worker() -> Judge:
-    """One for all tasks of this process: a sweep has a task for each of its cells."""
+    """The judge of all tasks of this process: a sweep has a task for each of its cells."""
     return Judge()
 
 

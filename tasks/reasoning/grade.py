@@ -7,7 +7,7 @@ kvpress       the first box up to its first brace (AIME: the last one), compared
               only for comparisons with that project's numbers.
 
 Nothing a model wrote is ever evaluated as Python. Formulas are read by parsers: of the library, which hands on to
-sympy's own reader nothing but digits and operators, and `latex.py` beside this file.
+sympy's own reader nothing but digits and operators, and `latex.py` next to this file.
 
 Not here: limits of time and memory (`engine/workers`), prompts and references (`task.py`).
 """

@@ -15,7 +15,7 @@ from kvbench.engine.workers.limited import Limited
 WORKER = "kvbench.tasks.reasoning.grade"
 LIMIT_S = 5.0  # of one answer, on a processor
 # The parser runtime that math-verify's answers are pinned with. Hydra's configuration files need an older one, with
-# which math-verify reads no per cent sign; so this one lies beside the environment's packages, for the worker alone.
+# which math-verify reads no per cent sign; so this one lies next to the environment's packages, for the worker alone.
 RUNTIME = Path(sys.prefix) / "grader"
 
 

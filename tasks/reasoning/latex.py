@@ -85,7 +85,7 @@ class Reader:
         self.sums: dict[tuple[int, bool], tuple[Any, int]] = {}  # that were read once: each its value, and its end
 
     def peek(self, ahead: int = 0) -> str:
-        """The next token, or one behind it; "" at the end."""
+        """The next token, or one after it; "" at the end."""
         at = self.at + ahead
         token = self.tokens[at] if at < len(self.tokens) else ""
         if token == STRANGER:
@@ -93,7 +93,7 @@ class Reader:
         return token
 
     def attempt(self, read: Callable[[], Any]) -> Any:
-        """What can be read here; None where the formula ends, and then nothing is stepped over."""
+        """The expression that can be read here; None where the formula ends, and then nothing is stepped over."""
         back = self.at, self.depth, self.bars
         try:
             return read()
@@ -121,7 +121,7 @@ class Reader:
         return left
 
     def sum(self) -> Any:
-        """Each is read once, though what stands before it may be tried in two ways: else brackets cost 2**depth."""
+        """A sum, read once, though what stands before it may be tried in two ways: else brackets cost 2**depth."""
         key = self.at, self.bars > 0
         if key not in self.sums:
             self.sums[key] = self.attempt(self.terms), self.at
@@ -157,7 +157,7 @@ class Reader:
         return value
 
     def divisor(self, functions: bool) -> Any:
-        """What stands behind a sign of a product."""
+        """The expression after a sign of a product."""
         self.at += 1
         return self.signed(functions)
 
@@ -208,7 +208,7 @@ class Reader:
         return value
 
     def script(self, most: int | None = None) -> Any:
-        """What stands behind ^ or _: one atom, or a formula in braces; of a number no more than so many digits."""
+        """The script after ^ or _: one atom, or a formula in braces; of a number no more than so many digits."""
         if self.peek().isdecimal():
             return self.number(most)
         return self.bracketed() if self.peek() == "{" else self.atom()
@@ -318,12 +318,12 @@ class Reader:
         if self.take("_"):
             name += f"_{{{self.script()}}}"
         if self.peek().startswith("'"):
-            name += self.peek() if token.isalpha() else ""  # a prime behind a command is lost
+            name += self.peek() if token.isalpha() else ""  # a prime after a command is lost
             self.at += 1
         return self.called(name) if self.peek() == "(" else sympy.Symbol(name)
 
     def number(self, most: int | None = None) -> Any:
-        """Digits, groups of three behind a comma each, and digits behind a point; `most`: so many digits alone."""
+        """Digits, groups of three after a comma each, and digits after a point; `most`: so many digits alone."""
         digits = self.digits(most)
         if most is not None:
             return sympy.Number(digits)

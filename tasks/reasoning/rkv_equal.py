@@ -130,7 +130,7 @@ def difference(equation: str) -> str:
 
 
 def is_short_equation(text: str) -> bool:
-    """One equals sign behind a name of up to two characters."""
+    """Whether a text has one equals sign, after a name of up to two characters."""
     return text.count("=") == 1 and len(text.split("=")[0].strip()) <= 2
 
 

@@ -1,7 +1,7 @@
 """`Reasoning`: a task of short questions and long answers, one sample per row of a file.
 
 The whole prompt is the context: it is compressed together with what the model generates. A `max_new_tokens` that is
-null is the task's own limit, or what the window leaves behind the prompt; a given one must fit.
+null is the task's own limit, or what the window leaves after the prompt; a given one must fit.
 
 Not here: prompts, room and grades (`answers.py`), pass@k (`results`), the files of each task.
 """
@@ -82,7 +82,7 @@ class Reasoning(Task):
 
     @abstractmethod
     def file(self) -> str:
-        """Its file below a data folder."""
+        """The benchmark's file below a data folder."""
 
     @abstractmethod
     def columns(self) -> Mapping[str, type | tuple[type, ...]]:
@@ -98,7 +98,7 @@ class Reasoning(Task):
             raise BadRow(f"field 'problem' has {len(question_of(row))} characters, more than {LONGEST}")
 
     def more(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """What graders want to know beside the answer; kept in the sample's columns."""
+        """What graders want to know besides the answer; kept in the sample's columns."""
         return {}
 
     # -- the same for all --

@@ -100,7 +100,7 @@ OWN_TEMPLATES: Mapping[str, Any] = {  # the keys of templates.json
 
 @dataclass(frozen=True)
 class Material:
-    """What rows are made of."""
+    """Texts and settings that rows are made of."""
 
     templates: Mapping[str, Any]
     essays: tuple[str, ...]  # the words of the essays
@@ -130,7 +130,7 @@ def fill(text: str, **fields: str) -> str:
 
 
 def in_prompt(prompt: Mapping[str, str], context: str, outputs: Sequence[str], before: str = "", **fields: str) -> Row:
-    """A context in its template, behind a worked example."""
+    """A context in its template, after a worked example."""
     head, placeholder, tail = prompt["template"].partition("{context}")
     assert placeholder, prompt
     return Row(
@@ -251,7 +251,7 @@ def inserted(lines: Sequence[str], positions: Sequence[int], others: Sequence[st
 
 
 def variable_tracking(material: Material, rng: random.Random, n_lines: int) -> Row:
-    """A chain of assignments among noise lines, behind a worked example with shorter names."""
+    """A chain of assignments among noise lines, after a worked example with shorter names."""
     example = chain(material, rng, n_lines=min(n_lines, 8), n_letters=3)
     shown = f"{example.text}{' '.join(example.outputs)}\n\n"
     return chain(material, rng, n_lines, n_letters=5, before=shown)
@@ -283,7 +283,7 @@ N_COMMON = 10
 
 
 def common_words(material: Material, rng: random.Random, n_words: int) -> Row:
-    """A shuffled list in which ten words stand more often, behind a worked example."""
+    """A shuffled list in which ten words stand more often, after a worked example."""
     is_long = material.length >= 4096
     n_shown = 40 if is_long else 20
     pool = list_words(rng, n_shown + n_words)
@@ -403,7 +403,7 @@ class Kind:
     new_tokens: int
     fewest: int  # units that a row needs
     question: str  # how the question begins in a file whose rows are one text
-    cue: str  # how the answer prefix begins behind it
+    cue: str  # how the answer prefix begins after it
     needs_essays: bool = False
 
 

@@ -9,7 +9,7 @@ Licence     Apache-2.0
 Sources     files ruler/LENGTH/TASK.jsonl from the data folder, or with `source=embedded` rows generated at any length
             (`synthetic.py`); the two never share a run.
 Prompts     ruler/templates.json from the data folder; without it wording of our own, and the result says
-            `prompts: own`. The answer prefix stands behind the chat template's reply header. Older files of rows have
+            `prompts: own`. The answer prefix follows the chat template's reply header. Older files of rows have
             it at the end of their text, where we split it off.
 Haystacks   the needle's essays from the data folder, else Python's help topics, as the result says.
 Length      generated rows fill `task.length` tokens, answer included, as full as their units allow.

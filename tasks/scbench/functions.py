@@ -41,7 +41,7 @@ BEGINNINGS = {  # of a function's first line, for the search without grammars
 
 @dataclass(frozen=True)
 class Match:
-    """What an answer repeats."""
+    """The function that an answer repeats."""
 
     code: str  # taken out of the answer
     name: str | None  # of the most similar function; None: nothing is similar

@@ -46,7 +46,7 @@ def is_same(prediction: str, reference: str) -> float:
 
 
 def same_label(prediction: str, reference: str) -> float:
-    """many_shot: where both begin with a bracket the same letter in it, else the reference's text behind its letter."""
+    """many_shot: where both begin with a bracket the same letter in it, else the reference's text after its letter."""
     if prediction.startswith("(") and reference.startswith("("):
         given, wanted = (text.split("(")[1].split(")")[0] for text in (prediction, reference))
         return float(given == wanted)

@@ -5,7 +5,7 @@ filled by plain substitution. `golden` puts the previous reference at the head o
 it out, `independent` has the context first and then every question on its own.
 
 With a chat template, the first piece is a user's turn; later pieces end the open assistant's turn and open the next.
-`independent` cuts the user's turn behind the context, and its end goes behind each question. Two oddities of the
+`independent` cuts the user's turn after the context, and its end goes after each question. Two oddities of the
 authors' code stay there: mf names the last question in front of every later one, and summary begins the answer.
 
 Not here: tokens and lengths (the task), scores (`scores.py`).
@@ -102,7 +102,7 @@ def independent(
 
 
 def fields_of(task: str, row: Mapping[str, Any], turn: Mapping[str, Any]) -> dict[str, Any]:
-    """What a template may ask for."""
+    """Fields that a template may ask for."""
     fields = {"context": row["context"], "input": turn["input"], "question": turn["input"]}
     if task == "scbench_choice_eng":
         fields |= {f"OPTION_{letter}": option for letter, option in zip("ABCD", turn["options"], strict=True)}

@@ -108,7 +108,7 @@ def official_by_turn(scores: Sequence[TurnScore], tasks: Sequence[str] = ("",)) 
 
 
 def official_at_once(scores: Sequence[TurnScore], tasks: Sequence[str] = ("",)) -> str:
-    """As above, of independent questions: the mean over all of them."""
+    """The official mean of independent questions, over all of them."""
     each = {task: [one.score for one in scores if one.task == task] for task in tasks}
     return ",".join(percent(sum(values) / len(values) if values else 0.0) for values in each.values())
 

@@ -11,7 +11,7 @@ Sources     scbench/data/<task>.jsonl below a data folder, as the hub dataset mi
 Prompts     scbench/prompt_templates.json; without it wording of our own, and the result says `prompts: own`.
 Modes       `golden` is what the authors publish; `independent` is their multi-request mode, `dialogue` their mode
             without golden contexts. `query_aware` asks each question in a prompt of its own.
-Length      the first piece loses its middle where it is longer than the window leaves beside all turns.
+Length      the first piece loses its middle where it is longer than the window leaves besides all turns.
 
 A finished run's turns.csv has a line per task and turn, and the authors' own line of numbers.
 
@@ -147,7 +147,7 @@ class SCBench(Task):
             self.learn_functions(self.rows[name])
 
     def learn_functions(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """All functions asked for in a repository: an answer is held against each of them."""
+        """Collect all functions asked for in a repository: an answer is held against each of them."""
         for row in rows:
             asked = [(turn["name"], str(turn["answer"])) for turn in row["multi_turns"] if "name" in turn]
             self.pools.setdefault(str(row.get("repo", "")), []).extend(asked)
@@ -282,7 +282,7 @@ class Conversations(LazySamples):
 
 
 def check_row(name: str) -> Any:
-    """What a row must hold beyond the types of its fields."""
+    """A check of what a row must hold beyond the types of its fields."""
 
     def check(row: Mapping[str, Any]) -> None:
         if not row["multi_turns"]:

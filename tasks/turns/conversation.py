@@ -1,7 +1,7 @@
 """`Conversation`: several turns on one context, and how they are asked.
 
-A turn is a feed and its answer. In mode `independent` every question is asked behind the context alone; in `golden`
-behind the earlier questions and their references, in `dialogue` behind the earlier questions and the model's own
+A turn is a feed and its answer. In mode `independent` every question is asked after the context alone; in `golden`
+after the earlier questions and their references, in `dialogue` after the earlier questions and the model's own
 answers. In the last two the first question is part of what is compressed.
 
 Not here: how turns become tokens (`encode.py`), how they are asked (`evals/batch/answers.py`).
@@ -63,7 +63,7 @@ class Asking:
 
     @property
     def label(self) -> str:
-        """As tables print it: the mode, and the feed and what a ratio is a share of where they are not the usual."""
+        """The label as tables print it: the mode; feed and what a ratio is a share of, where they are not the usual."""
         words = [self.mode] if self.feed == "compressed" else [self.mode, f"{self.feed} feed"]
         return ", ".join(words if self.budget_base == "context" else [*words, "growing budget"])
 
@@ -72,10 +72,10 @@ class Asking:
 class Turn:
     """One question of a conversation."""
 
-    question: str  # as it stands behind the context, or behind an earlier answer
+    question: str  # as it follows the context, or an earlier answer
     references: tuple[str, ...]
     max_new_tokens: int
-    answer_prefix: str = ""  # a cue behind the user's turn
+    answer_prefix: str = ""  # a cue after the user's turn
     history: str | None = None  # what later turns find as its answer in `golden`; None: the first reference
     fields: Mapping[str, Any] = field(default_factory=dict)  # columns of the turn's own line
 

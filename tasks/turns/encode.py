@@ -37,7 +37,7 @@ class TalkPrompt(Prompt):
     feeds: tuple[tuple[int, ...], ...] = ()  # of each turn; empty where the context ends with its question
     n_new: int = 0  # tokens that may follow the context at once
     change_ids: tuple[int, ...] = ()  # what the template puts between an answer and the next question
-    end_id: int | None = None  # put behind an answer that did not end by itself, where no template separates turns
+    end_id: int | None = None  # put after an answer that did not end by itself, where no template separates turns
 
     def __len__(self) -> int:
         """Tokens of context and feeds."""
@@ -95,13 +95,13 @@ def encode_talk(tokenizer: Any, sample: Sample, *, chat: str, system_prompt: str
 
 
 def n_new(talk: Conversation, feeds: Sequence[int]) -> int:
-    """How many tokens may stand behind the context at once, for feeds of these lengths."""
+    """How many tokens may follow the context at once, for feeds of these lengths."""
     answers = [turn.max_new_tokens for turn in talk.turns]
     if talk.asking.mode == "independent":
         return max(feed + answer for feed, answer in zip(feeds, answers, strict=True))
     if talk.asking.mode == "golden":
         return max(sum(feeds[: i + 1]) + answer for i, answer in enumerate(answers))
-    return sum(feeds) + sum(answers) + len(answers)  # a turn's end may be put behind an answer
+    return sum(feeds) + sum(answers) + len(answers)  # a turn's end may be put after an answer
 
 
 def turn_change(tokenizer: Any, head: str, tail: str) -> str:

@@ -40,7 +40,7 @@ function facts(run, part) {
   ].filter(([, value]) => value);
 }
 
-// Where the answers of a run stand beside those of full attention.
+// Where the answers of a run stand next to those of full attention.
 function toSamples(run, part) {
   const full = fullFor(run);
   const dataset = part && !part.of ? part.dataset : null;

@@ -55,7 +55,7 @@ async function saveChart(id) {
   save(`kvbench-${id}.svg`, "image/svg+xml", text.replace("<svg ", `<svg style="background:${css("--surface")}" `));
 }
 
-// A method's mark beside its name, as the charts draw it.
+// A method's mark next to its name, as the charts draw it.
 const CIRCLE = "M1,0A1,1,0,1,1,-1,0A1,1,0,1,1,1,0Z";
 const mark = (method) => svg("svg", { viewBox: "-1.3 -1.3 2.6 2.6", width: 14, height: 14, "aria-hidden": "true" },
   svg("path", { d: looks[method].shape.replace("circle", CIRCLE), fill: colourOf(method) }));

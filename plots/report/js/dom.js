@@ -10,7 +10,7 @@ function fillNode(node, attributes, children) {
   node.append(...children.flat().filter((child) => child !== null && child !== undefined).map(visible));
   return node;
 }
-// Marks that would turn the direction of what stands beside them, and controls, are shown in place of being obeyed.
+// Marks that would turn the direction of what stands next to them, and controls, are shown in place of being obeyed.
 const OBEYED = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
 const visible = (child) => (typeof child === "string" ? child.replace(OBEYED, (sign) => `\\u${sign.charCodeAt(0).toString(16).padStart(4, "0")}`) : child);
 const el = (tag, attributes, ...children) => fillNode(document.createElement(tag), attributes, children);

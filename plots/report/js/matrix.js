@@ -1,4 +1,4 @@
-// All scores: a row per variant, a column per benchmark, whose datasets open beside its average.
+// All scores: a row per variant, a column per benchmark, whose datasets open next to its average.
 function byGroup(list) {
   const groups = new Map();
   for (const run of list) grouped(groups, run.group).push(run);

@@ -1,4 +1,4 @@
-// What the reader looks at, as the part of the address behind `#`: who opens the same address sees the same.
+// What the reader looks at, as the part of the address after `#`: who opens the same address sees the same.
 // Not here: what follows from it; `main.js` draws the page again.
 const state = new Map();
 let seenHash = null;

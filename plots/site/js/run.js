@@ -1,4 +1,4 @@
-// One run: how far it is believed, where it comes from, what it answered beside full attention.
+// One run: how far it is believed, where it comes from, what it answered next to full attention.
 async function drawRun() {
   const [a, b] = chosenRuns(runs);
   drawRunChoice(runs);
