@@ -51,14 +51,16 @@ def answered(
 
 BATCHES = {
     "rows that keep": ("full", "snapkv", "streamingllm method.generated=inside"),
-    "pages": ("quest", "quest method.agg=group_max"),
-    "rows that evict": ("h2o method.generated=inside", "tova"),
+    "rows that evict, and pages that are brought": ("h2o method.generated=inside", "quest method.agg=group_max"),
     "a search whose mean of values adds up": ("sparq",),
-    "labels, and tokens that are brought": ("double_sparsity", "full"),
+    "labels": ("double_sparsity", "full"),
 }
+SLOW = ("a search whose mean of values adds up", "labels")
 
 
-@pytest.mark.parametrize("names", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize(
+    "names", [pytest.param(names, id=id, marks=[pytest.mark.slow] * (id in SLOW)) for id, names in BATCHES.items()]
+)
 def test_a_step_is_told_once_captured_once_and_replayed_from_then_on(machine: Machine, names: Sequence[str]) -> None:
     ids, books, done = answered(names)
     # The first step is told, the second one captured; the last token is not read.
@@ -76,14 +78,14 @@ def test_a_replayed_step_is_one_launch_beside_the_choice_of_its_token(machine: M
 
         answered(("full", "quest"), on_step=note)
     assert [after - before for before, after in pairwise(graphs[2:])] == [1] * (N_NEW - 4)
-    # The largest logit, the mark of rows that choose nothing, and the copy of the tokens.
+    # The graph; then the largest logit, the mark of rows that choose nothing, and the copy of the tokens.
     apart = [after - before for before, after in pairwise(launches[2:])]
-    assert len({*apart}) == 1 and apart[0] <= 12, apart
+    assert {*apart} == {6}, apart
 
 
 def test_steps_behind_an_event_are_told_and_captured_anew(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_plan, "MOST_AHEAD", 5)
-    names = ("snapkv", "quest")
+    names = ("full", "snapkv")
     ids, books, done = answered(names, n_new=16)
     assert done.by_whole_graphs == 2 * 4  # told at steps 1, 7 and 13, captured at 2 and 8: too little follows 14
     assert (ids, books) == answered(names, whole=False, n_new=16)[:2]
@@ -91,7 +93,7 @@ def test_steps_behind_an_event_are_told_and_captured_anew(machine: Machine, monk
 
 def test_rows_that_end_go_on_unheard_until_half_are_gone(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their books and layers are those of a row that ended."""
-    names = ("full", "snapkv", "quest", "h2o method.generated=inside")
+    names = ("full", "snapkv", "h2o method.generated=inside")
     said, _, _ = answered(names, whole=False)
     captured, capture = list[int](), Replay.capture
 
@@ -100,7 +102,7 @@ def test_rows_that_end_go_on_unheard_until_half_are_gone(machine: Machine, monke
         capture(one, *args)
 
     monkeypatch.setattr(Replay, "capture", noting)
-    for i, at in ((0, 3), (2, 5), (3, 4)):  # a row and a step of it
+    for i, at in ((0, 3), (2, 5)):  # a row and a step of it
         captured.clear()
         n_before = [ids.index(said[i][at]) if said[i][at] in ids else len(ids) for ids in said]
         ids, books, done = answered(names, stop_ids=[said[i][at]])
