@@ -193,6 +193,11 @@ class StepGraphs:
             self.pool = torch.cuda.graph_pool_handle()
         return self.pool
 
+    def forget_pool(self) -> None:
+        """After a capture that failed, let the next one begin with other memory, unless graphs are in this one."""
+        if not self.parts:
+            self.pool = None
+
     def is_ready(self, n: int) -> bool:
         """Whether so many rows have parts, or came often enough to be captured."""
         self.n_alike = self.n_alike + 1 if n == self.n_rows else 1
@@ -213,7 +218,8 @@ class StepGraphs:
             parts = Parts(model, ids, positions, self.pool_of_all(), stream_for("capture", model.device))
             parts.check(seen.calls, logits)
         except (RuntimeError, NotImplementedError) as error:  # out of memory is one, too
-            self.parts, self.pool = {}, None
+            self.parts = {}
+            self.forget_pool()
             self.why_not = f"capturing a step failed: {first_cause(error)}"
             return logits
         self.parts[len(ids)] = parts

@@ -48,12 +48,12 @@ class Launching:
 
 
 class Replay:
-    """Steps of one sub_batch, which is all of its batch."""
+    """Steps of a batch whose rows share their launches."""
 
     def __init__(
         self, model: Runner, graphs: StepGraphs, sub_batch: SubBatch, which: Sequence[int], clock: Clock
     ) -> None:  # fmt: skip
-        """`which` are the batch's numbers of the sub_batch's rows."""
+        """`which` are the numbers that the batch gives the rows."""
         self.model, self.graphs, self.sub_batch, self.clock = model, graphs, sub_batch, clock
         self.which, self.live = list(which), list(which)
         self.graph: Any = None
@@ -149,6 +149,7 @@ class Replay:
                 self.check(logits)
         except (RuntimeError, NotImplementedError) as error:  # out of memory is one, too
             self.graph = None
+            self.graphs.forget_pool()
             self.graphs.why_in_parts = f"capturing a whole step failed: {first_cause(error)}"
 
     def capture(self, ids: Tensor, position: int | Tensor) -> None:
