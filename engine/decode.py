@@ -30,7 +30,7 @@ class Decoded:
     by_graphs: int | None = None  # steps of a GPU that replayed captured ones
     why_no_graphs: str | None = None  # of a GPU where they cannot be captured
     by_whole_graphs: int | None = None  # of the replayed steps those that were one graph
-    why_in_parts: str | None = None  # why none was, where parts of steps were replayed
+    why_in_parts: str | None = None  # why none was
 
 
 def decode(
@@ -73,7 +73,7 @@ def decode(
     if model.device.type != "cuda":
         return Decoded(answers, batch.seconds())
     by_graphs, whole = graphs.n_replayed - n_replayed, graphs.n_whole - n_whole
-    why = None if whole or not by_graphs else graphs.why_in_parts or why_in_parts(rows)
+    why = None if whole else graphs.why_in_parts or (why_in_parts(rows) if by_graphs else None)
     return Decoded(answers, batch.seconds(), by_graphs, graphs.why_not, whole, why)
 
 

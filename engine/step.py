@@ -88,38 +88,27 @@ def attend_groups(
 ) -> Tensor:  # fmt: skip
     """One layer of one step for rows that stand by class: their parts, attention, the books; (n, h, 1, d_h).
 
-    Where other layers read this one's K and V, `readers` ends its step; `plan` has its
-    launches on an accelerator.
+    Where other layers read this one's K and V, `readers` ends its step; `plan` has its launches on an accelerator.
     """
-    again = plan is not None and plan.holds(q)
-    if plan is not None and again and plan.is_still:
+    if plan is not None and plan.holds(q):
         return plan.take_step(q, k, v, soft)
-    is_read = readers is not None and layer in readers.last
-    resident, parts = list[list[Part]](), list[list[Part]]()
-    out, weights = None, list[Tensor | None]([None] * len(rows))
     with span("append", layer):
-        if plan is not None and again:
-            plan.append(k, v)
-        else:
-            append_rows([row.store[layer] for row in rows], k, v)
-            resident = residents(groups, rows, layer, q)
+        append_rows([row.store[layer] for row in rows], k, v)
+        resident = residents(groups, rows, layer, q)
     fetched = [part for kind, at in groups for part in fetched_rows(kind, rows[at], layer, q[at])]
     with span("attention", layer):
-        if plan is not None and again:
-            out = plan.attend(q, fetched, soft)
-        if out is None:
-            parts = [
-                [*own, *more] for own, more in zip(resident or residents(groups, rows, layer, q), fetched, strict=True)
-            ]
-            count_parts(rows, layer, parts)
-            out, weights = attend_rows(q, parts, soft, [row.wants_weights for row in rows], rows[0].store[layer].work)
-            if plan is not None:
-                plan.make(parts, fetched, q)
+        parts = [[*own, *more] for own, more in zip(resident, fetched, strict=True)]
+        count_parts(rows, layer, parts)
+        out, weights = attend_rows(q, parts, soft, [row.wants_weights for row in rows], rows[0].store[layer].work)
+        if plan is not None:
+            plan.make(parts, fetched, q)
     with span("after", layer):
         for i, row in enumerate(rows):
             if (queries := row.store[layer].queries) is not None:
                 queries.push(q, i)
-        on_gpu = takes("evict", q.device) and not is_read  # where a kernel evicts at once
+        on_gpu = takes("evict", q.device) and not (
+            readers is not None and layer in readers.last
+        )  # where a kernel evicts at once
         changes: list[tuple[Row, Change]] = []
         for kind, at in groups:
             changes += behind_rows(kind, rows[at], layer, out if len(groups) == 1 else out[at], weights[at], on_gpu)

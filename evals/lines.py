@@ -281,7 +281,7 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
     notes += dict.fromkeys(
         f"decode steps were replayed in parts, not as one graph each: {row.fields['why_in_parts']}"
         for row in rows
-        if "why_in_parts" in row.fields
+        if "why_in_parts" in row.fields and row.fields["by_graphs"]
     )
     notes += dict.fromkeys(
         f"torch did the work of the kernel {op}: {why}"

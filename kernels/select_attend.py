@@ -398,8 +398,8 @@ def kv_heads(rows: Sequence[Sequence[Tokens]]) -> int:
 def growing_table(
     q: Tensor, rows: Sequence[Sequence[Tokens]], more: Sequence[Sequence[int]], scratch: Scratch, ahead: int,
     logits: Sequence[Tensor | None] = (), others: Others | None = None,
-) -> tuple[Table, list[list[Piece]], int]:  # fmt: skip
-    """A table of parts that have so many tokens more at every step, its pieces, and for how many steps it holds.
+) -> tuple[Table, int]:  # fmt: skip
+    """A table of parts that have so many tokens more at every step, and for how many steps it holds.
 
     There is room for `ahead` steps, and the `logits` of a row's parts follow each other, each with as much.
     """
@@ -418,12 +418,7 @@ def growing_table(
     table = table_of(Work(), own, q, h_kv, value_width(rows) if any(rows) else q.shape[3], ahead)
     # Until a piece that shrinks has no token any more.
     limits = [n // -grows for pieces in own for n, *_, grows, _ in pieces if grows < 0]
-    return table._replace(room=room_for(q, table, scratch)), own, min(ahead, *limits) if limits else ahead
-
-
-def point_to(table: Table, places: Sequence[int]) -> None:
-    """Let each piece's chosen tokens be read from these addresses from now on."""
-    send(places, table.numbers[table.n_pieces :])
+    return table._replace(room=room_for(q, table, scratch)), min(ahead, *limits) if limits else ahead
 
 
 def attend_table(

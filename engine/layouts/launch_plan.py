@@ -10,7 +10,6 @@ Not here: which parts grow (`Layer.growing`), a step of any kind (`engine/step.p
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,20 +33,10 @@ from kvbench.kernels.packed.rows import CodedRows, takes_codes
 from kvbench.kernels.rows.append import Places
 from kvbench.kernels.rows.weights import Softening
 from kvbench.kernels.scratch import Scratch
-from kvbench.kernels.select_attend import Tokens, attend_table, growing_table, point_to
+from kvbench.kernels.select_attend import Tokens, attend_table, growing_table
 
 MOST_MISSES = 4  # steps in a row that were told in vain
 MOST_AHEAD = 256  # steps for which there is room
-
-
-@dataclass
-class Chosen:
-    """Where fetched tokens lay. Their positions are not kept: the next ones are to take their place in memory."""
-
-    piece: int  # of the table
-    part: tuple[Any, ...]
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 @dataclass
@@ -88,10 +77,7 @@ class LaunchPlan:
         self.clock, self.start, self.n_steps = clock, 0, 0  # when it was told, and for how many steps that holds
         self.learner: Learner | None = None
         self.softening: Softening | None = None  # where rows want weights
-        self.searches, self.is_still = (
-            list[PlannedSearch](),
-            False,
-        )  # True: rows take in tokens, search, and do nothing else
+        self.searches = list[PlannedSearch]()
 
     def make(self, parts: Sequence[Sequence[Part]], fetched: Sequence[Sequence[Part]], q: Tensor) -> None:
         """Remember the step at hand for those to come: all parts of each row, the fetched ones last."""
@@ -113,7 +99,9 @@ class LaunchPlan:
         if not all(is_fixed(part) for own, got in each for part in own[: len(own) - len(got)]):
             return
         searches = self.searching(fetched, q)
-        self.searches, self.is_still = searches or [], searches is not None
+        if searches is None:
+            return
+        self.searches = searches
         if (found := self.tokens_of(q, parts, growing, fetched)) is None:
             return
         tokens, more = found
@@ -130,12 +118,12 @@ class LaunchPlan:
         # Of a row's parts the last resident one alone grows, so that logits lie next to each other.
         grown = zip(self.rows, growing, chosen, strict=True)
         moves = any(row.wants_weights and (n or any(at.more[:-1])) for row, at, n in grown)
-        if wants and (moves or not self.is_still):
+        if wants and moves:
             return
         self.more = [sum(each.more) for each in growing]
         room, self.logits = self.room_for_logits(q, parts, fetched) if wants else ([], [])
         coded = self.coded
-        self.table, pieces, n_steps = growing_table(q, tokens, more, self.scratch, self.ahead, room, coded)
+        self.table, n_steps = growing_table(q, tokens, more, self.scratch, self.ahead, room, coded)
         self.softening = Softening(self.logits, self.more, self.ahead) if wants else None
         places = [[place[:3] for place in each.places] for each in growing]
         self.places = Places.of(places, q.device, [[ring for *_, ring in each.places] for each in growing])
@@ -144,14 +132,6 @@ class LaunchPlan:
         turns = [[(0, ring.w) for ring in of_row] for of_row in rings]
         self.rings = Places.of([[ring.place() for ring in of_row] for of_row in rings], q.device, turns)
         self.packing = self.packed_again()
-        self.chosen: list[Chosen | None] = []
-        self.at: list[int] = []  # where positions lie
-        for own, of_row, got in zip(tokens, pieces, fetched, strict=True):
-            idx, piece = got[0].idx if got else None, len(self.at) + len(own) - 1
-            self.at += [where for _, where, *_ in of_row]
-            self.chosen.append(None if idx is None else Chosen(piece, lying(got[0]), idx.shape, idx.stride()))
-            if idx is not None:
-                self.at[piece] = idx.data_ptr()
         limits = [each.n_steps for each in growing] + [told.search.n_steps for told in self.searches]
         if self.searches:  # generated tokens may be chosen once the window is full and has none of the prompt
             stays = zip(self.layers, growing, fetched, strict=True)
@@ -266,7 +246,7 @@ class LaunchPlan:
     @property
     def is_replayable(self) -> bool:
         """Whether a captured graph can do `launch` again: then the host has to do `enter` at each step."""
-        return self.is_still and self.n_steps > 0 and all(told.search.is_replayable for told in self.searches)
+        return self.n_steps > 0 and all(told.search.is_replayable for told in self.searches)
 
     @property
     def is_repeatable(self) -> bool:
@@ -307,12 +287,6 @@ class LaunchPlan:
             if row.store.placed[index] is not at or at.start != start + moves * age or at.n_seen != n_seen + age:
                 return False
         return True
-
-    def append(self, k_new: Tensor, v_new: Tensor) -> None:
-        """Take in the current token of every row: the first ones of k_new and v_new, which may hold more."""
-        for i, at in enumerate(self.layers):
-            at.repeat(k_new[i : i + 1], v_new[i : i + 1])
-        self.keep(k_new, v_new)
 
     def keep(self, k_new: Tensor, v_new: Tensor) -> None:
         """Write the current token of every row to where it stays."""
@@ -392,23 +366,6 @@ class LaunchPlan:
             if not at.is_over:
                 row.store.close(index)
 
-    def attend(self, q: Tensor, fetched: Sequence[Sequence[Part]], soft: Softmax) -> Tensor | None:
-        """Attention of all rows; None where more is new than positions, and the step is one of its own kind."""
-        moved = False
-        for own, told in zip(fetched, self.chosen, strict=True):
-            if told is None:
-                if own:
-                    return None
-                continue
-            idx = own[0].idx if len(own) == 1 else None
-            if idx is None or idx.shape != told.shape or idx.stride() != told.stride or lying(own[0]) != told.part:
-                return None
-            if (at := idx.data_ptr()) != self.at[told.piece]:
-                self.at[told.piece], moved = at, True
-        if moved:
-            point_to(self.table, self.at)
-        return self.attend_planned(q, soft)
-
     def attend_planned(self, q: Tensor, soft: Softmax) -> Tensor:
         """Attention of all rows over what kernels were told."""
         self.n_misses = 0
@@ -446,11 +403,3 @@ def is_fixed(part: Part) -> bool:
 def is_refetchable(part: Part) -> bool:
     """Whether the same holds for a fetched part but for its positions."""
     return is_fixed(part) and part.packed is part.bias is None and (part.mask is None or part.idx is not None)
-
-
-def lying(part: Part) -> tuple[Any, ...]:
-    """Equal where fetched tokens lie in the same memory; what is made anew for each step equals nothing."""
-    if not is_refetchable(part):
-        return (object(),)
-    late, near = part.late or (None, None), part.near or (None, None, None)
-    return (id(part.k), id(part.v), *map(id, late), *map(id, near), part.spans)
