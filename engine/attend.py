@@ -25,7 +25,6 @@ from kvbench.kernels.select_attend import (
     Near,
     Spans,
     Tokens,
-    Work,
     attend_parts_native,
     attend_rows_native,
     attend_rows_triton,
@@ -97,11 +96,11 @@ class Part:
 
 
 def attend_rows(
-    q: Tensor, rows: Sequence[list[Part]], soft: Softmax, wants_weights: Sequence[bool], work: Work | None = None
+    q: Tensor, rows: Sequence[list[Part]], soft: Softmax, wants_weights: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """One query per head of every row (n, h, 1, d_h) over the row's own parts, and the weights of rows that want them.
 
-    On a GPU one launch for all rows, and `work` is what it was told at the last step. What q has after the rows is
+    On a GPU one launch for all rows. What q has after the rows is
     nobody's.
     """
     ask_parts(q, rows)
@@ -117,7 +116,7 @@ def attend_rows(
         [each for part in parts for each in tokens_of(q, part, None if wants else coded, i)]
         for i, (parts, wants) in enumerate(zip(rows, wants_weights, strict=True))
     ]
-    out, lse = attend_rows_triton(q, tokens, soft.scale, logits, coded if coded.by_form else None, soft.cap, work)
+    out, lse = attend_rows_triton(q, tokens, soft.scale, logits, coded if coded.by_form else None, soft.cap)
     if soft.sink is not None:
         out[: len(rows)], lse = soft.finish(out[: len(rows)], lse)
     return out, soften_rows(logits, lse)

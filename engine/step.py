@@ -99,7 +99,7 @@ def attend_groups(
     with span("attention", layer):
         parts = [[*own, *more] for own, more in zip(resident, fetched, strict=True)]
         count_parts(rows, layer, parts)
-        out, weights = attend_rows(q, parts, soft, [row.wants_weights for row in rows], rows[0].store[layer].work)
+        out, weights = attend_rows(q, parts, soft, [row.wants_weights for row in rows])
         if plan is not None:
             plan.make(parts, fetched, q)
     with span("after", layer):

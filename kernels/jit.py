@@ -175,9 +175,3 @@ def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
 def constants(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Integers that are sent once, and which nobody writes over."""
     return upload(numbers, device)
-
-
-def send(numbers: Sequence[int], target: Tensor) -> None:
-    """Write integers over the first of those that `upload` made, after whatever still reads these."""
-    there = integers(numbers)
-    target[: len(numbers)].copy_(there.pin_memory() if target.is_cuda else there, non_blocking=True)

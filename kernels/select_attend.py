@@ -42,7 +42,7 @@ from kvbench.kernels.build import dtypes, library, remembered
 from kvbench.kernels.capped import bend, capped
 from kvbench.kernels.clock import Since, now, steps_since
 from kvbench.kernels.gather import gather_split, is_within, move_both
-from kvbench.kernels.jit import INTERPRETED, cdiv, jit, power_of_2, send, shared_memory, tl, upload
+from kvbench.kernels.jit import INTERPRETED, cdiv, jit, power_of_2, shared_memory, tl, upload
 from kvbench.kernels.scratch import Scratch, empty
 
 NEVER = 1 << 62  # more rows than any cache has
@@ -273,8 +273,7 @@ WIDE_ROWS, WIDE_TILE, WIDE_WARPS = 16, 32, 8
 # Float32 has no product on tensor cores that is as exact, and each thread holds whole rows of both factors: numbers of
 # a key and of a value at once, in heads of 128 or more and in others. Twice as many spill (sm_90, Triton 3.6).
 EXACT_HEAD, EXACT_PARTS, EXACT_PARTS_OF_NARROW = 128, (32, 64), (32, 32)
-MOVING = 5  # numbers of a piece that may be others at the next step,
-COLUMNS = 8  # and all that stand in front of its record, as `find_item` reads them
+COLUMNS = 8  # numbers of a piece in front of its record, as `find_item` reads them
 ROWS_AT_MOST = 1 << 20  # of a batch: a query's number is a row's below, an address from there on
 RECORD = 28  # numbers of a record, as `attend_items` reads them
 
@@ -300,41 +299,10 @@ class Others(Protocol):
         ...
 
 
-class Work:
-    """What a layer's kernels read of their pieces, kept on the device: a step sends only what is not there.
-
-    Addresses are absolute, in elements of the cache where they are those of K, V and queries, otherwise in bytes.
-    """
-
-    def __init__(self) -> None:
-        self.columns: list[list[int]] = [[] for _ in range(COLUMNS)]
-        self.records: list[tuple[int, ...]] = []
-        self.ends: list[int] = []  # pieces of the rows so far, 0 in front
-        self.table: Tensor | None = None
-        self.is_even = False
-
-    def hold(self, pieces: Sequence[Piece], ends: list[int], q: Tensor) -> Tensor:
-        """The table on the device: columns one after the other, where rows end, records."""
-        *columns, records = map(list, zip(*pieces, strict=True)) if pieces else ([] for _ in range(COLUMNS + 1))
-        same = self.table is not None and records == self.records and ends == self.ends
-        if not same or columns[MOVING:] != self.columns[MOVING:]:
-            wide = 16 // q.element_size()
-            own = {record for record, kernel in zip(records, columns[MOVING], strict=True) if kernel == 0}
-            self.is_even = q.shape[3] % wide == 0 and all(is_even(record, wide) for record in own)
-            self.table = upload([*chain(*columns), *ends, *chain(*records)], q.device)
-        elif columns != self.columns:
-            assert self.table is not None
-            n_changed = 1 if columns[1:] == self.columns[1:] else MOVING
-            send([*chain(*columns[:n_changed])], self.table)
-        self.columns, self.records, self.ends = columns, records, ends
-        assert self.table is not None
-        return self.table
-
-
 class Table(NamedTuple):
     """A launch's pieces and its items, which are the pieces' tokens in splits, piece by piece and row by row."""
 
-    numbers: Tensor  # as `Work` holds them
+    numbers: Tensor  # columns of the pieces one after the other, where rows end, records
     n_pieces: int
     split: int  # tokens of an item
     n_items: list[int]  # by kernel
@@ -374,13 +342,13 @@ def room_for(q: Tensor, table: Table, scratch: Scratch | None = None) -> Room:
 
 def attend_rows_triton(
     q: Tensor, rows: Sequence[Sequence[Tokens]], scale: float, logits: Sequence[Tensor | None] = (),
-    others: Others | None = None, cap: float = 0.0, work: Work | None = None,
+    others: Others | None = None, cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """All rows of q (n, h, 1, d_h), each over its own parts, in one launch and one that joins: out and lse (n, h, 1).
 
     A part lies anywhere that the GPU can read, pinned host memory included. q may have more rows after these, for
     which nothing is written. Where a row has `logits`, (h, tokens of all its parts) float32, its scaled logits are
-    stored there; `others` come on top of a row's parts. `work` is what these rows had at the last step.
+    stored there; `others` come on top of a row's parts.
     """
     q = q.contiguous()
     h_kv = kv_heads(rows) if others is None else others.h_kv
@@ -388,7 +356,7 @@ def attend_rows_triton(
     if others is not None:
         own = [[*mine, *theirs] for mine, theirs in zip(own, others.pieces(q), strict=True)]
     d_v = value_width(rows) if any(rows) else q.shape[3]
-    return attend_table(q, table_of(Work() if work is None else work, own, q, h_kv, d_v), scale, cap, others)
+    return attend_table(q, table_of(own, q, h_kv, d_v), scale, cap, others)
 
 
 def kv_heads(rows: Sequence[Sequence[Tokens]]) -> int:
@@ -415,7 +383,7 @@ def growing_table(
             at += 4 * (n + ahead * grows) if at else 0
     if others is not None:
         own = [[*mine, *theirs] for mine, theirs in zip(own, others.pieces(q), strict=True)]
-    table = table_of(Work(), own, q, h_kv, value_width(rows) if any(rows) else q.shape[3], ahead)
+    table = table_of(own, q, h_kv, value_width(rows) if any(rows) else q.shape[3], ahead)
     # Until a piece that shrinks has no token any more.
     limits = [n // -grows for pieces in own for n, *_, grows, _ in pieces if grows < 0]
     return table._replace(room=room_for(q, table, scratch)), min(ahead, *limits) if limits else ahead
@@ -484,18 +452,23 @@ def form_of(g: int, d_h: int, d_v: int, size: int, is_even: bool, n_pieces: int,
     return LaunchForm(cdiv(g, n_heads), constants, n_warps, n_stages, values, most)
 
 
-def table_of(
-    work: Work, rows: Sequence[Sequence[Piece]], q: Tensor, h_kv: int, d_v: int, ahead: int = 0
-) -> Table:  # fmt: skip
-    """The pieces of all rows, and how they are split, with as many items as so many steps later may want."""
+def table_of(rows: Sequence[Sequence[Piece]], q: Tensor, h_kv: int, d_v: int, ahead: int = 0) -> Table:
+    """The pieces of all rows, and how they are split, with as many items as so many steps later may want.
+
+    Addresses are absolute, in elements of the cache where they are those of K, V and queries, otherwise in bytes.
+    """
     pieces = [*chain(*rows)]
     split = max(SPLIT, TILE * cdiv(sum(piece[0] for piece in pieces) * h_kv, TILE * PROGRAMS))
     n_items = [0] * (1 + max((piece[5] for piece in pieces), default=0))
     for n, _, _, _, _, kernel, reps, grows, _ in pieces:
         n_items[kernel] += cdiv(max(n, n + grows * ahead), split) * reps
-    numbers, wide = work.hold(pieces, [0, *accumulate(map(len, rows))], q), 16 // q.element_size()
-    is_even = work.is_even and q.data_ptr() % 16 == 0 and not any(p[2] % wide for p in pieces if p[2] >= ROWS_AT_MOST)
-    return Table(numbers, len(pieces), split, n_items, len(rows), h_kv, d_v, is_even)
+    *columns, records = zip(*pieces, strict=True) if pieces else ((),) * (COLUMNS + 1)
+    numbers = upload([*chain(*columns), 0, *accumulate(map(len, rows)), *chain(*records)], q.device)
+    wide = 16 // q.element_size()
+    are_even = all(is_even(record, wide) for record in {piece[-1] for piece in pieces if piece[5] == 0})
+    reads_wide = q.shape[3] % wide == 0 and q.data_ptr() % 16 == 0
+    is_even_q = not any(piece[2] % wide for piece in pieces if piece[2] >= ROWS_AT_MOST)
+    return Table(numbers, len(pieces), split, n_items, len(rows), h_kv, d_v, are_even and reads_wide and is_even_q)
 
 
 def elements(x: Tensor) -> int:

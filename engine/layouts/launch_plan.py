@@ -335,12 +335,16 @@ class LaunchPlan:
 
     def enter(self) -> None:
         """What the host does at such a step, which the clock shows: it is to be in the books."""
+        self.enter_searches()
+        self.unwritten.add(self.write, self.age)
+        self.n_settled = self.unwritten.n_settled
+
+    def enter_searches(self) -> None:
+        """What the host does for searches at such a step."""
         for told in self.searches:
             told.search.enter(self.age)
             for bringer, _ in told.bringers:
                 bringer.enter(self.age)
-        self.unwritten.add(self.write, self.age)
-        self.n_settled = self.unwritten.n_settled
 
     def write(self, age: int) -> None:
         """Bring such a step into the books."""

@@ -24,7 +24,6 @@ from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.layouts.home import Home
 from kvbench.engine.placement import Change
 from kvbench.kernels.rows.append import Place
-from kvbench.kernels.select_attend import Work
 
 
 class Layer(ABC):
@@ -57,7 +56,6 @@ class Layer(ABC):
         self.newest: tuple[Tensor, Tensor]  # K and V of the current token
         self.evictions: Tensor | None = None  # positions (1, h_kv, k) that this step dropped
         self.queries: QueryRing | None = None  # the latest, for methods that ask them once more
-        self.work = Work()  # what attention was told of the rows that this layer's stands in front of
 
     # A step, in this order.
 

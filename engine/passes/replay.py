@@ -73,9 +73,9 @@ class Replay:
             self.ids.index_copy_(0, self.at, ids)
         self.graph.replay()
         self.clock.tick_host()
-        for plan in self.plans.values():
-            plan.enter()
-        self.n_settled = self.sub_batch.unwritten.n_settled
+        for plan in self.searching:
+            plan.enter_searches()
+        self.sub_batch.unwritten.add(self.write, self.clock.now)
         self.graphs.n_replayed += 1
         self.graphs.n_whole += 1
         self.model.count_token(cache)
@@ -107,6 +107,11 @@ class Replay:
             for i, at in enumerate(plan.layers):
                 at.is_over = i not in left
         return True
+
+    def write(self, now: int) -> None:
+        """Bring a replayed step into the books of all layers."""
+        for plan in self.plans.values():
+            plan.write(now - plan.start)
 
     def make(self, ids: Tensor, position: int | Tensor, make: Callable[[bool], Tensor]) -> Tensor:
         """A step that `make` makes, which is captured if the next ones are like it.
@@ -169,6 +174,7 @@ class Replay:
                 end(graph, pool, device)
         torch.cuda.current_stream(device).wait_stream(stream)
         self.graph, self.has_captured = graph, True
+        self.searching = [plan for plan in self.plans.values() if plan.searches]
 
     def check(self, logits: Tensor) -> None:
         """Make the captured step once more, and raise where it ends otherwise."""

@@ -8,17 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvbench.kernels.select_attend as module
 from kvbench.kernels import build
-from kvbench.kernels.jit import INTERPRETED, SHARED, send, triton, upload
+from kvbench.kernels.jit import INTERPRETED, SHARED, triton
 from kvbench.kernels.rows.each import attend_each
 from kvbench.kernels.select_attend import (
-    COLUMNS,
-    MOVING,
-    RECORD,
     Near,
     Tokens,
-    Work,
     attend_parts_native,
     attend_parts_ref,
     attend_rows_native,
@@ -410,41 +405,3 @@ def test_kernels_import_without_triton() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@has_triton
-def test_a_step_sends_only_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token more: the lengths. Chosen tokens elsewhere: what may move. The same once more: nothing."""
-    sent: list[int] = []
-
-    def note_send(numbers: list[int], target: Tensor) -> None:
-        sent.append(len(numbers))
-        send(numbers, target)
-
-    def note_upload(numbers: list[int], device: torch.device) -> Tensor:
-        sent.append(len(numbers))
-        return upload(numbers, device)
-
-    monkeypatch.setattr(module, "send", note_send)
-    monkeypatch.setattr(module, "upload", note_upload)
-    q = draw(2, 4, 1, 16, seed=1, dtype=torch.float32).to(GPU)
-    k, v = (draw(1, 2, 300, 16, seed=i, dtype=torch.float32).to(GPU) for i in (2, 3))
-    idx, work = torch.arange(260).expand(1, 2, -1).contiguous().to(GPU), Work()
-
-    def step(n: int, chosen: Tensor) -> list[int]:
-        sent.clear()
-        rows = [[Tokens(k, v), Tokens(k[:, :, :n], v[:, :, :n])], [Tokens(k, v, chosen)]]
-        out, _ = attend_rows_triton(q, rows, 0.25, work=work)
-        fresh, _ = attend_rows_triton(q, rows, 0.25)
-        assert torch.equal(out, fresh)
-        return sent[:-1]  # the last is the call that remembers nothing
-
-    whole = 3 * (COLUMNS + RECORD) + 3
-    assert step(255, idx) == [whole]
-    assert step(256, idx) == [3]
-    assert step(257, idx) == [3]  # in one split more
-    assert step(257, idx) == []
-    assert step(257, idx.flip(2).contiguous()) == [3 * MOVING]
-    q = q[:1]
-    assert attend_rows_triton(q, [[Tokens(k, v)]], 0.25, work=work)[0].isfinite().all()
-    assert sent[-1] == COLUMNS + RECORD + 2

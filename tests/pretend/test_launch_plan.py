@@ -24,7 +24,7 @@ from kvbench.engine.row import Row
 from kvbench.engine.search import KernelSearch, Search
 from kvbench.kernels import select_attend
 from kvbench.kernels.clock import Since
-from kvbench.kernels.select_attend import Piece, Table, Work
+from kvbench.kernels.select_attend import Piece, Table
 from kvbench.methods.retrieving.infllm import InfLLM
 from kvbench.methods.retrieving.pqcache import PQSearch
 from kvbench.methods.retrieving.sparq import SparQ
@@ -230,12 +230,12 @@ def test_a_part_that_needs_one_split_more_has_its_item_from_the_outset(
     """A split ends amid the answer, not only after 256 tokens: rows are told once, and no launch has other sizes."""
     fit, ends = select_attend.table_of, list[int]()
 
-    def short(work: Work, rows: Sequence[Sequence[Piece]], q: Tensor, h_kv: int, d_v: int, ahead: int = 0) -> Table:
+    def short(rows: Sequence[Sequence[Piece]], q: Tensor, h_kv: int, d_v: int, ahead: int = 0) -> Table:
         growing = [n for own in rows for n, *_, more, _ in own if more]
         if growing and not ends:
             ends.append(max(growing) + 2)
             monkeypatch.setattr(select_attend, "SPLIT", ends[0])
-        return fit(work, rows, q, h_kv, d_v, ahead)
+        return fit(rows, q, h_kv, d_v, ahead)
 
     told, n_items, lengths = list[tuple[int, int]](), list[int](), set[int]()
     tell, attend = LaunchPlan.make, LaunchPlan.attend_planned
