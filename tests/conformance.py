@@ -236,6 +236,19 @@ def read(variants: Iterable[Variant], seed: int = 0, by: Model | None = None) ->
     return trace
 
 
+def trace_and_rows(variants: Sequence[Variant], n_new: int, by: Model) -> tuple[Trace, list[SelectiveAttention]]:
+    """The trace of a prompt, and a row of each variant that may answer it; within `by.hooked()`."""
+    trace = read(variants, by=by)
+    rows = [variant.row(trace, n_new) for variant in variants]
+    for layer in trace.shape.attention_layers:
+        for row in rows:
+            row.build(layer)
+    for row in rows:
+        row.complete()
+    trace.settle()
+    return trace, rows
+
+
 def answers(variants: Sequence[Variant], seed: int = 0, trace: Trace | None = None) -> list[Said]:
     """What the variants say in one batch; one with a prefill of its own says it alone."""
     together = [one for one in variants if one.thinning is None]

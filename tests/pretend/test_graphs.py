@@ -209,9 +209,9 @@ def test_answers_to_questions_are_replayed_too(machine: Machine) -> None:
     def said(model: Model) -> list[list[int]]:
         with model.hooked():
             trace, rows = rows_of(model)
-            talk = Batch(model, trace, rows)
-            logits = talk.read([[5, 6], [8]])
-            return [answer.ids for answer in talk.answer(logits, [N_NEW, N_NEW])]
+            batch = Batch(model, trace, rows)
+            logits = batch.read([[5, 6], [8]])
+            return [answer.ids for answer in batch.answer(logits, [N_NEW, N_NEW])]
 
     model = moved(tiny(), "cuda:0")
     assert said(model) == said(tiny())

@@ -44,19 +44,12 @@ def steps(
     device: str = "cuda:0",
     ratio: str = "0.3",
 ) -> tuple[list[list[int]], list[list[Entry]], list[int]]:
-    """Tokens and ledgers of rows in one batch, and how much each step sends; `asks` is called behind each step."""
+    """Tokens and ledgers of rows in one batch, and how much each step sends; `asks` is called after each step."""
     model, kinds = replace(moved(conformance.model(), device), allows_graphs=False), [name.split() for name in names]
     variants = [conformance.variant(conformance.ours(name, *settings), ratio) for name, *settings in kinds]
     sent = list[int]()
     with model.hooked():
-        trace = conformance.read(variants, by=model)
-        rows = [variant.row(trace, n_new) for variant in variants]
-        for layer in trace.shape.attention_layers:
-            for row in rows:
-                row.build(layer)
-        for row in rows:
-            row.complete()
-        trace.settle()
+        trace, rows = conformance.trace_and_rows(variants, n_new, model)
         with machine.counting() as counts:
 
             def note(n_steps: int, _: int) -> None:

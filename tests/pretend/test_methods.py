@@ -145,14 +145,7 @@ def together(
 ) -> tuple[list[list[int]], list[SelectiveAttention]]:
     """Tokens and rows of variants that answer in one batch."""
     with model.hooked():
-        trace = conformance.read(variants, by=model)
-        rows = [variant.row(trace, N_NEW) for variant in variants]
-        for layer in trace.shape.attention_layers:
-            for row in rows:
-                row.build(layer)
-        for row in rows:
-            row.complete()
-        trace.settle()
+        trace, rows = conformance.trace_and_rows(variants, N_NEW, model)
         done = decode(model, trace, rows, max_new_tokens=N_NEW, on_step=on_step)
     return [x.ids for x in done.answers], rows
 

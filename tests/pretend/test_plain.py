@@ -134,17 +134,10 @@ def test_feeds_are_read_and_answered_as_on_a_cpu(machine: Machine, plain: None, 
         kinds = [conformance.ours(name) for name in names]
         variants = [conformance.variant(one, conformance.accepted(one, ["0.3", "1"])[0]) for one in kinds]
         with model.hooked():
-            trace = conformance.read(variants, by=model)
-            rows = [variant.row(trace, 4 * N_NEW) for variant in variants]
-            for layer in trace.shape.attention_layers:
-                for row in rows:
-                    row.build(layer)
-            for row in rows:
-                row.complete()
-            trace.settle()
-            talk = Batch(model, trace, rows)
-            logits = talk.read([[5, 6, 9], [8], [3, 4]][: len(rows)])
-            return [each.ids for each in talk.answer(logits, [N_NEW] * len(rows))]
+            trace, rows = conformance.trace_and_rows(variants, 4 * N_NEW, model)
+            batch = Batch(model, trace, rows)
+            logits = batch.read([[5, 6, 9], [8], [3, 4]][: len(rows)])
+            return [each.ids for each in batch.answer(logits, [N_NEW] * len(rows))]
 
     expected = said(conformance.model())
     assert said(moved(conformance.model(), "cuda:0")) == expected

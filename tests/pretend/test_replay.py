@@ -27,15 +27,7 @@ def built(model: Model, names: Sequence[str], n_new: int) -> tuple[Any, list[Sel
     """A trace, and a row of each method."""
     kinds = [name.split() for name in names]
     variants = [conformance.variant(conformance.ours(name, *settings), "0.3") for name, *settings in kinds]
-    trace = conformance.read(variants, by=model)
-    rows = [variant.row(trace, n_new) for variant in variants]
-    for layer in trace.shape.attention_layers:
-        for row in rows:
-            row.build(layer)
-    for row in rows:
-        row.complete()
-    trace.settle()
-    return trace, rows
+    return conformance.trace_and_rows(variants, n_new, model)
 
 
 def answered(
