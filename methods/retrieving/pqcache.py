@@ -375,8 +375,8 @@ class PQCache(SelectiveAttention):
         if n <= plan.k:
             every = torch.arange(plan.n_sink, plan.n_sink + n, device=q.device)
             return Selection(every.expand(1, h_kv, n), cost)
-        soft, merge = self.trace.softmax[layer], self.params.group_merge
-        idx = pq_top(q[0, :, 0], resident, codes, n, plan.k, soft.scale, merge, soft.cap, soft.sink)
+        softmax, merge = self.trace.softmax[layer], self.params.group_merge
+        idx = pq_top(q[0, :, 0], resident, codes, n, plan.k, softmax.scale, merge, softmax.cap, softmax.sink)
         return Selection((idx + plan.n_sink).unsqueeze(0), cost)
 
     # A feed.
@@ -391,9 +391,19 @@ class PQCache(SelectiveAttention):
             return FeedSelection()
         counts = [n_seen - plan.n_sink - n_window for n_seen, n_window in feed.moments]
         quantiser = self.with_codes(layer, counts[-1], feed.moments[-1].n_seen)
-        soft = feed.soft
+        softmax = feed.softmax
         found = [
-            pq_top(q[0, :, 0], quantiser.resident, quantiser.codes, n, plan.k, soft.scale, merge, soft.cap, soft.sink)
+            pq_top(
+                q[0, :, 0],
+                quantiser.resident,
+                quantiser.codes,
+                n,
+                plan.k,
+                softmax.scale,
+                merge,
+                softmax.cap,
+                softmax.sink,
+            )
             for q, n in zip(feed.queries.split(1), counts, strict=True)
         ]
         return FeedSelection(torch.stack(found) + plan.n_sink, [self.cost(quantiser, n) for n in counts])
@@ -607,8 +617,8 @@ def select_keys(rows: Sequence[PQCache], layer: int, q: Tensor) -> list[Found]:
     codes = [row.coded(layer, copy) for row, copy in zip(rows, bring(rows, layer, ns), strict=True)]
     rows[0].scored[layer] = [*map(id, rows)], rows[0].store[layer].n_seen, codes
     newest = [row.store[layer].newest[0] for row in rows]
-    keys, soft = newest[0] if len(rows) == 1 else torch.cat(newest), rows[0].trace.softmax[layer]
-    scored = pq_keys_triton(q, keys, codes, soft.scale, soft.cap, soft.sink)
+    keys, softmax = newest[0] if len(rows) == 1 else torch.cat(newest), rows[0].trace.softmax[layer]
+    scored = pq_keys_triton(q, keys, codes, softmax.scale, softmax.cap, softmax.sink)
     found = top_keys(scored, [row.plan.k for row in rows])
     return [
         Selection(found[i : i + 1, :, : row.plan.k], cost)
@@ -627,8 +637,8 @@ class PQSearch(Search):
     def __init__(
         self, rows: Sequence[PQCache], layer: int, q: Tensor, coded: Sequence[Coded], scratch: Scratch, ahead: int
     ) -> None:  # fmt: skip
-        self.rows, self.layer, soft = rows, layer, rows[0].trace.softmax[layer]
-        self.age = 0  # steps since it was told, as the host counts them
+        self.rows, self.layer, softmax = rows, layer, rows[0].trace.softmax[layer]
+        self.age = 0  # steps since it was planned, as the host counts them
         self.ns = [(each.n, each.grows) for each in coded]
         self.homes = [each.home for each in coded if each.home is not None]
         self.n_steps = min(ahead, steps_left(coded))
@@ -637,8 +647,8 @@ class PQSearch(Search):
         assert lane is not None, "codes are searched where they are copied to"
         self.lane, self.n_changes, self.device = lane, lane.n_changes, rows[0].trace.device_of(layer)
         self.ahead: Ahead | None = None  # what is asked for at the steps to come
-        self.tables: dict[tuple[Copies, Load], Tensor] = {}  # what kernels are told, by where codes lie
-        self.keys = KeySearch(q, coded, soft.scale, soft.cap, soft.sink, self.n_steps, scratch)
+        self.tables: dict[tuple[Copies, Load], Tensor] = {}  # what kernels are planned, by where codes lie
+        self.keys = KeySearch(q, coded, softmax.scale, softmax.cap, softmax.sink, self.n_steps, scratch)
         ks = [row.plan.k for row in rows]
         self.choice = KeyChoice(len(rows), rows[0].trace.shape.h_kv, ks, q.device, scratch)
         self.idx = [self.choice.out[i : i + 1, :, :k] for i, k in enumerate(ks)]
