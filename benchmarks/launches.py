@@ -70,10 +70,10 @@ class Cost:
 
 COLUMNS = "layer", "further row", "waits"
 GOAL = Cost(45, 3, 1)  # the model itself has 37, and 5 more a layer where embedding and head are shared out among four
-GOAL_WITH_WEIGHTS = Cost(55, 6, 1)  # of methods that learn from weights
+GOAL_WITH_WEIGHTS = Cost(55, 6, 1)  # of methods that evict by weights
 ABOVE = {
     "retroinfer": Cost(47, 2, 1),  # it estimates as well
-    "tova": Cost(43, 0, 1),  # it learns by its usual setting
+    "tova": Cost(43, 0, 1),  # it evicts by its usual setting
     "dms": Cost(44, 3, 1),  # it scores the current token, and notes which heads drop it
     "think": Cost(43, 2, 1),  # each row asks thin keys by a query of its own
     # Their latest queries are written to where they stay.

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Seen = Callable[[Any], "Tensor"]  # what was observed of a layer
-Quantize = Callable[
-    ["Tensor", "Tensor", int, Seen], Any
-]  # a quantized of K and V (1, h_kv, n, d_h), for so many more tokens
+# A quantized cache of K and V (1, h_kv, n, d_h), for so many more tokens.
+Quantize = Callable[["Tensor", "Tensor", int, Seen], Any]
 
 
 class Size(NamedTuple):

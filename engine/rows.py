@@ -108,7 +108,7 @@ def far_of(layer: Fetching, copies: StagedTokens, held: tuple[Tensor, Tensor] | 
 
 
 class FetchPlan:
-    """`fetch_distinct` at steps that are alike: rows without a cache of blocks ask from where they asked at the last step.
+    """`fetch_distinct` at steps that are alike: rows without a cache of blocks ask from where they asked before.
 
     Where all layers of a row share its copies, each asks once a step: as many epochs pass as there are layers.
     """

@@ -83,8 +83,8 @@ class Cell:
         with naming(self.settings):
             asked = self.settings
             found = self.kind.variant_for(
-                self.params, self.request, self.shape, s_prompt, asked.cache, asked.allocator, frame, self.loaded_quantizer,
-                self.post_processing,
+                self.params, self.request, self.shape, s_prompt, asked.cache, asked.allocator, frame,
+                self.loaded_quantizer, self.post_processing,
             )  # fmt: skip
         return replace(found, is_checked=True) if is_target(asked.method.target) else found
 

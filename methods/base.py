@@ -174,7 +174,8 @@ class SelectiveAttention(Rules, ABC):
         """This method on prompts of `s_prompt` tokens; `ConfigError` where the budget is too small for it.
 
         Without an `allocator` a scorer's budget is divided as the method itself does. A `quantizer` makes codes of what
-        the method keeps, or sends to the host. Without `post_processing` kept tokens become what the method makes of them.
+        the method keeps, or sends to the host. Without `post_processing` kept tokens become what the method makes of
+        them.
         """
         budget, plan, cache = cls.planned(params, request, shape, s_prompt, cache, frame, quantizer)
         divided = allocator or cls.own_allocator(params) or UNIFORM
@@ -346,7 +347,7 @@ class SelectiveAttention(Rules, ABC):
     def after_rows_on_gpu(
         cls, rows: Sequence[Self], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> Sequence[Change | None]:
-        """`after_rows` where a GPU works: rows that say what they learn do so together."""
+        """`after_rows` where a GPU works: rows that say what they update do so together."""
         if cls.update is SelectiveAttention.update:
             return cls.after_rows(rows, layer, out, weights)
         from kvbench.engine.caches.eviction import update_rows
@@ -357,7 +358,7 @@ class SelectiveAttention(Rules, ABC):
         return ()
 
     def update(self, layer: int, weights: Tensor, ahead: int = 0) -> "Update | None":
-        """What the layer update from weights (1, h, n), on a GPU in place of `behind`; None: nothing.
+        """What the layer takes from weights (1, h, n), on a GPU in place of `behind`; None: nothing.
 
         The step is the one just made, or one that is so many ahead of it.
         """
@@ -410,7 +411,7 @@ class SelectiveAttention(Rules, ABC):
 
     @property
     def repeats(self) -> bool:
-        """Whether most steps only add their token to what is resident, learn or search as they did."""
+        """Whether most steps only add their token to what is resident, update or search as they did."""
         kind, base = type(self), SelectiveAttention
         if self.is_still:
             return True

@@ -2,8 +2,8 @@
 
 A meter counts from one `close` to the next, which makes a ledger's entry of its counts. What methods hold, move or read
 besides K and V comes as a `Cost`. A layer has at most one cache, of blocks or of recent tokens; the meter asks it which
-tokens need not move. An accelerator keeps some counts to itself (`DeviceCounts`), and gives them all at once when the ledger is
-read: asking at every step would wait for it.
+tokens need not move. An accelerator keeps some counts to itself (`DeviceCounts`), and gives them all at once when the
+ledger is read: asking at every step would wait for it.
 
 Not here: moving (`engine/layouts`), what the counts mean (`engine/books/ledger.py`).
 """

@@ -1,7 +1,7 @@
-"""On an accelerator: rows that learn from a step's weights, and evict by them, all in one go.
+"""On an accelerator: rows that update their sums by a step's weights, and evict by them, all in one go.
 
-Rows of all methods share their launches. Where the steps to come are like the last one, kernels are
-told once (`UpdatePlan`): sums and positions stay where they are and are written over.
+Rows of all methods share their launches. Where the steps to come are like the last one, these are planned once
+(`UpdatePlan`): sums and positions stay where they are and are written over.
 
 Not here: the arithmetic (`kernels/rows/weights.py`), what a method makes of its sums (`methods`).
 """
@@ -20,7 +20,7 @@ NEVER = 1 << 62  # more tokens than any layer holds
 
 
 class Update(NamedTuple):
-    """What one row's layer update from a step.
+    """What one row's layer takes from a step's weights.
 
     A token that leaves is of its head's lowest sum, of equal ones the higher position; one owner speaks for all heads.
     """
@@ -32,7 +32,7 @@ class Update(NamedTuple):
     before: Tensor | None = None  # (1, owners, n - 1), what its tokens had received before
     most: int = NEVER  # tokens that a head holds; of more it evicts one after the step
     candidates: tuple[int, int] = ALL  # positions, the last one exclusive, of which it does
-    token_bytes: int = 0  # of what is learnt of one token, for all heads
+    token_bytes: int = 0  # of the sums of one token, of all heads
     keep: Callable[[Tensor], None] | None = None  # takes sums (1, owners, tokens), as slots are from then on
     sums: Tensor | None = None  # where they are, with room for all tokens to come: nobody takes them then
     first: int = EVERY  # slots in front of it receive nothing
@@ -47,7 +47,7 @@ class Update(NamedTuple):
 
 
 def update_rows(rows: Sequence[Update]) -> None:
-    """Let rows learn from the step that was just made."""
+    """Update the sums of rows by the step that was just made."""
     found = receive_rows([asked(row) for row in rows]) if rows else ()
     for row, (sums, positions, evicted) in zip(rows, found, strict=True):
         note(row, row.n, positions, evicted)
@@ -74,7 +74,7 @@ def note(row: Update, n: int, positions: Tensor | None, evicted: Tensor | None) 
 
 
 class UpdatePlan:
-    """What rows learn at steps that are alike: each has as many tokens as at the last one, or one more every time."""
+    """Updates at steps that are alike: each row has as many tokens as at the last one, or one more every time."""
 
     def __init__(self, rows: Sequence[Update], more: Sequence[int], n_steps: int) -> None:
         """Rows as they will be at the next step; `more` tokens come to each at every step, and `n_steps` at most."""
@@ -83,7 +83,7 @@ class UpdatePlan:
             if not row.evicts and grows:
                 n_steps = min(n_steps, row.most - row.n + grows)
             elif row.evicts == (grows > 0):
-                n_steps = 0  # it fills up or slides as no row does that update
+                n_steps = 0  # it fills up or slides as no updated row does
         self.n_steps = n_steps
         if n_steps == 0:
             return

@@ -1,11 +1,11 @@
 """Tokens that lie on the device as codes.
 
-A *quantized cache* holds what the layer has of its tokens, in whatever form, and hands it to attention as one part. It takes in
-the current token before attention and may pack what has aged after it. Which token is where in it is its own matter,
-but that it is one in the order of positions.
+A *quantized cache* holds what the layer has of its tokens, in whatever form, and hands it to attention as one part. It
+takes in the current token before attention and may pack what has aged after it. Which token is where in it is its own
+matter, but that they are in the order of positions.
 
-Not here: its layer (`engine/layouts/quantized.py`), how a method packs (`methods/quantising`), what packed bytes look like
-(`kernels/packed`).
+Not here: its layer (`engine/layouts/quantized.py`), how a method packs (`methods/quantising`), what packed bytes look
+like (`kernels/packed`).
 """
 
 from abc import ABC, abstractmethod
@@ -58,11 +58,11 @@ class QuantizedCache(ABC):
     # Steps that are alike, on an accelerator.
 
     def growing(self) -> Growing | None:
-        """Where tokens go at steps to come, as a layer says it, for as long as `pack_due` does nothing; None: unknown."""
+        """Where tokens go at steps to come, as long as `pack_due` does nothing; None: unknown."""
         return None
 
     def repeat(self) -> None:
-        """Count the current token in, which kernels have taken in as they were planned."""
+        """Count the current token in, which a planned launch has taken in."""
         raise AssertionError(f"{type(self).__name__} says nothing of steps to come")
 
     @classmethod

@@ -32,9 +32,7 @@ class Home:
     checked_for: str  # whose selections are looked at before memory is read there; empty: nobody's
     host_code: TokenCode | None  # in which tokens lie on the host
     staging: StagingBuffer  # where copies of fetched tokens lie, if the host is another memory
-    made: Pair | None = (
-        None  # K and V of the prompt where what stays is not as the model made it (engine/post_processing.py)
-    )
+    made: Pair | None = None  # K and V of the prompt, where post-processing changes what stays
 
     @property
     def device(self) -> torch.device:

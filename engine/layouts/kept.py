@@ -1,4 +1,4 @@
-"""Keys and values of kept tokens as `engine/post_processing.py` says: keys turned until they stand in a row, values merged.
+"""Post-processing of kept tokens (`engine/post_processing.py`): keys turned until they stand in a row, values merged.
 
 Not here: where they lie (`engine/layouts/slots.py`, `engine/layouts/whole.py`).
 """

@@ -201,7 +201,7 @@ class LaunchPlan:
         return room, [x if x is None else x[:, :n] for x, n in zip(room, counts, strict=True)]
 
     def plan_update(self) -> None:
-        """Tell kernels, after the step that was planned, what rows learn from those to come."""
+        """Plan, after a step, how rows are updated at those to come."""
         if not self.n_steps or self.softening is None:
             return
         rows, more = list[Update](), list[int]()
@@ -371,7 +371,7 @@ class LaunchPlan:
                 row.store.close(index)
 
     def attend_planned(self, q: Tensor, softmax: Softmax) -> Tensor:
-        """Attention of all rows over what kernels were planned."""
+        """Attention of all rows over what was planned."""
         self.n_misses = 0
         for asking, room in self.asking:
             asking.take(q, room)

@@ -1,4 +1,4 @@
-"""A layer whose tokens lie on the device as codes, in a quantized (`engine/caches/quantized.py`).
+"""A layer whose tokens lie on the device as codes, in a quantized cache (`engine/caches/quantized.py`).
 
 Not here: how a method packs (`methods/quantising`), what packed bytes look like (`kernels/packed`).
 """
@@ -16,12 +16,12 @@ from kvbench.kernels.rows.append import Place
 
 
 class QuantizedLayer(Layer):
-    """A layer that holds its tokens in a quantized. It neither fetches nor drops."""
+    """A layer that holds its tokens in a quantized cache. It neither fetches nor drops."""
 
     packs, takes_feeds = True, False
 
     def __init__(self, home: Home, quantized: QuantizedCache, positions: Tensor | None) -> None:
-        """The quantized has the prompt's tokens at `positions` (1, h_kv, n) (None: all)."""
+        """The cache has the prompt's tokens at `positions` (1, h_kv, n) (None: all)."""
         super().__init__(home, quantized.n, 0, home.n_new, positions)
         self.quantized = quantized
 
@@ -51,7 +51,7 @@ class QuantizedLayer(Layer):
         return self.quantized.parts()
 
     def close(self, step: int) -> Entry:
-        """End the step: what has aged is packed, and bytes are the quantized's."""
+        """End the step: what has aged is packed, and bytes are the cache's."""
         entry = super().close(step)
         self.quantized.pack_due()
         return entry._replace(resident_kv_bytes=self.quantized.counted_bytes())

@@ -1,8 +1,8 @@
-"""A second pass: tokens that the model reads after a prompt's full cache, to see what they look at; nothing of them stays.
+"""Second passes: tokens that the model reads after a prompt's full cache, to see what they look at; none of them stays.
 
-A method declares second_passes as it declares observations. They run once the prompt was read and before any variant
-completes, one after the other, and all variants that ask for the same one share it. A second pass may take several passes;
-each starts after the prompt's last token, and its own K and V are gone when it ends.
+A method declares second passes as it declares observations. They run once the prompt was read and before any variant
+completes, one after the other, and all variants that ask for the same one share it. A second pass may take several
+passes; each starts after the prompt's last token, and its own K and V are gone when it ends.
 
 Not here: which tokens, and what is noted of them (`engine/passes/repetition.py`).
 """

@@ -142,7 +142,7 @@ def angles(x: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 def run_second_passes(
     variant: Variant, trace: Trace, normal: Callable[[int, int], torch.Tensor], softmax: Softmax
 ) -> int:
-    """Let the trace know what second_passes find of random queries; how many tokens they read."""
+    """Let the trace know what second passes find of random queries; how many tokens they read."""
     of_words, n_tokens = Model(None, Letters(), trace.shape, torch.bfloat16, trace.device, DRAWN), 0
     for what in variant.second_passes:
         found = list[torch.Tensor]()

@@ -79,7 +79,9 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
         compose=None if run["compose"] is None else choice("method", run["compose"]),
         compose_order=run["compose_order"],
         allocator=None if allocator is None else build(Allocator, dict(allocator), "allocator"),
-        post_processing=GivenPostProcessing(run["positions"], run["dropped"], build(Merging, dict(run["merging"]), "merging")),
+        post_processing=GivenPostProcessing(
+            run["positions"], run["dropped"], build(Merging, dict(run["merging"]), "merging")
+        ),
         cache=build(BlockCacheSpec, dict(run.get("cache") or {}), "cache"),
         scope=run.get("compression_scope", ""),
         seed=run.get("seed", 0),

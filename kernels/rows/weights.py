@@ -7,7 +7,7 @@ Shapes    logits and weights (h, n) float32 per row; before (1, owners, n - 1), 
           owner has h / owners query heads; positions (1, h_kv, n), evicted (1, h_kv, 1) int64.
 Checks    tests/kernels/test_weights.py.
 
-Not here: who learns from weights (`methods`), what a layer notes of a token that left (`engine/layouts`).
+Not here: who evicts by weights (`methods`), what a layer notes of a token that left (`engine/layouts`).
 """
 
 # pyright: reportInvalidTypeForm=false

@@ -1,6 +1,6 @@
-"""`QuantisingMethod`: every token is kept and attended to, as codes that a quantized makes.
+"""`QuantisingMethod`: every token is kept and attended to, as codes, in a quantized cache.
 
-Not here: any quantized of a method; a layer of codes (`engine/caches/quantized.py`).
+Not here: any method's cache; a layer of codes (`engine/caches/quantized.py`).
 """
 
 from abc import abstractmethod

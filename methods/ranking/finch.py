@@ -12,7 +12,8 @@ Budget    the question inside; a budget that leaves nothing besides it is refuse
 Per step  moved: nothing; resident: the budget's tokens and generated ones, 4 * d_h bytes each per KV head.
 Differs   - where the question begins is what the task says; kvpress marks it by a token of its own in the vocabulary.
             What the chat template and the task put after the question, up to the answer, is part of it.
-          - the text goes on at its own position, and keys move up to it (`engine/post_processing.py`): the same distances.
+          - the text goes on at its own position, and keys move up to it (`engine/post_processing.py`): distances are
+            the same.
           - with `chunk` no token of the question is dropped; `match_published` is kvpress' rule, which may.
           - the authors read the context in segments, each followed by the question and preceded by what was kept. Here
             it is read once (method=finch_paper). Their normalised weights are computed and never used.

@@ -259,7 +259,7 @@ class SparQ(Indexed):
         return self.plan.r, self.params.layout, self.params.reallocate, of_prompt
 
     @classmethod
-    def planned(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None, ahead: int) -> ColumnSearch:
+    def plan_search(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None, ahead: int) -> ColumnSearch:
         searched: list[Columns] = []
         for row in rows:
             at, units = row.store[layer], row.units(layer)

@@ -293,7 +293,7 @@ def test_what_becomes_codes_are_the_merged_values_and_the_turned_keys() -> None:
     )
     with model.hooked():
         trace = prefill(model, prompt(200), plain.observations)
-    exact = built(replace(changed, quantizer=None).row(trace, 8))
+    exact = built(replace(changed, composition=None).row(trace, 8))
     rows = [built(each.row(trace, 8)) for each in (plain, changed)]
     for layer in model.shape.attention_layers:
         order = exact.store[layer].positions().argsort(-1)[0]
