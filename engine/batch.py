@@ -201,7 +201,9 @@ class Batch(HearsChoices):
                     ids[at] = cue
             marks = marked(ids, logits) if t else marked(ids, logits) + doubt
             t += 1
-            tokens = marks.tolist()  # where a GPU works, all that a step waits for
+            for sub_batch in self.sub_batches:
+                sub_batch.pending.write()  # while a GPU makes the step
+            tokens = marks.tolist()  # all that a step waits for
             for i, token in zip(speaking, map(said, tokens), strict=True):
                 answers[i].take(token, stop_ids)
             keep = [at for at, i in enumerate(speaking) if answers[i].goes_on(max_new_tokens[i])]

@@ -16,6 +16,7 @@ from torch import Tensor
 import kvbench.engine.batch
 from kvbench.benchmarks.pretend.cuda import Machine
 from kvbench.engine.books.ledger import Entry
+from kvbench.engine.books.pending import PendingSteps
 from kvbench.engine.caches import rolling
 from kvbench.engine.caches.eviction import UpdatePlan
 from kvbench.engine.decode import decode
@@ -196,6 +197,24 @@ def test_heads_roll_beyond_the_rows_that_were_worked_out(machine: Machine, monke
     assert max(told) == 2, told
     monkeypatch.setattr(LaunchPlan, "holds", lambda *_: False)
     assert (ids, books) == steps(machine, "duo_attention")[:2]
+
+
+def test_books_are_written_while_the_device_makes_the_next_token(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the host waits for it, so that nothing is left to write after the answer."""
+    written, write = list[int](), PendingSteps.write
+
+    def writing(pending: PendingSteps) -> None:
+        written.append(len(pending.steps))
+        write(pending)
+        assert not pending.steps and pending.n_flushed == 0
+
+    monkeypatch.setattr(PendingSteps, "write", writing)
+    ids, books, _ = steps(machine, "full", "snapkv")
+    assert max(written) > 0
+    monkeypatch.setattr(PendingSteps, "write", lambda _: None)
+    assert (ids, books) == steps(machine, "full", "snapkv")[:2]
 
 
 @pytest.mark.parametrize("names", [("full", "snapkv"), ("pqcache",)], ids=["rows that keep", "a row that searches"])
