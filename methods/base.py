@@ -219,6 +219,12 @@ class SelectiveAttention(Rules, ABC):
                     f"{type(self).__name__}.arrange says nothing of layer {layer}; return where its tokens go, such as "
                     "Kept(positions, n_window), Offloaded(n_sink, n_window) or Whole() of kvbench.engine.placement"
                 )
+        for layer in () if self.variant.is_full else {*self.store.layers} - {*self.skipped_layers()}:
+            self.store[layer].token_bytes = self.token_bytes(layer)
+
+    def token_bytes(self, layer: int) -> int:
+        """Bytes that the method holds on the device for each token of a layer, in addition to K and V."""
+        return 0
 
     @abstractmethod
     def arrange(self, layer: int) -> Placement | None:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kvbench.engine.caches.eviction import NEVER, Update
 from kvbench.engine.placement import Change, Evict, Stay
-from kvbench.engine.selection import FREE, Cost
 from kvbench.engine.turns.feed import Feed
 from kvbench.methods.base import SelectiveAttention
 from kvbench.methods.scorers import lowest_slot, reduce_group
@@ -56,18 +55,21 @@ class Evicting(SelectiveAttention):
         if rule is None or self.variant.is_full:
             return None
         assert weights is not None, f"{self.title} looks at weights"
-        scores, cost = reduce_group(weights, self.n_owners(rule), rule.reduce), FREE
+        scores = reduce_group(weights, self.n_owners(rule), rule.reduce)
         if rule.adds_up:
             scores[..., :-1] += self.sums[layer]
-            cost = Cost(held_bytes=SCORE_BYTES * scores.numel())
         if scores.shape[-1] <= rule.tokens:
             self.sums[layer] = scores
-            return Change(cost=cost) if rule.adds_up else None
+            return None
         positions = at.positions()[:, : scores.shape[1]]
         slots = weakest(scores, positions, rule.n_first, at.n_seen - rule.n_last)
         if rule.adds_up:
             self.sums[layer] = scores.scatter(-1, slots, scores[..., -1:])[..., :-1]  # as the layer does
-        return Evict(slots.expand(-1, self.trace.shape.h_kv, -1), cost=cost)
+        return Evict(slots.expand(-1, self.trace.shape.h_kv, -1))
+
+    def token_bytes(self, layer: int) -> int:
+        rule = self.eviction()
+        return SCORE_BYTES * self.n_owners(rule) if rule is not None and rule.adds_up else 0
 
     def n_owners(self, rule: Eviction) -> int:
         """Heads that have scores of their own."""
@@ -84,7 +86,7 @@ class Evicting(SelectiveAttention):
         if not rule.adds_up:
             return planned
         keep = partial(self.sums.__setitem__, layer)
-        return planned._replace(before=self.sums[layer], token_bytes=SCORE_BYTES * owners, keep=keep)
+        return planned._replace(before=self.sums[layer], keep=keep)
 
     # A feed.
 
@@ -103,11 +105,8 @@ class Evicting(SelectiveAttention):
             return read_evicting(self, layer, feed, rule.tokens, keeps, worth)[0]
         sums = torch.nn.functional.pad(self.sums[layer], (0, len(feed.moments)))
 
-        def scores(weights: Tensor, n_held: int) -> Tensor:
-            self.store.spend(layer, Cost(held_bytes=SCORE_BYTES * owners * n_held))
-            return sums.add_(reduce_group(weights, owners, rule.reduce))
-
-        out, held = read_evicting(self, layer, feed, rule.tokens, keeps, scores)
+        worth = lambda weights, _: sums.add_(reduce_group(weights, owners, rule.reduce))  # noqa: E731
+        out, held = read_evicting(self, layer, feed, rule.tokens, keeps, worth)
         self.sums[layer] = sums.gather(-1, held)
         return out
 

@@ -32,7 +32,6 @@ class Update(NamedTuple):
     before: Tensor | None = None  # (1, owners, n - 1), what its tokens had received before
     most: int = NEVER  # tokens that a head holds; of more it evicts one after the step
     candidates: tuple[int, int] = ALL  # positions, the last one exclusive, of which it does
-    token_bytes: int = 0  # of the sums of one token, of all heads
     keep: Callable[[Tensor], None] | None = None  # takes sums (1, owners, tokens), as slots are from then on
     sums: Tensor | None = None  # where they are, with room for all tokens to come: nobody takes them then
     first: int = EVERY  # slots in front of it receive nothing
@@ -50,7 +49,7 @@ def update_rows(rows: Sequence[Update]) -> None:
     """Update the sums of rows by the step that was just made."""
     found = receive_rows([asked(row) for row in rows]) if rows else ()
     for row, (sums, positions, evicted) in zip(rows, found, strict=True):
-        note(row, row.n, positions, evicted)
+        note(row, positions, evicted)
         if row.keep is not None:
             row.keep(sums[..., :-1] if row.evicts else sums)
 
@@ -65,9 +64,8 @@ def asked(row: Update) -> Row:
     return Row(row.weights, row.owners, row.reduce, row.before, held, *row.candidates)
 
 
-def note(row: Update, n: int, positions: Tensor | None, evicted: Tensor | None) -> None:
-    """Enter a step over `n` tokens into the layer's books: what is held, and who left."""
-    row.layer.meter.hold(row.token_bytes * n)
+def note(row: Update, positions: Tensor | None, evicted: Tensor | None) -> None:
+    """Let the layer know who left at a step."""
     if row.evicts:
         assert positions is not None and evicted is not None, "nobody left"
         row.layer.has_evicted(positions, evicted)
@@ -122,6 +120,6 @@ class UpdatePlan:
             if row.layer.is_over:
                 continue
             n = row.n + grows * (age - 1)
-            note(row, n, positions, evicted)
+            note(row, positions, evicted)
             if row.keep is not None and grows:
                 row.keep(sums[..., :n])

@@ -55,6 +55,7 @@ class Layer(ABC):
         self.start = home.s_prompt - n_window  # position that lies in the window's first slot
         self.newest: tuple[Tensor, Tensor]  # K and V of the current token
         self.evictions: Tensor | None = None  # positions (1, h_kv, k) that this step dropped
+        self.token_bytes = 0  # on the device for each token in addition to K and V: a method's scores, its positions
         self.queries: QueryRing | None = None  # the latest, for methods that ask them once more
 
     # A step, in this order.
@@ -84,6 +85,8 @@ class Layer(ABC):
         if self.queries is not None:
             self.meter.hold(self.queries.n_bytes(self.meter.shape))
         n_resident = self.n_kept + self.n_window + self.n_evicted
+        if self.token_bytes:
+            self.meter.hold(self.token_bytes * n_resident)
         return self.meter.close(step, self.index, self.n_seen, n_resident, 0, self.n_hidden, self.n_spare)
 
     def correction(self) -> Callable[[Entry], Entry] | None:

@@ -66,8 +66,8 @@ class View(Slots):
         positions = self.leave_all_but(change.slots)
         tokens = move_both(lambda x: gather_tokens(x, change.slots), *self.tokens())
         left = Slots(self.home, self.home.memory([tokens], room), 0, 0, 0)
-        left.n_seen, left.newest, left.evictions, left.queries = (
-            self.n_seen, self.newest, self.evictions, self.queries,
+        left.n_seen, left.newest, left.evictions, left.queries, left.token_bytes = (
+            self.n_seen, self.newest, self.evictions, self.queries, self.token_bytes,
         )  # fmt: skip
         left.kept_from_now_on(positions)
         return left

@@ -36,8 +36,6 @@ from torch import Tensor
 from kvbench.engine.checks import each_one_of, whole_number
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import Observation
-from kvbench.engine.placement import Change
-from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import Checkpoint
 from kvbench.kernels.scratch import finer, finest
 from kvbench.kernels.topk import top_stable_ref
@@ -134,7 +132,6 @@ def per_layer_head(scores: Tensor, h_kv: int, reduce: str) -> Tensor:
 class TriAttention(NeedsCalibration, CuttingMethod):
     calibration = "queries"
     title = "TriAttention"
-    eager = "enters into the books after each layer what it holds besides tokens"
 
     @dataclass(frozen=True)
     class Params:
@@ -224,13 +221,11 @@ class TriAttention(NeedsCalibration, CuttingMethod):
         fixed = torch.arange(self.n_fixed, device=best.device).expand(h_kv, -1)
         return torch.cat([fixed, best + self.n_fixed], -1).unsqueeze(0)
 
-    def behind(self, layer: int, weights: Tensor | None) -> Change | None:
-        """Count the positions: of all sets in the first layer, where layers share them."""
-        held, layers = self.store[layer], self.trace.shape.attention_layers
-        n_sets = 1 if self.params.mode == "global" else self.trace.shape.h_kv
-        if self.params.mode != "per_layer_head" and layer != layers[0]:
-            return None
-        return Change(cost=Cost(held_bytes=POSITION_BYTES * n_sets * (held.n_kept + held.n_window)))
+    def token_bytes(self, layer: int) -> int:
+        """Bytes of the positions: of all sets in the first layer, where layers share them."""
+        if self.params.mode != "per_layer_head" and layer != self.trace.shape.attention_layers[0]:
+            return 0
+        return POSITION_BYTES * (1 if self.params.mode == "global" else self.trace.shape.h_kv)
 
     def protected(self, layer: int) -> list[int]:
         return [*range(self.n_fixed), *self.latest(0)]
