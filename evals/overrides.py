@@ -11,6 +11,7 @@ folder are not supported, since nothing could be looked up then.
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from itertools import islice, pairwise
 from math import ceil, isfinite, prod
 from pathlib import Path
@@ -323,11 +324,17 @@ def free_model(text: str) -> str | None:
     return str(path) if is_path else text if "/" in text or path.is_dir() else None
 
 
-def default_groups() -> set[str]:
+def default_groups() -> frozenset[str]:
     """The groups in the defaults list of `conf/config.yaml`."""
-    defaults = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
+    return groups_of(CONF / "config.yaml")
+
+
+@cache
+def groups_of(file: Path) -> frozenset[str]:
+    """The same of one file, which is read once."""
+    defaults = yaml.safe_load(file.read_text())["defaults"]
     keys = {key for entry in defaults if isinstance(entry, dict) for key in entry}
-    return {key.removeprefix("override ") for key in keys}
+    return frozenset(key.removeprefix("override ") for key in keys)
 
 
 def values_of(override: Override, options: list[str]) -> list[str]:

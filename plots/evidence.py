@@ -11,10 +11,11 @@ Not here: the page (`plots/findings.py`), statistics (`plots/stats.py`).
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations
 from math import floor, fsum, log2
 from pathlib import Path
@@ -285,7 +286,13 @@ def mean(scores: Mapping[str, float]) -> float:
 def less(one: Mapping[str, float], other: Mapping[str, float]) -> Paired:
     """Scores less another's on the samples that both have."""
     both = [sample for sample in one if sample in other]
-    return paired([one[sample] for sample in both], [other[sample] for sample in both])
+    return pair(tuple(one[sample] for sample in both), tuple(other[sample] for sample in both))
+
+
+@cache
+def pair(one: tuple[float, ...], other: tuple[float, ...]) -> Paired:
+    """What `paired` finds, once for the same scores: a page compares the same two methods in several tables."""
+    return paired(one, other)
 
 
 def row_name(labels: Sequence[tuple[str, str, str]]) -> str:
@@ -375,7 +382,7 @@ def gathered(lines: Sequence[Line]) -> list[Scores]:
         own = [line for line in lines if line.asked == asked.key]
         if asked.others_of:
             own = beside(own, [line for line in lines if line.asked == asked.others_of])
-        models = {line.model: sum(other.model == line.model for other in own) for line in own}
+        models = Counter(line.model for line in own)
         if models:
             found.append(of_model(asked, max(models, key=lambda name: models[name]), own))
     return [scores for scores in found if scores is not None]

@@ -178,6 +178,7 @@ def test_a_wheel_has_every_file_that_runs_read(wheel: Path) -> None:
     assert wheel.stat().st_size < 4e6
 
 
+@pytest.mark.slow
 def test_a_wheel_runs_outside_a_checkout(wheel: Path, tmp_path: Path) -> None:
     """Its files alone, with the packages that are here; runs/ comes into the working folder."""
     site, work = tmp_path / "site", tmp_path / "work"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.tests import warm
 from kvbench.tests.tiny_run import save_tiny
 
 SHORT = ["task.lengths=[500]", "task.depths=[50]", "task.source=embedded", "dtype=float32"]  # of the needle
@@ -141,8 +142,8 @@ def test_a_folder_of_another_run_is_refused_without_the_model(tmp_path: Path) ->
 
 def test_finished_work_is_found_without_the_model(tmp_path: Path) -> None:
     words = ["-m", "method=full,snapkv", "ratio=0.2,0.3", f"model={save_tiny(tmp_path / 'checkpoint')}", *SHORT]
-    first, again = (printed(*words, f"out={tmp_path / 'runs'}") for _ in range(2))
-    assert "transformers" in first[-1]
+    words.append(f"out={tmp_path / 'runs'}")
+    first, again = warm.python("-c", WRONG, *words).stdout.decode().splitlines(), printed(*words)
     assert again[-1].split()[0] == "0" and "transformers" not in again[-1]
     assert again[:-1] == first[:-1]
 

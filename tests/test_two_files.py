@@ -1,9 +1,9 @@
 """A method of ours is two files: one made up in a copy of this project is found wherever methods are listed."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+
+from kvbench.tests.warm import python
 
 ROOT = Path(__file__).resolve().parents[1]
 METHOD = '''"""Keep the tokens whose keys are long.
@@ -50,9 +50,6 @@ def test_a_method_in_two_files_is_found_everywhere(tmp_path: Path) -> None:
         )
     (tmp_path / "methods" / "dropping" / "made_up.py").write_text(METHOD)
     (tmp_path / "conf" / "method" / "made_up.yaml").write_text("_target_: kvbench.methods.dropping.made_up.MadeUp\n")
-    done = subprocess.run([sys.executable, "-c", FOUND], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    done = subprocess.run(
-        [sys.executable, "-m", "kvbench.tests.conformance", "made_up"], cwd=tmp_path, capture_output=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    for words in (("-c", FOUND), ("-m", "kvbench.tests.conformance", "made_up")):
+        done = python(*words, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr

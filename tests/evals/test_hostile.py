@@ -11,6 +11,7 @@ import pytest
 from kvbench.engine.checkpoints import trial
 from kvbench.engine.checkpoints.header import wrong_stop
 from kvbench.engine.errors import ConfigError
+from kvbench.engine.workers import limited
 from kvbench.engine.workers.limited import Limited
 from kvbench.evals.runner import run_cells
 from kvbench.evals.settings import composed_with
@@ -19,10 +20,19 @@ from kvbench.tasks.prompt import render, tokenizing
 from kvbench.tests.tasks.test_needle import STRINGS
 from kvbench.tests.tiny_run import cell, save_tiny
 from kvbench.tests.tiny_tokenizer import tiny_tokenizer
+from kvbench.tests.warm import worker as worker_process
 
 NEEDLE = ("task=needle", "task.source=embedded", "task.lengths=[400]", "task.depths=[50]", "task.max_new_tokens=4")
 CHAT = ("task.style=kamradt",)
 Edit = Callable[[Path], Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm_workers() -> Iterator[None]:
+    """Each trial's process is a fork of one that has transformers, which takes seconds to import."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limited, "start", worker_process)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from kvbench.plots.report.origin import words
 from kvbench.results import read_config, read_runs
 from kvbench.results.names import ROOT
 from kvbench.tests.tiny_run import example_file, save_tiny
+from kvbench.tests.warm import python
 
 PYPROJECT = """
 [project]
@@ -111,7 +112,7 @@ from kvbench.evals import plugins
 from kvbench.evals.settings import from_words
 found = plugins.names("method")
 from_words(["method=snapkv"])
-print(len(found), *({"parts", "broken", "smallest_keys", "torch._C"} & sys.modules.keys()))
+print(len(found), *({"parts", "broken", "smallest_keys"} & sys.modules.keys()))
 """
 
 
@@ -125,7 +126,7 @@ class Site:
     def python(self, *words: str, given: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
         where = os.pathsep.join(map(str, (self.folder, *self.more)))
         environment = os.environ | {"PYTHONPATH": where, "PYTHONDONTWRITEBYTECODE": "1"}
-        return subprocess.run([sys.executable, *words], cwd=ROOT, input=given, capture_output=True, env=environment)
+        return python(*words, env=environment, given=given)
 
     def kvbench(self, *words: str) -> tuple[int, str, str]:
         done = self.python("-m", "kvbench", *words)

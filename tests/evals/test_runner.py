@@ -1,10 +1,6 @@
 """Whole runs on a model of a few thousand weights, through the same door as run.py."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -34,6 +30,7 @@ from kvbench.results import RunResult, read_runs, read_samples
 from kvbench.tasks.needle.task import Needle
 from kvbench.tests.tiny import COMMON
 from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
+from kvbench.tests.warm import Started, python
 
 ROOT = Path(__file__).resolve().parents[2]
 GRID = [
@@ -326,20 +323,20 @@ def test_a_killed_run_goes_on_and_ends_the_same(cell: Any, checkpoint: Path, tmp
     ((whole, expected),) = run(cell("task.depths=[0,20,50,80,100]", out="whole"))
     out = tmp_path / "killed"
     command = [
-        sys.executable, str(ROOT / "run.py"), f"model={checkpoint}", "dtype=float32", "device=cpu", f"out={out}", *GRID,
+        str(ROOT / "run.py"), f"model={checkpoint}", "dtype=float32", "device=cpu", f"out={out}", *GRID,
         "task.depths=[0,20,50,80,100]",
     ]  # fmt: skip
     samples, is_killed = out / "samples.jsonl", False
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
+    process = Started(command, cwd=tmp_path)
     deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline and not is_killed:
         if samples.exists() and samples.read_bytes().count(b"\n") >= 3:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
             is_killed = True
         time.sleep(0.005)
     process.wait()
     assert is_killed, "the run ended before it could be killed"
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert lines(out) == lines(whole)
     ours, theirs = (json.loads((folder / "result.json").read_text()) for folder in (out, whole))

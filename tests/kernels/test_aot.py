@@ -43,7 +43,7 @@ def test_attention_reads_keys_in_loads_of_128_bits() -> None:
     ("site", "of_query"),
     [
         ("rows", {"fetch_tokens": 0, "fill": 0}),
-        ("landmarks", {"score_landmarks": 1}),
+        pytest.param("landmarks", {"score_landmarks": 1}, marks=pytest.mark.slow),
         pytest.param("search", {"weigh": 1, "multiply_tokens": 1, "multiply_blocks": 1}, marks=pytest.mark.slow),
     ],
 )
@@ -64,7 +64,16 @@ def test_keys_that_a_table_says_the_place_of_are_read_in_loads_of_128_bits(
 
 @pytest.mark.parametrize(
     ("arch", "shape", "dtype"),
-    [("86", "gemma-2-9b", "bfloat16"), ("86", "deepseek-v3", "bfloat16"), ("90", "37-heads-of-272", "float32")],
+    [
+        ("86", "deepseek-v3", "bfloat16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("86", "gemma-2-9b", "bfloat16"),
+                ("90", "37-heads-of-272", "float32"),
+            )
+        ),
+    ],
 )
 def test_attention_of_wide_heads_compiles(arch: str, shape: str, dtype: str) -> None:
     """For programs with 99 KB of shared memory, and in float32."""

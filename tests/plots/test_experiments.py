@@ -1,6 +1,7 @@
 """Every file of conf/experiment composes at both scales into cells whose settings and parameters are accepted."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,12 @@ PAPERS = {
     "evidence": "docs needle two ruler shared gsm8k generating others others_docs",  # docs/results.md
     "cited": "agents airline babilong graphwalks helmet mrcr oolong",  # docs/cited.md
 }
+
+
+def sampled(paths: Sequence[Path], step: int) -> list[Any]:
+    """All of them, of which one in `step` is looked at by `make test` and the others by `make test-slow`."""
+    slow = pytest.mark.slow
+    return [pytest.param(path, id=path.stem, marks=[slow] if i % step else []) for i, path in enumerate(paths)]
 
 
 NO_FILE: Any = lambda of, settings: None  # noqa: E731  what is looked up of a model
@@ -69,18 +76,21 @@ def test_every_table_and_figure_has_a_file() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_it_opens_with_its_command_and_composes_at_both_scales(path: Path) -> None:
+def test_it_opens_with_its_commands(path: Path) -> None:
     head = path.read_text().splitlines()
     assert head[0] == "# @package _global_"
     assert re.fullmatch(rf"# python run\.py -m experiment={path.stem}( data_dir=FOLDER)?", head[1])
     assert head[2] == f"# python run.py -m experiment={path.stem} scale=smoke"
-    for scale in (["scale=smoke"], []):
-        made = cells(f"experiment={path.stem}", *scale)
-        for cell in {tuple(made[0]), tuple(made[-1])}:
-            ready = composed(list(cell))
-            assert not scale or (ready.model.name == "smollm2-135m" and ready.data_dir is None)
-            for part in (ready.task, ready.method):
-                build_params(load_class(part), part.params, part.group)
+
+
+@pytest.mark.parametrize("path", sampled(FILES, 4))
+def test_it_composes_in_small(path: Path) -> None:
+    made = cells(f"experiment={path.stem}", "scale=smoke")
+    for cell in {tuple(made[0]), tuple(made[-1])}:
+        ready = composed(list(cell))
+        assert ready.model.name == "smollm2-135m" and ready.data_dir is None
+        for part in (ready.task, ready.method):
+            build_params(load_class(part), part.params, part.group)
 
 
 @cache
@@ -90,9 +100,14 @@ def choice_of(method: str) -> Choice:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_each_method_that_it_sweeps_is_accepted_at_its_published_scale(path: Path) -> None:
-    """With the first value of all other keys that are swept, as far as no file of the model is asked."""
-    made = [dict(word.split("=", 1) for word in cell) for cell in cells(f"experiment={path.stem}")]
-    first = composed([f"{key}={value}" for key, value in made[0].items()])
+    """With the first value of all other keys that are swept, as far as no file of the model is asked; and the last cell
+    composes.
+    """
+    asked = cells(f"experiment={path.stem}")
+    made = [dict(word.split("=", 1) for word in cell) for cell in asked]
+    first, last = composed(asked[0]), composed(asked[-1])
+    for part in (last.task, last.method):
+        build_params(load_class(part), part.params, part.group)
     for name in dict.fromkeys(cell.get("method", first.method.name) for cell in made):
         try:
             ask_one(replace(first, method=choice_of(name)), NO_FILE)

@@ -139,7 +139,7 @@ SHAPES: dict[str, tuple[Draw, float]] = {
 }
 
 
-@pytest.mark.parametrize("n", [3, 8, 20])
+@pytest.mark.parametrize("n", [3, 8, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_interval_holds_the_mean_as_often_as_it_says(shape: str, n: int) -> None:
     """Bootstrap and Student's t hold 0.2 to 0.9 of these."""
@@ -152,7 +152,11 @@ def test_an_interval_holds_the_mean_as_often_as_it_says(shape: str, n: int) -> N
 
 @pytest.mark.parametrize(
     ("share", "prompts", "alike"),
-    [(0.05, 4, 1.0), (0.5, 4, 1.0), (0.05, 10, 0.3), (0.5, 10, 0.3), (0.05, 10, 5.0), (0.05, 40, 1.0)],
+    [
+        *((0.05, 4, 1.0), (0.5, 10, 0.3)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0.5, 4, 1.0), (0.05, 10, 0.3), (0.05, 10, 5.0))),
+        pytest.param(0.05, 40, 1.0, marks=pytest.mark.slow),
+    ],
 )
 def test_the_interval_of_draws_covers_the_share_as_often_as_it_says(share: float, prompts: int, alike: float) -> None:
     """Four draws a prompt, whose chance of a hit differs from prompt to prompt; a small `alike` sets it near 0 or 1.

@@ -45,7 +45,7 @@ def test_fused_is_alone_and_all_tokens_are_full_attention(model: str, tmp_path: 
     words = ["model=any", model, f"task={name}", "task.source=embedded", "task.rows=1", *TASKS[name]]
     together = sweep(words, VARIANTS, tmp_path / "together")
     said = [[row.prediction for row in rows] for _, rows in together]
-    for i in (0, 1, 2):
+    for i in (1, 2):
         ((result, rows),) = sweep(words, [VARIANTS[i]], tmp_path / f"alone-{i}")
         assert [row.prediction for row in rows] == said[i]
         assert [row.score for row in rows] == [row.score for row in together[i][1]]

@@ -3,9 +3,6 @@
 import errno
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,8 +13,7 @@ from kvbench.engine.checkpoints import conversion
 from kvbench.engine.checkpoints.digests import cache_home, digest_of
 from kvbench.engine.errors import ConfigError
 from kvbench.tests.tiny_gguf import save_tiny_gguf
-
-ROOT = Path(__file__).resolve().parents[3]
+from kvbench.tests.warm import Started, python
 
 
 @pytest.fixture
@@ -126,8 +122,8 @@ try:
 except ConfigError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tiny)], cwd=ROOT, capture_output=True, text=True)
-    assert "models cannot be read and written" in done.stdout and "XDG_CACHE_HOME" in done.stdout, done.stderr
+    done = python("-c", code, str(tiny))
+    assert b"models cannot be read and written" in done.stdout and b"XDG_CACHE_HOME" in done.stdout, done.stderr
     assert [path for path in (cache_home() / "models").iterdir() if path.is_dir()] == []
 
 
@@ -181,24 +177,21 @@ if sys.argv[2] == "slow":
     conversion._convert_gguf = slow
 print(conversion.from_gguf(Path(sys.argv[1])))
 """
-    command = [sys.executable, "-c", code, str(tiny)]
-    first = subprocess.Popen([*command, "slow"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert first.stderr is not None
+    command = ["-c", code, str(tiny)]
+    first = Started([*command, "slow"])
     models = cache_home() / "models"
     while not list(models.glob("*.making/*")):
         assert first.poll() is None
         time.sleep(0.05)
-    second = subprocess.Popen([*command, "quick"], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert second.stderr is not None
-    said = second.stderr.readline()
-    assert "waiting" in said
+    second = Started([*command, "quick"])
+    assert b"waiting" in second.stdout.readline()
     assert list(models.glob("*.making/*"))  # of a process that lives
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
-    out, _ = second.communicate(timeout=120)
-    assert second.returncode == 0
-    assert (Path(out.strip()) / "model.safetensors").stat().st_size > 1000
-    assert [path for path in models.iterdir() if path.is_dir()] == [Path(out.strip())]
+    first.kill()
+    first.wait()
+    assert second.wait(120) == 0
+    out = second.stdout.read().decode().splitlines()[-1]
+    assert (Path(out) / "model.safetensors").stat().st_size > 1000
+    assert [path for path in models.iterdir() if path.is_dir()] == [Path(out)]
 
 
 def test_what_a_killed_conversion_left_is_removed_at_the_next_start_of_any_other(tiny: Path) -> None:
@@ -207,6 +200,7 @@ def test_what_a_killed_conversion_left_is_removed_at_the_next_start_of_any_other
 import sys, time
 from pathlib import Path
 from kvbench.engine.checkpoints import conversion
+from kvbench.tests.warm import Started, python
 save = conversion._convert_gguf
 def half(file, folder):
     save(file, folder)
@@ -218,14 +212,14 @@ conversion.from_gguf(Path(sys.argv[1]))
 """
     other = save_tiny_gguf(tiny.with_name("other.gguf"))
     done = conversion.from_gguf(other)
-    killed = subprocess.Popen([sys.executable, "-c", code, str(tiny)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert killed.stdout is not None and killed.stdout.readline() == "half\n"
+    killed = Started(["-c", code, str(tiny)])
+    assert b"half\n" in iter(killed.stdout.readline, b"")  # behind what it says of its progress
     models = cache_home() / "models"
     (left,) = models.glob("*.making")
     assert conversion.from_gguf(other) == done
     assert (left / "half").exists(), "its process lives"
     killed.kill()
-    killed.communicate()
+    killed.wait()
     assert (left / "half").exists()
     assert conversion.from_gguf(other) == done
     assert [path for path in models.iterdir() if path.is_dir()] == [done]

@@ -197,9 +197,12 @@ def budget_of(name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("budget", sorted({*map(budget_of, METHODS)}), ids=" ".join)
-def test_every_method_has_a_row_or_one_sentence_that_says_why_not(budget: tuple[str, ...], small: str) -> None:
+@pytest.mark.parametrize("preset", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["methods", "presets"])
+def test_every_method_has_a_row_or_one_sentence_that_says_why_not(
+    preset: bool, budget: tuple[str, ...], small: str
+) -> None:
     """Some ended in a traceback: no second pass was run, no gate was there, no rotation, and nothing was cut."""
-    names = [name for name in METHODS if budget_of(name) == budget]
+    names = [name for name in METHODS if budget_of(name) == budget and (known(name) != name) == preset]
     rows, left_out = answer(Question(["h100"], small, names, [2048], budget, 1))
     why = dict(line.split(": ", 1) for line in left_out)
     assert why.keys() == REFUSED.keys() & {*names} and len(rows) == len(names) - len(why)

@@ -26,6 +26,7 @@ from kvbench.results.ledger import pyarrow
 from kvbench.tests.evals.submission.forge import Forge, Row
 from kvbench.tests.test_embedded import known_conversion
 from kvbench.tests.tiny_run import example_file
+from kvbench.tests.warm import python
 
 NOISY = "import socket\nsocket.create_connection(('192.0.2.1', 80), 1)\n"
 
@@ -455,8 +456,13 @@ REACHES = {
 }
 
 
+def in_warm_process(command: list[str], *, input: bytes, cwd: str, env: dict[str, str], **_: Any) -> Any:
+    return python(*command[1:], cwd=cwd, env=env, given=input)
+
+
 @pytest.mark.parametrize("what", REACHES)
-def test_a_method_that_reaches_out_is_named(tmp_path: Path, what: str) -> None:
+def test_a_method_that_reaches_out_is_named(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbench.evals.verify.subprocess.run", in_warm_process)
     source = REACHES[what] + example_file(tmp_path).read_text()
     kind, words = verify.conform(source.encode(), "mine.py")
     if kind == "unable":
