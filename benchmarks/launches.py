@@ -4,7 +4,7 @@ Counted on a pretended device (`benchmarks/pretend`), so no GPU is needed; CSV o
 one compressed layer, the model's own included: what a deeper model launches more, by its further layers. A further row
 is one of a class that is there already. Waits are those of a whole step, whatever its layers and rows.
 
-A step is counted without CUDA graphs; with `--graphs` one that replays them, where a part of the model is one launch.
+A step is counted without CUDA graphs: one that is replayed is one launch.
 
 Exit code 1 says that a method is above its budget, which is what it needed when it was last lowered; `--goal` holds it
 to the goal instead. `--lines METHOD` lists the lines of code that launch, wait and send, and `--markdown` prints the
@@ -37,7 +37,6 @@ from kvbench.engine.budget import EVERYTHING, BudgetRequest
 from kvbench.engine.checkpoints.load import load_random, read_config
 from kvbench.engine.decode import decode
 from kvbench.engine.model import Model
-from kvbench.engine.passes.graphs import WARM
 from kvbench.engine.passes.probe import probe
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
@@ -119,7 +118,7 @@ def request_of(kind: type[SelectiveAttention]) -> BudgetRequest:
 
 
 def read(
-    model: Model, method: str, n_rows: int = 1 + N_ROWS, n_new: int = FIRST + WARM + 5
+    model: Model, method: str, n_rows: int = 1 + N_ROWS, n_new: int = AGAIN + 4
 ) -> tuple[Trace, list[SelectiveAttention]]:  # fmt: skip
     """One prompt, and rows of the method: by default for one step loop with one row and one with several.
 
@@ -149,28 +148,26 @@ def read(
 
 
 def count(machine: Machine, model: Model, trace: Trace, rows: Sequence[SelectiveAttention]) -> Counts:
-    """What a step asks for; with graphs one that replays them."""
-    counts, first = Counts(), FIRST + (WARM + 1 if model.allows_graphs else 0)
+    """What a step asks for."""
+    counts = Counts()
 
     def on_step(done: int, n_rows: int) -> None:
-        machine.counts = counts if done == first else None
+        machine.counts = counts if done == FIRST else None
 
-    decode(model, trace, rows, max_new_tokens=first + 2, on_step=on_step)
+    decode(model, trace, rows, max_new_tokens=FIRST + 2, on_step=on_step)
     return counts
 
 
-def model_of(n_layers: int, graphs: bool) -> Model:
-    return replace(
-        load_random("small", config_of(n_layers), dtype="bfloat16", device="cuda"), allows_graphs=graphs
-    )  # fmt: skip
+def model_of(n_layers: int) -> Model:
+    return replace(load_random("small", config_of(n_layers), dtype="bfloat16", device="cuda"), allows_graphs=False)
 
 
-def cost_of(machine: Machine, method: str, graphs: bool = False) -> Cost:
+def cost_of(machine: Machine, method: str) -> Cost:
     """Launches and waits of a method's steps."""
     launches: dict[tuple[int, int], float] = {}
     waits = 0.0
     for n_layers in DEPTHS:
-        model = model_of(n_layers, graphs)
+        model = model_of(n_layers)
         with model.hooked():
             trace, rows = read(model, method)
             for some in (rows[:1], rows[1:]):
@@ -186,7 +183,7 @@ def sent_of(machine: Machine, method: str) -> list[tuple[int, int, float, float]
     """Rows, step, copies and bytes that a compressed layer's step sends to the device."""
     found: dict[tuple[int, int, int], tuple[int, int]] = {}
     for n_layers in DEPTHS:
-        model = model_of(n_layers, graphs=False)
+        model = model_of(n_layers)
         with model.hooked():
             trace, rows = read(model, method)
             for some in (rows[:1], rows[1:]):
@@ -223,9 +220,9 @@ def uploads(machine: Machine, methods: Sequence[str]) -> int:
     return 0
 
 
-def lines_of(machine: Machine, method: str, graphs: bool) -> None:
+def lines_of(machine: Machine, method: str) -> None:
     """Print where the launches and waits of a step with one row and with several come from."""
-    model = model_of(DEPTHS[-1], graphs)
+    model = model_of(DEPTHS[-1])
     with model.hooked():
         trace, rows = read(model, method)
         for some in (rows[:1], rows[1:]):
@@ -240,7 +237,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("methods", nargs="*", default=[*BUDGETS])
     parser.add_argument("--goal", action="store_true", help="exit with 1 above the goal instead of the budget")
-    parser.add_argument("--graphs", action="store_true", help="count a step that replays CUDA graphs")
     parser.add_argument("--uploads", action="store_true", help="count what the host sends to the device instead")
     parser.add_argument("--lines", metavar="METHOD", help="list the lines of code that ask the device, and end")
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/gpus.md")
@@ -251,20 +247,20 @@ def main(words: Sequence[str] | None = None) -> int:
             print(*lines_for({method: cost_of(machine, method) for method in asked.methods}), sep="\n")
             return 0
         if asked.lines is not None:
-            lines_of(machine, asked.lines, asked.graphs)
+            lines_of(machine, asked.lines)
             return 0
         if asked.uploads:
             return uploads(machine, asked.methods)
-        return run(machine, asked.methods, asked.goal, asked.graphs)
+        return run(machine, asked.methods, asked.goal)
 
 
-def run(machine: Machine, methods: Sequence[str], is_goal: bool, graphs: bool = False) -> int:
+def run(machine: Machine, methods: Sequence[str], is_goal: bool) -> int:
     """Print a row per method as soon as it was counted; 1 where one is above its limit."""
     table = csv.writer(sys.stdout)
     table.writerow(["method", "launches_row", "launches_further_row", "waits_step", "budget", "goal", "verdict"])
     found = []
     for method in methods:
-        cost, goal = cost_of(machine, method, graphs), goal_of(method)
+        cost, goal = cost_of(machine, method), goal_of(method)
         limit = goal if is_goal else BUDGETS.get(method, goal)
         found.append(exceeds(cost, limit))
         verdict = "above" if found[-1] else "within" if exceeds(cost, goal) else "goal reached"

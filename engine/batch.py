@@ -27,7 +27,7 @@ from kvbench.engine.causal import Chunk
 from kvbench.engine.errors import ConfigError, LengthError
 from kvbench.engine.layouts.sub_batches import SubBatch, can_be_planned, runs, sub_batches_of
 from kvbench.engine.passes.chosen import Choices, HearsChoices
-from kvbench.engine.passes.replay import Replay
+from kvbench.engine.passes.replay import Replay, obstacle
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.readers import Readers
 from kvbench.engine.row import Row, Variant
@@ -108,6 +108,8 @@ class Batch(HearsChoices):
         self.which: list[int] = []  # rows of the pass
         self.sub_batches: list[SubBatch] = []
         self.replay: Replay | None = None  # of these rows' steps, where they may be alike
+        self.n_replayed = 0  # of the steps
+        self.why_no_graphs = obstacle(model)
         self.is_last = False  # while rows answer that nobody asks again
 
     def fork(self) -> "Batch":
@@ -238,10 +240,15 @@ class Batch(HearsChoices):
             logits = None
             if self.replay is not None and m == 1:
                 logits = self.replay.take(list(which), ids, self.cache, self.is_last)
+                self.n_replayed += logits is not None
             if logits is None:
                 self.choose(which)
                 make = partial(self.make, ids)
-                logits = make(True) if self.replay is None or m > 1 else self.replay.make(ids, self.places(ids), make)
+                if self.replay is None or m > 1:
+                    logits = make()
+                else:
+                    logits = self.replay.make(ids, self.places(ids), make)
+                    self.why_no_graphs = self.replay.why_not
             self.cut(which, m)
         for i, pad in zip(which, self.pads, strict=True):
             self.positions[i] += m - pad
@@ -252,13 +259,12 @@ class Batch(HearsChoices):
             on_step(self.n_steps, len(which))
         return logits
 
-    def make(self, ids: Tensor, by_parts: bool) -> Tensor:
-        """The pass itself, where it may be by captured parts."""
+    def make(self, ids: Tensor) -> Tensor:
+        """The pass itself."""
         m = ids.shape[1]
         self.clock.tick()
         if m == 1 and not self.looks_ahead and not self.hears:
-            read = self.model.step if by_parts else self.model.forward
-            logits = read(ids, self.places(ids), self.cache, self)
+            logits = self.model.forward(ids, self.places(ids), self.cache, self)
         else:
             with self.listening(m == 1 and takes(STEP, ids.device)):
                 logits = self.model.forward(ids, self.places(ids), self.cache, self)
@@ -287,16 +293,14 @@ class Batch(HearsChoices):
         self.sub_batches = sub_batches_of(self.active, self.apart, [self.are_planned[i] for i in which], self.clock)
         is_one = len(self.sub_batches) == 1
         self.whole = self.sub_batches[0] if is_one else SubBatch(self.active, self.apart, self.clock)
-        self.replay = (
-            Replay(self.model, self.model.graphs, self.whole, which, self.clock) if self.may_be_replayed else None
-        )
+        self.replay = Replay(self.model, self.whole, which, self.clock) if self.may_be_replayed else None
 
     @property
     def may_be_replayed(self) -> bool:
         """Whether steps of these rows may be alike for all that the batch knows."""
         differs = self.looks_ahead or self.hears or self.readers.last or self.watch is not None
         is_planned = len(self.sub_batches) == 1 and self.are_planned[self.which[0]]
-        return is_planned and not differs and self.model.graphs.why_not is None
+        return is_planned and not differs and self.why_no_graphs is None
 
     def places(self, ids: Tensor) -> int | Tensor:
         """The positions of ids (n, m): that of the first one where all rows are at it."""

@@ -27,10 +27,8 @@ class Decoded:
 
     answers: list[Answer]
     step_seconds: list[float]
-    by_graphs: int | None = None  # steps of a GPU that replayed captured ones
-    why_no_graphs: str | None = None  # of a GPU where they cannot be captured
-    by_whole_graphs: int | None = None  # of the replayed steps those that were one graph
-    why_in_parts: str | None = None  # why none was
+    by_graphs: int | None = None  # steps of a GPU that replayed a captured one
+    why_no_graphs: str | None = None  # why none of a GPU's was captured
 
 
 def decode(
@@ -58,8 +56,7 @@ def decode(
     assert rows, "no rows to decode"
     assert trace.logits is not None, "the trace has no logits: it was not made by prefill()"
     refuse_switch(model, trace.s_prompt, trace.s_prompt + len(feed) + max(0, max_new_tokens - 1))
-    batch, graphs = Batch(model, trace, rows, watch=watch), model.graphs
-    n_replayed, n_whole = graphs.n_replayed, graphs.n_whole
+    batch = Batch(model, trace, rows, watch=watch)
     logits = trace.logits.expand(len(rows), -1)
     if feed:
         logits = batch.read([feed] * len(rows), "tokenwise", on_step=on_step)
@@ -72,12 +69,10 @@ def decode(
     batch.settle()
     if model.device.type != "cuda":
         return Decoded(answers, batch.seconds())
-    by_graphs, whole = graphs.n_replayed - n_replayed, graphs.n_whole - n_whole
-    why = None if whole else graphs.why_in_parts or (why_in_parts(rows) if by_graphs else None)
-    return Decoded(answers, batch.seconds(), by_graphs, graphs.why_not, whole, why)
+    return Decoded(answers, batch.seconds(), batch.n_replayed, batch.why_no_graphs or eager(rows))
 
 
-def why_in_parts(rows: Sequence[Row]) -> str | None:
-    """What methods of a batch do at each step that no graph of a whole step could hold."""
+def eager(rows: Sequence[Row]) -> str | None:
+    """What methods of a batch do at each step that no captured one could do again."""
     said = dict.fromkeys(f"{row.title} {row.eager}" for row in rows if row.eager and not row.variant.is_full)
     return "; ".join(said) or None

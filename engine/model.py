@@ -26,7 +26,6 @@ from kvbench.engine.checkpoints.kinds import INSTEAD, SAID, backbone, changes, n
 from kvbench.engine.errors import ConfigError, first_line
 from kvbench.engine.machine import is_out_of_memory
 from kvbench.engine.passes.chosen import HearsChoices, attend_seen, seen_by
-from kvbench.engine.passes.graphs import StepGraphs
 from kvbench.engine.passes.latents import ByHeads, Latent
 from kvbench.engine.passes.rotations import forget_text, remembering, rotary_dims, rotations, switching_length, unmoved
 from kvbench.engine.passes.session import Call, Session, ThinnedSession, Turn
@@ -163,20 +162,10 @@ class Model:
         """Arguments by which a model gives the last token's logits alone; none where it knows no such."""
         return {"logits_to_keep": 1} if "logits_to_keep" in signature(self.hf.forward).parameters else {}
 
-    def step(self, ids: Tensor, position: int | Tensor, cache: Any, session: Session) -> Tensor:
-        """`forward` of one token per row (n, 1) in a step that no hook changes: by graphs where that can be."""
-        return self.graphs.step(self, ids, position, cache, session)
-
     @cached_property
-    def graphs(self) -> StepGraphs:
-        """Captured steps."""
-        return StepGraphs(StepGraphs.obstacle(self))
-
-    def allow_graphs(self, allowed: bool) -> None:
-        """Say whether steps may be captured; what was captured is given away where that changes."""
-        if allowed != self.allows_graphs:
-            self.allows_graphs = allowed
-            self.__dict__.pop("graphs", None)
+    def graph_pool(self) -> Any:
+        """Memory that steps are captured into: no two of them are replayed at once."""
+        return torch.cuda.graph_pool_handle()
 
     @contextmanager
     def thinned(self, session: ThinnedSession) -> Iterator[None]:

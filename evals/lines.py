@@ -102,8 +102,6 @@ def answer_line(sample: Sample, prompt: Prompt, sha: str, reply: Reply, row: Sel
         | prefill_columns(row, cell)
         | ({} if decoded.by_graphs is None else {"by_graphs": decoded.by_graphs})
         | ({} if decoded.why_no_graphs is None else {"why_no_graphs": decoded.why_no_graphs})
-        | ({} if decoded.by_whole_graphs is None else {"by_whole_graphs": decoded.by_whole_graphs})
-        | ({} if decoded.why_in_parts is None else {"why_in_parts": decoded.why_in_parts})
         | ({"kernels_left_out": out} if (out := left_out()) else {})
         | {"variant": variant_words(cell, report, float(row.budget.index_share))}
         | ({"method_report": report} if report else {})
@@ -277,11 +275,6 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         f"decode steps ran without CUDA graphs: {row.fields['why_no_graphs']}"
         for row in rows
         if "why_no_graphs" in row.fields
-    )
-    notes += dict.fromkeys(
-        f"decode steps were replayed in parts, not as one graph each: {row.fields['why_in_parts']}"
-        for row in rows
-        if "why_in_parts" in row.fields and row.fields["by_graphs"]
     )
     notes += dict.fromkeys(
         f"torch did the work of the kernel {op}: {why}"

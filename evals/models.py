@@ -98,7 +98,7 @@ class Models:
         if key != self.key:
             self.key = self.model = None  # there may be no room for two
             self.model, self.key = load_model(settings), key
-        self.model.allow_graphs(settings.graphs)
+        self.model.allows_graphs = settings.graphs
         return self.model
 
 

@@ -4,7 +4,7 @@ A capture that CUDA has broken off cannot be ended: `capture_end` raises before 
 and until then no cached memory can be given back. Most of what breaks a capture is waiting for the GPU, and that shows
 before, without a capture.
 
-Not here: what is captured (`engine/passes/graphs.py`).
+Not here: what is captured (`engine/passes/replay.py`).
 """
 
 import warnings

@@ -19,7 +19,7 @@ from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.decode import Decoded, decode
 from kvbench.engine.model import Model
-from kvbench.engine.passes import graphs, replay
+from kvbench.engine.passes import replay
 from kvbench.engine.passes.probe import probe
 from kvbench.engine.prefill import prefill
 from kvbench.evals.overrides import config_groups
@@ -39,7 +39,6 @@ PRESETS = sorted({*config_groups()["method"]} - {*BUDGETS})
 @pytest.fixture(autouse=True)
 def graphs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step comes without graphs, the second one is captured, the others are replayed."""
-    monkeypatch.setattr(graphs, "WARM", 1)
     monkeypatch.setattr(replay, "LEAST", 1)
 
 
@@ -88,14 +87,14 @@ QUICK = ("full", "streamingllm", "adakv", "duo_attention", "lagkv")
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in BUDGETS]
 )
 def test_it_answers_as_on_a_cpu(machine: Machine, name: str) -> None:
-    """By graphs of whole steps, unless the method says what it does at each step that none could hold."""
+    """By graphs, unless the method says what it does at each step that none could hold."""
     expected, seen = on_cpu(name), list[Decoded]()
     assert answer(moved(conformance.model(), "cuda:0"), name, seen=seen) == expected
     one, (done,) = conformance.ours(name), seen
     if name in TINY:
         return
     said = f"{one.kind.title} {one.kind.eager}" if one.kind.eager else None
-    assert bool(done.by_whole_graphs) == (said is None) and done.why_in_parts in (said, None)
+    assert bool(done.by_graphs) == (said is None) and done.why_no_graphs == said
 
 
 @pytest.mark.slow
