@@ -127,14 +127,14 @@ def landmarks_of(keys: Tensor, chunk: int, n_outliers: int) -> Landmarks:
     return Landmarks(chosen if takes("landmarks", chosen.device) else chosen.float(), outliers)
 
 
-def landmark_scores(q: Tensor, means: Tensor, soft: Softmax) -> Tensor:
+def landmark_scores(q: Tensor, means: Tensor, softmax: Softmax) -> Tensor:
     """Scores of landmarks (h_kv, c, d_h) for queries (n, h, 1, d_h), the most of any query head: (n, h_kv, c) float32.
 
     Logarithms of probabilities, which do not underflow; each query head's are its own.
     """
     grouped = q.float().unflatten(1, (len(means), -1)).squeeze(3)  # (n, h_kv, g, d_h)
-    logits = soft.bent(grouped @ means.float().mT)
-    return (logits - soft.lse(logits, (len(means), -1)).unsqueeze(-1)).amax(2)
+    logits = softmax.bent(grouped @ means.float().mT)
+    return (logits - softmax.lse(logits, (len(means), -1)).unsqueeze(-1)).amax(2)
 
 
 def tokens_of(chunks: Tensor, length: int) -> Tensor:
@@ -321,8 +321,8 @@ class ShadowKV(SelectiveAttention):
         trace = rows[0].trace
         if not takes("landmarks", q.device) or not rows[0].turns_pairs(layer):
             return super().search(rows, layer, q)
-        soft, chunks = trace.softmax[layer], [row.chunks(layer) for row in rows]
-        found = make_rows(q, chunks, trace.rotation(layer), soft.scale, soft.cap, soft.sink)
+        softmax, chunks = trace.softmax[layer], [row.chunks(layer) for row in rows]
+        found = make_rows(q, chunks, trace.rotation(layer), softmax.scale, softmax.cap, softmax.sink)
         return [Selection(idx, row.cost(), keys=made) for row, (idx, made) in zip(rows, found, strict=True)]
 
     def turns_pairs(self, layer: int) -> bool:

@@ -78,10 +78,10 @@ def test_rows_find_their_chunks_and_make_their_keys(
         rows.append(Chunks(means, outliers.to(GPU), factors, basis, chunk, n_selected))
     rotation = None if turn is None else rotation_of(turn, s, d, torch.device(GPU))
     cap, about = kind
-    soft = Softmax(scale, cap, None if about is None else torch.randn(H, generator=draw).to(GPU) + about)
-    found = make_rows(q, rows, rotation, scale, cap, soft.sink)
+    softmax = Softmax(scale, cap, None if about is None else torch.randn(H, generator=draw).to(GPU) + about)
+    found = make_rows(q, rows, rotation, scale, cap, softmax.sink)
     for i, ((idx, keys), row) in enumerate(zip(found, rows, strict=True)):
-        scores = landmark_scores(q[i : i + 1], row.means, soft)[0]
+        scores = landmark_scores(q[i : i + 1], row.means, softmax)[0]
         landmarks = Landmarks(row.means, row.outliers)
         expected = tokens_of(landmarks.numbers(top_stable(scores, row.n_selected)), row.chunk)
         assert torch.equal(idx.sort(-1).values, expected.sort(-1).values)
