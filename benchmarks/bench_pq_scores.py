@@ -119,9 +119,12 @@ def bench(m: int, b: int, pairs: int) -> None:
     codes.extend(found)
 
     def run() -> Tensor:
-        return pq_top(q, centroids, codes, S, K, SCALE)
+        return pq_top(pq_tables(q, centroids), codes, S, K, SCALE)
 
-    right = pq_top_ref(q, centroids, codes, S, K, SCALE).sort(-1).values
+    def in_torch() -> Tensor:
+        return pq_top_ref(pq_tables(q, centroids), codes, S, K, SCALE)
+
+    right = in_torch().sort(-1).values
     assert torch.equal(run().sort(-1).values, right), "the selection is wrong"
     shape = f"{K} of {S} tokens, {H}/{H_KV} heads of {D_H}, m={m} b={b}"
 
@@ -134,7 +137,7 @@ def bench(m: int, b: int, pairs: int) -> None:
         )
 
     compare("exact scores", in_torch_exactly(q, keys))
-    compare("torch", lambda: pq_top_ref(q, centroids, codes, S, K, SCALE))
+    compare("torch", in_torch)
     for name in ("faiss", "numba"):
         if find_spec(name) is None:
             print(f"{name} is not installed and not measured: pip install faiss-cpu numba")

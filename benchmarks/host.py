@@ -45,7 +45,7 @@ from kvbench.kernels.jit import Kernel
 from kvbench.results.names import own_methods
 
 GOAL = 60  # microseconds of a layer, with one row and with ten
-N_LAYERS = 8  # PQCache copies codes of four layers at once, as in a model with more of them
+N_LAYERS = 8
 WARM = 20  # steps that are left out
 ASKED = (("full", 1), ("pqcache", 1), ("snapkv", 10))
 

@@ -201,9 +201,9 @@ def quantiser_sites(shape: Shape, s: int) -> None:
         for n in (s - 32, s - 31):  # candidates are one more each step
             codes = PackedCodes(shape.h_kv, m, b, n, "meta")
             codes.n = n
-            row = pq_scores.Coded(centroids, codes, n, 32, codes, n)
+            told = pq_scores.table_of([pq_scores.Coded(centroids, codes, 32, 32 + n, n)] * 2, centroids.device)
             queries, keys = shape.empty(2, shape.h, 1, shape.d_h), shape.empty(2, shape.h_kv, 1, shape.d_h)
-            pq_scores.pq_keys_triton(queries, keys, [row, row], shape.d_h**-0.5, **shape.weighing)
+            pq_scores.pq_keys_triton(queries, keys, told, shape.d_h**-0.5, **shape.weighing)
         points, flat = empty(shape.h_kv * m, s - 32, shape.d_h // m, dtype=torch.float32), centroids.flatten(0, 1)
         kmeans.cluster_means_triton(points, kmeans.nearest_triton(points, flat, is_l2=True), flat)
 

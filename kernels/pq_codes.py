@@ -123,24 +123,13 @@ def bit_shifts(device: torch.device) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
 
 
-def room_bytes(h_kv: int, m: int, b: int, capacity: int) -> int:
-    """Bytes of memory that so many tokens' codes lie in."""
-    return h_kv * m * -(-capacity // GROUP) * 8 * b
-
-
 class PackedCodes:
     """Codes of one layer, b <= 8 bits each, with room for `capacity` tokens."""
 
-    def __init__(
-        self, h_kv: int, m: int, b: int, capacity: int, device: torch.device | str = "cpu",
-        memory: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """`memory` is `room_bytes` of zeros, uint8, by default new ones."""
+    def __init__(self, h_kv: int, m: int, b: int, capacity: int, device: torch.device | str = "cpu") -> None:
         assert 1 <= b <= 8, b
         self.b, self.n, self.capacity = b, 0, capacity
-        if memory is None:
-            memory = torch.zeros(room_bytes(h_kv, m, b, capacity), dtype=torch.uint8, device=device)
-        self.data = memory.view(h_kv, m, -1)
+        self.data = torch.zeros(h_kv, m, -(-capacity // GROUP) * 8 * b, dtype=torch.uint8, device=device)
 
     def extend(self, codes: Tensor) -> None:
         """Append the codes of the next tokens, (h_kv, m, n_new)."""
@@ -159,20 +148,6 @@ class PackedCodes:
         packed = pack(tail, self.b)
         first = whole // 8 * self.b
         self.data[..., first : first + packed.shape[-1]] = packed
-
-    def within(self, memory: Tensor, n: int) -> PackedCodes:
-        """The first n of them, as memory has them that bytes of these are copied to."""
-        there = PackedCodes.__new__(PackedCodes)
-        there.b, there.n, there.capacity, there.data = self.b, n, self.capacity, memory.view(self.data.shape)
-        return there
-
-    def forked(self) -> PackedCodes:
-        """A copy of these codes in memory of its own."""
-        x = self.data
-        made = torch.empty(x.nbytes, dtype=torch.uint8, device=x.device, pin_memory=x.is_pinned())
-        there = self.within(made, self.n)
-        there.data.copy_(x)
-        return there
 
     def codes(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Codes of tokens [start, stop), (h_kv, m, stop - start) uint8."""

@@ -304,17 +304,19 @@ def means(on: Heads) -> Pairs:
 
 
 def quantised(on: Heads) -> Pairs:
-    m, n = 2 if on.d_h % 2 == 0 else 1, S - 40
+    m, n, start = 2 if on.d_h % 2 == 0 else 1, S - 40, 8
     centroids, q, newest = on.wide(on.h_kv, m, 16, on.d_h // m), on.query(2), on.normal(2, on.h_kv, 1, on.d_h)
-    codes, home = (PackedCodes(on.h_kv, m, 4, S, on.device) for _ in range(2))
-    codes.extend(torch.randint(16, (on.h_kv, m, S), generator=on.generator).to(on.device, torch.uint8))
-    home.n = 1
-    rows = [pq_scores.Coded(centroids, codes, n, 8), pq_scores.Coded(centroids, codes, n, 8, home)]
-    found = pq_scores.pq_keys_triton(q, newest, rows, on.scale)
+    first, other = (PackedCodes(on.h_kv, m, 4, S, on.device) for _ in range(2))
+    for codes in (first, other):
+        codes.extend(torch.randint(16, (on.h_kv, m, n), generator=on.generator).to(on.device, torch.uint8))
+    rows = [pq_scores.Coded(centroids, codes, start, start + n) for codes in (first, other)]
+    rows[1] = rows[1]._replace(newest=n)
+    found = pq_scores.pq_keys_triton(q, newest, pq_scores.table_of(rows, on.device), on.scale)[..., start:]
     for i, right in enumerate(pq_scores.pq_keys_ref(q, newest, rows, on.scale)):
         yield scores(found[i : i + 1]), scores(right)
         yield found[i : i + 1].int(), right.int()
-    yield home.codes(), pq_codes_torch(newest[1].float(), centroids)
+    other.n += 1
+    yield other.codes(n), pq_codes_torch(newest[1].float(), centroids)
 
 
 def products(on: Heads) -> Pairs:

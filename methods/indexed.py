@@ -191,7 +191,8 @@ class Indexed(SelectiveAttention):
         scores = first.score(layer, question, first.seen(layer))
         if (own := cls.generated(rows, layer)) is not None:
             scores = torch.cat([scores, first.score(layer, question, own)], -1)
-        return [*zip(first.merge(layer, scores).split(1), scores.split(1), strict=True)]
+        ranking = first.merge(layer, scores)
+        return [*zip(ranking.split(1), scores.split(1), strict=True)] if len(rows) > 1 else [(ranking, scores)]
 
     @classmethod
     def search_by_kernel(cls, rows: Sequence[Self], layer: int, q: Tensor) -> list[Selection]:

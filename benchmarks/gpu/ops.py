@@ -257,16 +257,20 @@ def pq(shape: Shape, q: Tensor, k: Tensor) -> Iterator[Result]:
     )  # fmt: skip
     packed = pq_codes.PackedCodes(shape.h_kv, shape.m, shape.b, shape.s, device)
     packed.extend(plain)
-    asked = (q[0, :, 0], centroids, packed, shape.s, shape.k, shape.d_h**-0.5)
-    newest, rows = torch.zeros_like(k[:, :, :1]), [pq_scores.Coded(centroids, packed, shape.s, 0)]
+    newest = torch.zeros_like(k[:, :, :1])
+    told = pq_scores.table_of([pq_scores.Coded(centroids, packed, 0, shape.s)], device)
 
     def search() -> Tensor:
-        return top_keys(pq_scores.pq_keys_triton(q, newest, rows, shape.d_h**-0.5), [shape.k])
+        return top_keys(pq_scores.pq_keys_triton(q, newest, told, shape.d_h**-0.5), [shape.k])
 
-    agree = float((search()[0].int() == pq_scores.pq_top_ref(*asked).sort(-1).values).float().mean())
+    def search_ref() -> Tensor:
+        tables = pq_scores.pq_tables(q[0, :, 0], centroids)
+        return pq_scores.pq_top_ref(tables, packed, shape.s, shape.k, shape.d_h**-0.5)
+
+    agree = float((search()[0].int() == search_ref().sort(-1).values).float().mean())
     seconds = seconds_of(search, device)
     yield Result(
         "pq_keys", f"{shape.k} of {shape.s}, {shape.m} x {shape.b}", agree > 0.999, 1 - agree, 1e3 * seconds,
-        1e3 * seconds_of(lambda: pq_scores.pq_top_ref(*asked), device),
+        1e3 * seconds_of(search_ref, device),
         shape.h_kv * shape.m * shape.s * shape.b / 8 / seconds / 1e9, "error: share of other tokens",
     )  # fmt: skip

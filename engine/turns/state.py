@@ -2,8 +2,7 @@
 
 What the trace holds is shared by all variants and never written to, so that copies share it too. All the rest is
 copied: slots, windows, rings, tails, caches, counters, scores, codes, generators. Tensors that share memory share it in
-the copy as well, but for those of a part that copies itself (`forked`), whose memory it shares with other rows. The
-books are not part of it: a copy begins a ledger of its own.
+the copy as well. The books are not part of it: a copy begins a ledger of its own.
 
 A copy that stands for another request (`request_like`) shares nothing but the model and the method's plan: of the
 prompt's K and V, and of all that was made of them, it has its own.
@@ -20,7 +19,7 @@ from collections import deque
 from concurrent.futures import Future
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,15 +34,6 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Row)
 PLAIN = (str, bytes, int, float, complex, bool, type(None), range, slice)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-
-
-@runtime_checkable
-class CopiesItself(Protocol):
-    """A part of a row that lies in one piece of memory with parts of other rows."""
-
-    def forked(self) -> Any:
-        """A copy with memory of its own."""
-        ...
 
 
 def fork_of(row: R) -> R:
@@ -114,7 +104,7 @@ class _Copier:
             elif isinstance(one, Future):
                 if one.done() and not one.cancelled() and one.exception() is None:
                     left.append(one.result())
-            elif not is_of_rows(one):
+            else:
                 left += parts_of(one)
 
     def copy(self, thing: T) -> T:
@@ -135,10 +125,6 @@ class _Copier:
             return self.tensor(thing)
         if isinstance(thing, torch.Generator):
             return thing.clone_state()
-        if isinstance(thing, CopiesItself):
-            return thing.forked()
-        if is_of_rows(thing):
-            return thing
         if isinstance(thing, Future):  # of a thread that works for this row alone
             made = Future[Any]()
             made.set_result(self.copy(thing.result()))
@@ -196,8 +182,3 @@ class _Copier:
             return x
         made = torch.empty(0, dtype=x.dtype, device=x.device)
         return made.set_(flat.untyped_storage(), x.storage_offset(), x.shape, x.stride())
-
-
-def is_of_rows(thing: Any) -> bool:
-    """Whether all rows use it, and it has parts of each."""
-    return getattr(thing, "is_of_rows", False) is True

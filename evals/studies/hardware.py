@@ -10,8 +10,8 @@ over bandwidth and operations over rate, whichever takes longer, plus a fixed pr
 Step      linear layers, search, a blocking fetch of the chosen tokens, attention. A search reads once what the ledger
           says is read in order to find tokens, and has a price for every number that it makes on the way: scores, their
           sums, the marks of a top-k. These are counted too, as torch sees them, on a CPU; an accelerator's kernels make
-          others. What is moved in order to find tokens is asked for one layer ahead: it costs time only as far as it
-          takes longer than a layer.
+          others. What is moved in order to find tokens is asked for one layer ahead, as PQCache's paper draws it: it
+          costs time only as far as it takes longer than a layer. Our kernels read it when they score, which hides none.
 Prefill   three lanes, as PQCache draws them: layers compute one after another; each layer's K and V leave for the host
           when it is done; its clustering starts when they are there. A step waits for a layer's clusters before it
           searches there, so what the lanes are late by shows in the time to the second token. So does what a method

@@ -91,11 +91,18 @@ def token_logits(
 def weigh_logits(logits: Tensor, lses: Tensor, told: Table, agg: str, since: Since | None = None) -> Tensor:
     """Keys of the candidates by the softmax over all tokens, as a group's heads agree."""
     since = now(logits.device) if since is None else since
+    return weigh_rows(logits, lses, told.numbers, ROW, told.start.shape[1], agg, since)
+
+
+def weigh_rows(
+    logits: Tensor, lses: Tensor, numbers: Tensor, n_numbers: int, h_kv: int, agg: str, since: Since
+) -> Tensor:  # fmt: skip
+    """The same for rows of `n_numbers` numbers each, of which the last are `start`, `stop` and `grows`."""
     n, h, s = logits.shape
-    how, h_kv, block = AGGREGATES.index(agg), told.start.shape[1], 256
+    how, block = AGGREGATES.index(agg), 256
     keys = torch.empty(n, h if how == 0 else h_kv, s, dtype=torch.int64, device=logits.device)
     weigh_tokens[(n, cdiv(s, block), h_kv)](
-        logits, lses, told.numbers, keys, *since, s, lses.shape[2], h // h_kv, ROW, how, block,
+        logits, lses, numbers, keys, *since, s, lses.shape[2], h // h_kv, n_numbers, how, block,
         power_of_2(lses.shape[2]),
     )  # fmt: skip
     return keys
@@ -187,8 +194,8 @@ def weigh_tokens(
     row, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at = table + row * ROW
     token, every = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCKS)
-    stop = tl.load(at + 7) + steps_since(clock, start) * tl.load(at + 8)
-    is_candidate = (token >= tl.load(at + 6)) & (token < stop)
+    stop = tl.load(at + ROW - 2) + steps_since(clock, start) * tl.load(at + ROW - 1)
+    is_candidate = (token >= tl.load(at + ROW - 3)) & (token < stop)
     merged = tl.zeros((TOKENS,), tl.float32)
     none = tl.full((TOKENS,), 0x7FFFFFFFFFFFFFFF, tl.int64)
     for i in range(g):

@@ -26,6 +26,8 @@ Differs   - sinks and window are inside the budget; `budget_rule: official` has 
             answers depend on the machine: for latency only.
           - on a GPU keys are clustered there, on a stream of its own during the prefill; theirs on idle CPUs, as here
             by `cluster_on: cpu`.
+          - on a GPU codes are read over the link by the kernel that scores, not copied ahead of the layer; the ledger
+            counts the same bytes.
           - `rebuild_every` is only proposed in the paper. Each new quantiser starts from the old centroids and replaces
             centroids and codes of a layer at once, at the same step whether it was made while the model ran or not.
 Fails     where few bits meet keys that are alike: tokens with equal codes are chosen by position. What is generated is
@@ -41,45 +43,38 @@ layer's quantiser (`pqcache_quantiser.py`), the adaptive bound (`pqcache_rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cache
 from math import ceil, floor
 from statistics import fmean
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.books.spans import span
+from kvbench.engine.books.stopwatch import synchronize
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, show, split
 from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.checks import each_one_of, share, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.streams import sent_so_far
 from kvbench.engine.placement import Offloaded, Placement
-from kvbench.engine.search import Search
-from kvbench.engine.selection import Cost, FeedSelection, Found, Selection
+from kvbench.engine.search import Launch, Units
+from kvbench.engine.selection import Cost, FeedSelection, Found
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.turns.feed import Feed
 from kvbench.kernels.choices import EMPTY, MERGES
-from kvbench.kernels.clock import Since
-from kvbench.kernels.fast import takes
-from kvbench.kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, room_bytes
-from kvbench.kernels.pq_scores import Coded, KeySearch, pq_keys_triton, pq_tables_triton, pq_top, steps_left
-from kvbench.kernels.scratch import Scratch
-from kvbench.kernels.topk import KeyChoice, top_keys
-from kvbench.methods.base import SelectiveAttention
+from kvbench.kernels.pq_codes import counted_bytes, pq_codes
+from kvbench.kernels.pq_scores import Coded, pq_keys_triton, pq_tables, pq_top, table_of
+from kvbench.methods.indexed import Indexed
 from kvbench.methods.retrieving.pqcache_quantiser import (
-    Copies,
-    Lane,
-    Load,
     Quantiser,
     first_centroids,
-    groups_of,
     n_threads,
     quantise,
     threads_on,
@@ -91,10 +86,10 @@ PAIRS = ((4, 8), (2, 6), (2, 4), (2, 2))  # m x b, the first that `comm` pays fo
 MOST_BITS = 8  # of one code
 
 
-class PQCache(SelectiveAttention):
+class PQCache(Indexed):
     title = "PQCache"
-    eager = "copies codes of the next layers while a layer is searched"
-    drops = False
+    ops = ("pq_scores", "logits", "topk")
+    takes_newest = True  # and codes it
     fetches_more = True
     packs_host = True
 
@@ -155,8 +150,8 @@ class PQCache(SelectiveAttention):
 
     params: Params
     plan: Plan
+    index: dict[int, Quantiser]  # once its clustering was waited for
     pending: dict[int, Future[Quantiser]]
-    quantisers: dict[int, Quantiser]  # per layer, once its clustering was waited for
     own_layers: set[int]  # layers whose codes no other variant reads
     rounds: dict[int, int]  # per layer, most rounds of k-means
 
@@ -220,17 +215,14 @@ class PQCache(SelectiveAttention):
         return 2 * counted_bytes(shape.h_kv, plan.m, plan.b, budget.s_prompt) if plan.k else 0
 
     def setup(self) -> None:
-        cache, trace = self.variant.cache, self.trace
+        cache = self.variant.cache
         if cache is not None and cache.tokens and self.params.cache_includes_centroids:
             self.check_cache(self.params, cache)
             tokens = cache.tokens - centroid_tokens(self.plan.b)
             self.store.cache_spec = replace(cache, tokens=tokens)
-        self.pending, self.quantisers, self.own_layers, self.rounds = {}, {}, set(), {}
-        self.scored: dict[int, tuple[list[int], int, list[Coded]]] = {}  # by layer: with whom, by id, and when
+        super().setup()
+        self.pending, self.own_layers, self.rounds = {}, set(), {}
         self.seconds, self.n_rebuilds = 0.0, 0
-        self.lane = trace.once("PQCache's lane", Lane) if takes("pq_scores", trace.device) else None
-        if self.lane is not None and self.lies_beside_others:
-            self.lane.shelf.expect(self.room_bytes)
 
     # While the prompt is read.
 
@@ -332,139 +324,142 @@ class PQCache(SelectiveAttention):
 
     # A decode step.
 
-    @classmethod
-    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
-        return select_keys(rows, layer, q) if rows[0].kind(layer) else super().search(rows, layer, q)
+    def question(self, layer: int, q: Tensor) -> Tensor:
+        return q[:, :, 0]
+
+    def score(self, layer: int, question: Tensor, index: Quantiser) -> Tensor:
+        """Inner products with centroids, (n, h, m, c)."""
+        return pq_tables(question, index.resident)
+
+    def merge(self, layer: int, scores: Tensor) -> Tensor:
+        return scores  # which tokens' codes look up first
+
+    def choose(self, layer: int, ranking: Tensor, scores: Tensor) -> Tensor:
+        """The tokens whose codes look up the most."""
+        units = self.units(layer)
+        n = units.stop - units.start
+        if n <= units.k:
+            return torch.arange(units.start, units.stop, device=ranking.device).expand(1, self.trace.shape.h_kv, n)
+        return self.best(layer, ranking[0], n).unsqueeze(0)
+
+    def best(self, layer: int, tables: Tensor, n: int) -> Tensor:
+        """Positions of the best of the first `n` candidates by inner products (h, m, c)."""
+        plan, softmax = self.plan, self.trace.softmax[layer]
+        idx = pq_top(
+            tables, self.index[layer].codes, n, plan.k, softmax.scale, self.params.group_merge, softmax.cap, softmax.sink
+        )  # fmt: skip
+        return idx + plan.n_sink
+
+    def units(self, layer: int) -> Units:
+        """Tokens that are neither sinks nor in the window."""
+        at = self.store[layer]
+        return Units(self.plan.k, at.n_seen - at.n_window, self.plan.n_sink, grows=at.slides)
+
+    @property
+    def n_choosing(self) -> int:
+        return self.trace.shape.h_kv
+
+    def cost(self, layer: int) -> Cost:
+        """Centroids stay and are read; the codes of candidates move, and the newest one's went to the host."""
+        units = self.units(layer)
+        return self.cost_of(layer, units.stop - units.start)
+
+    def cost_of(self, layer: int, n: int) -> Cost:
+        """Cost of a search among `n` candidates."""
+        quantiser, plan = self.index[layer], self.plan
+        return search_cost(self.trace.shape.h_kv, plan.m, plan.b, n, quantiser.index_bytes, n > quantiser.n_fit)
 
     def kind(self, layer: int) -> Hashable:
-        """The quantiser's shape, on a GPU; False where there is nothing to choose from, or another way to choose."""
-        n, plan = self.candidates(layer), self.plan
-        chooses = takes("pq_scores", self.trace.device) and n > plan.k > 0 and self.params.group_merge == "softmax_sum"
-        return chooses and (plan.b, self.with_codes(layer, n).resident.shape)
+        """The quantiser's shape where a kernel searches, else each row apart; None: there is nothing to choose from."""
+        units = self.units(layer)
+        if not units.n_chosen:
+            return None
+        index = self.ready(layer, units.stop - units.start)
+        return (self.plan.b, index.resident.shape) if self.has_kernel(layer) else id(self)
 
     @classmethod
-    def search_again(
-        cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch, ahead: int
-    ) -> PQSearch | None:  # fmt: skip
-        """The next search of rows that were scored at once and keep their quantisers."""
-        together, n_seen, coded = rows[0].scored.get(layer, ([], 0, []))
-        is_of_this_step = together == [*map(id, rows)] and n_seen == rows[0].store[layer].n_seen
-        if not is_of_this_step or not all(row.repeats for row in rows):
-            return None
-        return PQSearch(rows, layer, q, coded, scratch, ahead)
+    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
+        chooses = rows[0].units(layer).n_chosen > 0
+        return super().search(rows, layer, q) if chooses else [None] * len(rows)
+
+    def has_kernel(self, layer: int) -> bool:
+        """Whether a kernel searches: none merges in other ways."""
+        merges = self.params.group_merge == "softmax_sum"
+        return merges and super().has_kernel(layer) and self.units(layer).n_chosen > 0
+
+    @classmethod
+    def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor], ahead: int) -> Launch:
+        planned = table_of([row.coded(layer) for row in rows], rows[0].store[layer].device, ahead)
+        softmax = rows[0].trace.softmax[layer]
+        return lambda q, k_new, v_new, since: pq_keys_triton(
+            q, k_new, planned, softmax.scale, softmax.cap, softmax.sink, since
+        )
+
+    def coded(self, layer: int) -> Coded:
+        """The candidates' codes as kernels take them."""
+        index, units = self.index[layer], self.units(layer)
+        codes, newest = index.codes, self.store[layer].n_seen - 1 - self.plan.n_sink
+        if newest >= codes.capacity:  # never a candidate
+            newest = -1
+        assert newest <= codes.n, f"layer {layer}: token {newest} has a code before {codes.n}"
+        return Coded(index.resident, codes, units.start, units.stop, newest, units.grows)
+
+    def count_search(self, layer: int) -> None:
+        """The kernel has stored the newest token's code, where there is room for it."""
+        codes = self.index[layer].codes
+        codes.n = min(codes.n + 1, codes.capacity)
 
     @property
     def repeats(self) -> bool:
         return self.variant.is_full or not self.params.rebuild_every
 
-    def candidates(self, layer: int) -> int:
-        """Tokens that are neither sinks nor in the window."""
-        return self.store[layer].n_seen - self.plan.n_sink - self.store[layer].n_window
-
-    def select(self, layer: int, q: Tensor) -> Selection | None:
-        plan, h_kv, n = self.plan, self.trace.shape.h_kv, self.candidates(layer)
-        if n <= 0 or plan.k == 0:
-            return None
-        quantiser = self.with_codes(layer, n)
-        cost, resident, codes = self.cost(quantiser, n), quantiser.resident, quantiser.codes
-        if self.lane is not None:
-            (codes,) = bring([self], layer, [n])
-            coded = self.coded(layer, codes)
-            if coded.home is not None:
-                pq_tables_triton(q, self.store[layer].newest[0], [coded])
-        if n <= plan.k:
-            every = torch.arange(plan.n_sink, plan.n_sink + n, device=q.device)
-            return Selection(every.expand(1, h_kv, n), cost)
-        softmax, merge = self.trace.softmax[layer], self.params.group_merge
-        idx = pq_top(q[0, :, 0], resident, codes, n, plan.k, softmax.scale, merge, softmax.cap, softmax.sink)
-        return Selection((idx + plan.n_sink).unsqueeze(0), cost)
-
     # A feed.
 
     def selects_feeds(self, layer: int) -> bool:
         """While there are more candidates than are fetched, and the quantiser stays."""
-        return not self.params.rebuild_every and (self.plan.k == 0 or self.candidates(layer) >= self.plan.k)
+        units = self.units(layer)
+        return not self.params.rebuild_every and (units.k == 0 or units.stop - units.start >= units.k)
 
     def select_feed(self, layer: int, feed: Feed) -> FeedSelection:
-        plan, merge = self.plan, self.params.group_merge
-        if plan.k == 0:
+        """`choose` for each token by itself, among as many candidates as it has."""
+        if self.plan.k == 0:
             return FeedSelection()
-        counts = [n_seen - plan.n_sink - n_window for n_seen, n_window in feed.moments]
-        quantiser = self.with_codes(layer, counts[-1], feed.moments[-1].n_seen)
-        softmax = feed.softmax
-        found = [
-            pq_top(
-                q[0, :, 0],
-                quantiser.resident,
-                quantiser.codes,
-                n,
-                plan.k,
-                softmax.scale,
-                merge,
-                softmax.cap,
-                softmax.sink,
-            )
-            for q, n in zip(feed.queries.split(1), counts, strict=True)
-        ]
-        return FeedSelection(torch.stack(found) + plan.n_sink, [self.cost(quantiser, n) for n in counts])
+        counts = [n_seen - self.plan.n_sink - n_window for n_seen, n_window in feed.moments]
+        index = self.ready(layer, counts[-1], feed.moments[-1].n_seen)
+        queries = self.question(layer, feed.queries).split(1)
+        found = [self.best(layer, self.score(layer, q, index)[0], n) for q, n in zip(queries, counts, strict=True)]
+        return FeedSelection(torch.stack(found), [self.cost_of(layer, n) for n in counts])
 
-    def cost(self, quantiser: Quantiser, n: int) -> Cost:
-        """Centroids stay and are read; the codes of `n` candidates move, and the newest one's went to the host."""
-        return cost_of(self.trace.shape.h_kv, self.plan.m, self.plan.b, n, quantiser.index_bytes, n > quantiser.n_fit)
+    # The quantiser.
 
-    def coded(self, layer: int, codes: PackedCodes) -> Coded:
-        """The codes that a GPU searches, and where it stores the newest token's code if that will be asked for."""
-        quantiser, at, n = self.quantisers[layer], self.store[layer], self.candidates(layer)
-        home, newest = quantiser.codes, at.n_seen - 1 - self.plan.n_sink
-        found = Coded(quantiser.resident, codes, n, self.plan.n_sink, grows=at.slides)
-        if newest != home.n or newest >= home.capacity:
-            return found
-        home.n += 1
-        return found._replace(home=home, at=newest)
-
-    def with_codes(self, layer: int, n: int, n_seen: int | None = None) -> Quantiser:
+    def ready(self, layer: int, n: int, n_seen: int | None = None) -> Quantiser:
         """The layer's quantiser with codes of `n` candidates; waits for it at the first step.
 
         Where tokens are on the host that the store does not count yet, there are `n_seen`.
         """
         if layer in self.pending:
             with span("wait", layer):
-                self.quantisers[layer] = self.pending.pop(layer).result()
-            self.seconds += self.quantisers[layer].seconds
+                self.index[layer] = self.pending.pop(layer).result()
+            self.seconds += self.index[layer].seconds
             self.own_layers.discard(layer)
-            self.note_change()
-            if self.lane is not None and self.codes_late(layer):
-                self.code_late(layer)  # those that a GPU does not code as they come
-        quantiser = self.quantisers[layer]
-        return quantiser if quantiser.codes.n >= n else self.code_late(layer, n_seen)
-
-    def codes_late(self, layer: int) -> bool:
-        """Whether generated tokens will be candidates."""
-        return self.most_candidates > self.quantisers[layer].n_fit
+            if self.has_kernel(layer) and self.most_candidates > self.index[layer].n_fit:
+                self.code_late(layer)  # what the kernel does not code as it comes
+        index = self.index[layer]
+        return index if index.codes.n >= n else self.code_late(layer, n_seen)
 
     def code_late(self, layer: int, n_seen: int | None = None) -> Quantiser:
         """Code all tokens so far that have no code: those in the window will need one, and many at once are cheaper."""
-        quantiser, n_sink = self.quantisers[layer], self.plan.n_sink
+        at, n_sink, by_kernel = self.store[layer], self.plan.n_sink, self.has_kernel(layer)
         if layer not in self.own_layers:
-            memory = None
-            if self.lane is not None and self.lies_beside_others:
-                memory = self.lane.shelf.take(tuple(self.ways[layer].own), self.room_bytes)
-            quantiser = self.quantisers[layer] = with_room(quantiser, self.most_codes, memory)
+            self.index[layer] = with_room(self.index[layer], self.most_codes)
             self.own_layers.add(layer)
-            self.note_change()
-        elif self.lane is not None:
-            self.lane.settle(self.trace.device_of(layer))
-        # On a GPU the current token's key may still be on its way; its code is stored with the step's tables.
-        stop = (n_seen or self.store[layer].n_seen) - (self.lane is not None)
-        keys = self.keys(layer, n_sink + quantiser.codes.n, stop)
-        quantiser.codes.extend(pq_codes(keys, quantiser.centroids))
+        if not by_kernel:
+            synchronize([at.device])  # the newest key may be on its way to the host
+        index = self.index[layer]
+        keys = self.keys(layer, n_sink + index.codes.n, (n_seen or at.n_seen) - by_kernel)
+        index.codes.extend(pq_codes(keys, index.centroids))
         self.store.spend(layer, Cost(rebuilt_bytes=keys.numel() * ELEMENT_BYTES))
-        return quantiser
-
-    def note_change(self) -> None:
-        """Some layer's codes lie elsewhere from now on."""
-        if self.lane is not None:
-            self.lane.n_changes += 1
+        return index
 
     @property
     def n_fit(self) -> int:
@@ -481,23 +476,6 @@ class PQCache(SelectiveAttention):
         """Most codes of a layer, with those that generated tokens get."""
         return self.trace.s_prompt + self.store.n_new - self.plan.n_sink
 
-    @property
-    def room_bytes(self) -> int:
-        """Bytes of the memory that holds a layer's most codes."""
-        return room_bytes(self.trace.shape.h_kv, self.plan.m, self.plan.b, self.most_codes)
-
-    @property
-    def lies_beside_others(self) -> bool:
-        """Whether codes that grow lie next to other rows'; each new quantiser's have memory of their own."""
-        return self.plan.k > 0 and not self.params.rebuild_every and self.most_candidates > self.n_fit
-
-    @cached_property
-    def ways(self) -> dict[int, Way]:
-        """Copies by layer that fetches; after the last one comes the first."""
-        layers = [at for at in self.trace.shape.attention_layers if self.store[at].can_fetch]
-        groups = groups_of(layers, [self.trace.device_of(at) for at in layers])
-        return {at: Way(own, groups[(i + 1) % len(groups)]) for i, own in enumerate(groups) for at in own}
-
     def behind(self, layer: int, weights: Tensor | None) -> None:
         """Every `rebuild_every` tokens the layer begins to be clustered anew, for the next step."""
         every = self.params.rebuild_every
@@ -506,7 +484,7 @@ class PQCache(SelectiveAttention):
             if (n - self.trace.s_prompt) % every == 0:
                 if self.params.fit == "middle":
                     n -= self.store[layer].n_window
-                old = self.with_codes(layer, 0)
+                old = self.ready(layer, 0)
                 self.pending[layer] = self.start(layer, n - self.plan.n_sink, old)
                 self.n_rebuilds += 1
 
@@ -521,12 +499,12 @@ class PQCache(SelectiveAttention):
             "k": plan.k,
             "iterations": [self.rounds[layer] for layer in sorted(self.rounds)],
         }
-        if self.quantisers:
+        if self.index:
             report["clustering_s"] = self.seconds
             report["clustered_on"] = self.trace.device.type if self.params.clusters_on_gpu else "cpu"
-            report["kmeans_rounds"] = fmean(x.rounds for x in self.quantisers.values())
+            report["kmeans_rounds"] = fmean(x.rounds for x in self.index.values())
             # Of one layer: every round, and the codes at the end, compare all keys with all centroids.
-            n_fit = fmean(x.n_fit for x in self.quantisers.values())
+            n_fit = fmean(x.n_fit for x in self.index.values())
             one_round = 2 * n_fit * (1 << plan.b) * self.trace.shape.h_kv * d_h
             report["build_flops"] = one_round * (report["kmeans_rounds"] + 1)
         if self.n_rebuilds:
@@ -574,151 +552,7 @@ def centroid_tokens(b: int) -> int:
 
 
 @cache
-def cost_of(h_kv: int, m: int, b: int, n: int, index_bytes: int, is_late: bool) -> Cost:
+def search_cost(h_kv: int, m: int, b: int, n: int, index_bytes: int, is_late: bool) -> Cost:
     """Cost of a search, the same for all layers."""
     one = counted_bytes(h_kv, m, b, 1) if is_late else 0
     return Cost(index_bytes, counted_bytes(h_kv, m, b, n), index_bytes, released_bytes=one)
-
-
-class Way(NamedTuple):
-    """Layers whose codes are copied at once: a layer's own, and the next ones."""
-
-    own: Sequence[int]
-    ahead: Sequence[int]
-
-
-def bring(rows: Sequence[PQCache], layer: int, ns: Sequence[int]) -> list[PackedCodes]:
-    """The layer's codes on an accelerator, of rows with `ns` candidates, and on their way those of the next layers,
-    where they are clustered."""
-    trace, lane = rows[0].trace, rows[0].lane
-    assert lane is not None
-    sources = [row.quantisers[layer].codes for row in rows]
-    kept = {at for row in rows for part in row.ways[layer] for at in part}
-    taken = lane.take(layer, sources, trace.device_of(layer), kept)
-    here = [copies.of(source) for copies, source in zip(taken, sources, strict=True)]
-    coming: dict[torch.device, dict[int, list[PackedCodes]]] = {}
-    for row, n in zip(rows, ns, strict=True):
-        own, ahead = row.ways[layer]
-        for above in (*own[own.index(layer) + 1 :], *ahead):
-            if above not in row.pending or row.pending[above].done():
-                # After the last layer comes the first one of the next step, which has a candidate more.
-                more = above <= layer and row.store[layer].slides
-                of_device = coming.setdefault(trace.device_of(above), {})
-                of_device.setdefault(above, []).append(row.with_codes(above, n + more).codes)
-    for device, wanted in coming.items():
-        lane.request(wanted, device, kept)
-    return here
-
-
-def select_keys(rows: Sequence[PQCache], layer: int, q: Tensor) -> list[Found]:
-    """The best tokens of rows with quantisers of one shape, on a GPU: positions in the lower halves."""
-    ns = [row.candidates(layer) for row in rows]
-    costs = [row.cost(row.quantisers[layer], n) for row, n in zip(rows, ns, strict=True)]
-    codes = [row.coded(layer, copy) for row, copy in zip(rows, bring(rows, layer, ns), strict=True)]
-    rows[0].scored[layer] = [*map(id, rows)], rows[0].store[layer].n_seen, codes
-    newest = [row.store[layer].newest[0] for row in rows]
-    keys, softmax = newest[0] if len(rows) == 1 else torch.cat(newest), rows[0].trace.softmax[layer]
-    scored = pq_keys_triton(q, keys, codes, softmax.scale, softmax.cap, softmax.sink)
-    found = top_keys(scored, [row.plan.k for row in rows])
-    return [
-        Selection(found[i : i + 1, :, : row.plan.k], cost)
-        for i, (row, cost) in enumerate(zip(rows, costs, strict=True))
-    ]
-
-
-class PQSearch(Search):
-    """The search of `select_keys` at steps that are alike: its launches are told where codes lie.
-
-    The host asks for the codes of the next layers at each, and hears where they came to lie: no graph could do that.
-    """
-
-    is_replayable = False
-
-    def __init__(
-        self, rows: Sequence[PQCache], layer: int, q: Tensor, coded: Sequence[Coded], scratch: Scratch, ahead: int
-    ) -> None:  # fmt: skip
-        self.rows, self.layer, softmax = rows, layer, rows[0].trace.softmax[layer]
-        self.age = 0  # steps since it was planned, as the host counts them
-        self.ns = [(each.n, each.grows) for each in coded]
-        self.homes = [each.home for each in coded if each.home is not None]
-        self.n_steps = min(ahead, steps_left(coded))
-        self.sources = [row.quantisers[layer].codes for row in rows]
-        lane = rows[0].lane
-        assert lane is not None, "codes are searched where they are copied to"
-        self.lane, self.n_changes, self.device = lane, lane.n_changes, rows[0].trace.device_of(layer)
-        self.ahead: Ahead | None = None  # what is asked for at the steps to come
-        self.tables: dict[tuple[Copies, Load], Tensor] = {}  # what kernels are planned, by where codes lie
-        self.keys = KeySearch(q, coded, softmax.scale, softmax.cap, softmax.sink, self.n_steps, scratch)
-        ks = [row.plan.k for row in rows]
-        self.choice = KeyChoice(len(rows), rows[0].trace.shape.h_kv, ks, q.device, scratch)
-        self.idx = [self.choice.out[i : i + 1, :, :k] for i, k in enumerate(ks)]
-
-    def holds(self) -> bool:
-        if self.lane.n_changes != self.n_changes:
-            if [row.quantisers[self.layer].codes for row in self.rows] != self.sources:
-                return False
-            self.n_changes, self.ahead = self.lane.n_changes, None
-        return True
-
-    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:
-        self.age += 1
-        self.choice.take(self.keys.find(q, k_new, since, self.bring(self.age)), since)
-
-    def enter(self, age: int) -> None:
-        for home in self.homes:
-            home.n += 1
-
-    def candidates(self, age: int) -> list[int]:
-        return [n + age * grows for n, grows in self.ns]
-
-    def costs(self, age: int) -> list[Cost]:
-        layer, ns = self.layer, self.candidates(age)
-        return [row.cost(row.quantisers[layer], n) for row, n in zip(self.rows, ns, strict=True)]
-
-    def bring(self, age: int) -> Tensor:
-        """Codes as kernels take them; only the first layer of a group asks for what is ahead."""
-        ahead = self.ahead
-        if ahead is None:
-            self.look_ahead()
-            here = bring(self.rows, self.layer, self.candidates(age))
-            return self.keys.table(tuple([codes.data.data_ptr() for codes in here]))
-        copies = self.lane.take_whole(self.layer, self.sources, self.device)
-        table = self.table(copies)
-        if ahead.load is not None:
-            self.lane.request_again(ahead.load, ahead.device, ahead.kept)
-        return table
-
-    def table(self, copies: Copies | None) -> Tensor:
-        """Addresses of copies for kernels; of those that did not come at once, from wherever they are taken."""
-        if copies is None:
-            kept = {*self.rows[0].ways[self.layer].own, *self.rows[0].ways[self.layer].ahead}
-            found = self.lane.take(self.layer, self.sources, self.device, kept)
-        elif (table := self.tables.get((copies, copies.load))) is not None:
-            return table
-        else:
-            found = [copies] * len(self.sources)
-        where = [at.memory.data_ptr() + at.load.places[codes] for at, codes in zip(found, self.sources, strict=True)]
-        table = self.keys.table(tuple(where))
-        if copies is not None:
-            self.tables[copies, copies.load] = table
-        return table
-
-    def look_ahead(self) -> None:
-        """Remember the codes of the next layers, where every row has them and asks for the same layers."""
-        rows, layer, way = self.rows, self.layer, self.rows[0].ways[self.layer]
-        if any(row.pending or row.ways[layer] != way for row in rows):
-            return
-        if layer != way.own[0]:
-            self.ahead = Ahead(None, self.device, ())
-            return
-        wanted = {at: [row.quantisers[at].codes for row in rows] for at in way.ahead}
-        device = rows[0].trace.device_of(way.ahead[0])
-        self.ahead = Ahead(Load(wanted), device, frozenset((*way.own, *way.ahead)))
-
-
-class Ahead(NamedTuple):
-    """Codes of the next layers that a layer asks for at every step: one that lacks some by then gets them itself."""
-
-    load: Load | None  # None: it asks for none
-    device: torch.device
-    kept: Collection[int]  # layers whose copies stay

@@ -12,7 +12,7 @@ from kvbench.kernels.jit import triton
 from kvbench.kernels.packed.attend import Packed, attend_packed, attend_packed_ref
 from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TOKEN
 from kvbench.kernels.pq_codes import PackedCodes
-from kvbench.kernels.pq_scores import Coded, pq_keys_triton, pq_top, pq_top_ref
+from kvbench.kernels.pq_scores import Coded, pq_keys_triton, pq_tables, pq_top, pq_top_ref, table_of
 from kvbench.kernels.topk import best_keys, pack_keys_ref
 from kvbench.tests.kernels.test_packed import as_float, side
 from kvbench.tests.kernels.test_topk import scores_of
@@ -121,8 +121,7 @@ def test_choices_by_codes(cap: float, about: float | None) -> None:
     scores = coded_weights(q, centroids, codes, 130, cap, sink)
     right = scores.topk(17).values.sum(-1)
     on_gpu = (
-        q.to(GPU),
-        centroids.to(GPU),
+        pq_tables(q, centroids).to(GPU),
         codes,
         130,
         17,
@@ -142,11 +141,11 @@ def test_weights_by_codes_in_triton(cap: float, about: float | None) -> None:
     q, centroids, sink = draw(2, 6, 1, 16, seed=1) * 3, draw(2, 4, 8, 4, seed=2), sinks(6, about)
     codes = [codes_of(2, 4, 3, n, n) for n in (300, 270)]
     there = None if sink is None else sink.to(GPU)
-    rows = [Coded(centroids.to(GPU), each, each.n, 2) for each in codes]
-    keys = pq_keys_triton(q.to(GPU), draw(2, 2, 1, 16).to(GPU), rows, 0.4, cap, there)
+    told = table_of([Coded(centroids.to(GPU), each, 2, 2 + each.n) for each in codes], torch.device(GPU))
+    keys = pq_keys_triton(q.to(GPU), draw(2, 2, 1, 16).to(GPU), told, 0.4, cap, there)
     for i, each in enumerate(codes):
         right = coded_weights(q[i, :, 0], centroids, each, each.n, cap, sink)
-        found = scores_of(keys[i, :, : each.n])
+        found = scores_of(keys[i, :, 2 : 2 + each.n])
         torch.testing.assert_close(found.cpu().double(), right, rtol=1e-4, atol=1e-6)
         best = best_keys(keys[i], 20).int().long().cpu() - 2
         torch.testing.assert_close(right.gather(-1, best).sum(-1), right.topk(20).values.sum(-1), rtol=1e-4, atol=1e-6)

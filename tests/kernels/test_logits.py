@@ -158,23 +158,28 @@ def test_keys_and_means_that_begin_anywhere(d: int, first: int) -> None:
         same_order(ours[i], pack_keys_ref(scores.flatten(0, 1), torch.arange(37, device=GPU)))
 
 
-@pytest.mark.parametrize(("b", "n_held"), [(3, 8192), (8, 8192), (8, 64)])
-def test_codes_of_rows_and_of_their_newest_tokens(b: int, n_held: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All centroids at once, and 16 of 256."""
+@pytest.mark.parametrize(("m", "b", "n_held"), [(2, 3, 8192), (4, 6, 8192), (2, 8, 8192), (1, 8, 64)])
+@pytest.mark.parametrize("age", [0, 3])
+def test_codes_of_rows_and_of_their_newest_tokens(
+    m: int, b: int, n_held: int, age: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All centroids at once, and 8 of 256. So many steps behind the one that was told the second row has as many
+    candidates more."""
     monkeypatch.setattr(pq_scores, "TABLE", n_held)
-    m, c, q, keys = 2, 1 << b, draw(N, H, 1, D, seed=0), draw(N, H_KV, 1, D, seed=1)
+    c, q, keys = 1 << b, draw(N, H, 1, D, seed=0), draw(N, H_KV, 1, D, seed=1)
     rows, expected = [], []
     for i in range(N):
-        centroids, n = draw(H_KV, m, c, D // m, seed=2 + i), 90 + 30 * i
-        codes = PackedCodes(H_KV, m, b, 140, GPU)
+        centroids, n = draw(H_KV, m, c, D // m, seed=2 + i), 90 + 600 * i
+        codes = PackedCodes(H_KV, m, b, 740, GPU)
         ids = torch.randint(c, (H_KV, m, n), generator=torch.Generator().manual_seed(i)).to(torch.uint8).to(GPU)
         codes.extend(ids)
         expected.append(torch.cat([ids, pq_codes_ref(keys[i], centroids).to(ids)], -1))
-        rows.append(Coded(centroids, codes, n - 5 * i, 3, codes, n))
+        rows.append(Coded(centroids, codes, 3, 3 + n - 5 * i, n, grows=i > 0))
     right = pq_keys_ref(q, keys, rows, 0.25)
-    ours = pq_keys_triton(q, keys, rows, 0.25)
+    earlier = [row._replace(stop=row.stop - age * row.grows, newest=row.newest - age) for row in rows]
+    ours = pq_keys_triton(q, keys, pq_scores.table_of(earlier, q.device, age + 2), 0.25, since=aged(age, GPU))
     for i, row in enumerate(rows):
-        k = row.n // 2
+        k = (row.stop - row.start) // 2
         assert torch.equal(best_keys(ours[i], k).int(), best_keys(right[i][0], k).int())
         row.codes.n += 1
         assert torch.equal(row.codes.codes(), expected[i])

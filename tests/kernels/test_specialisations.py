@@ -9,7 +9,7 @@ from torch import Tensor
 from kvbench.kernels import clusters, pages
 from kvbench.kernels.jit import triton
 from kvbench.kernels.pq_codes import PackedCodes
-from kvbench.kernels.pq_scores import Coded, KeySearch
+from kvbench.kernels.pq_scores import Coded, pq_keys_triton, table_of
 from kvbench.kernels.rows import chunks, columns, logits
 from kvbench.kernels.rows.union import Ask, Far, FetchLaunch
 from kvbench.tests.kernels.clocks import aged
@@ -96,12 +96,12 @@ def search_clusters() -> Step:
 def search_codes() -> Step:
     codes, n_first = PackedCodes(H_KV, 2, 4, S + 64, "cpu"), S - 60  # another block of tokens begins
     codes.n = S + 64
-    row = Coded(torch.zeros(H_KV, 2, 16, D // 2), codes, n_first, 3, None, 0, True)
+    row = Coded(torch.zeros(H_KV, 2, 16, D // 2), codes, 3, n_first)
     q, new = torch.zeros(1, H, 1, D), torch.zeros(1, H_KV, 1, D)
 
     def step(age: int) -> None:
-        """PlannedSearch anew, as where a block of tokens ends."""
-        KeySearch(q, [row._replace(n=n_first + age)], 1.0).find(q, new)
+        """Planned anew, as where a window is full."""
+        pq_keys_triton(q, new, table_of([row._replace(stop=n_first + age)], q.device), 1.0)
 
     return step
 

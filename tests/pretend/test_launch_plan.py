@@ -27,7 +27,6 @@ from kvbench.kernels import select_attend
 from kvbench.kernels.clock import Since
 from kvbench.kernels.select_attend import Piece, Table
 from kvbench.methods.retrieving.infllm import InfLLM
-from kvbench.methods.retrieving.pqcache import PQSearch
 from kvbench.methods.retrieving.sparq import SparQ
 from kvbench.tests import conformance
 from kvbench.tests.pretend.test_methods import moved
@@ -104,7 +103,7 @@ ALIKE = [
     "snapkv",
     "streamingllm method.generated=inside",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("duo_attention", "h2o method.generated=inside", "tova")),
-    *("oracle", "quest", "rocketkv method.tier=host"),
+    *("oracle", "quest", "rocketkv method.tier=host", "pqcache", "pqcache method.local_share=0"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("sparq", "loki", "infllm", "infinigen", "rocketkv")),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("clusterkv", "clusterkv method.cache_steps=0")),
     pytest.param("double_sparsity", marks=pytest.mark.slow),
@@ -313,7 +312,7 @@ def test_rows_search_by_codes_as_they_were_told(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
 ) -> None:
     """Windows that slide and others, which code the newest token or do not."""
-    ages = ages_of(PQSearch, monkeypatch)
+    ages = ages_of(KernelSearch, monkeypatch)
     ids, books, _ = steps(machine, *names)
     assert max(ages) >= 2, ages
     assert (ids, books) == steps(machine, *names, device="cpu")[:2]

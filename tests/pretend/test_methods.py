@@ -128,7 +128,7 @@ def test_keys_are_clustered_where_it_says(
         with torch.inference_mode():
             row = cast("PQCache", variant.row(trace, N_NEW))
             row.build(0)
-            return row.with_codes(0, 1)
+            return row.ready(0, 1)
 
     expected = quantised(conformance.model())
     monkeypatch.setattr(pqcache_quantiser, "pq_fit", noted)

@@ -15,23 +15,14 @@ from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.shapes import ModelShape
-from kvbench.engine.softmax import Softmax
 from kvbench.engine.turns.state import fork_of
-from kvbench.kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, pq_codes_ref, room_bytes
+from kvbench.kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, pq_codes_ref
 from kvbench.kernels.pq_fit import pq_fit
 from kvbench.kernels.pq_scores import pq_logits_ref
 from kvbench.methods.full import Full
 from kvbench.methods.retrieving import pqcache
 from kvbench.methods.retrieving.pqcache import PQCache, code_shape
-from kvbench.methods.retrieving.pqcache_quantiser import (
-    Copies,
-    Lane,
-    Load,
-    Quantiser,
-    Shelf,
-    first_centroids,
-    groups_of,
-)
+from kvbench.methods.retrieving.pqcache_quantiser import Quantiser, first_centroids
 from kvbench.methods.retrieving.pqcache_rounds import (
     Line,
     Parabola,
@@ -86,7 +77,7 @@ def row_with(meta: dict[str, Any], x: dict[str, np.ndarray], codes: np.ndarray, 
     row.pending[0].result()
     row.pending.clear()
     centroids = torch.from_numpy(x["centroids"])
-    row.quantisers[0] = Quantiser(centroids, centroids, packed(codes, meta["b"]), len(codes))
+    row.index[0] = Quantiser(centroids, centroids, packed(codes, meta["b"]), len(codes))
     return row
 
 
@@ -95,7 +86,7 @@ def check_search(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
     row = row_with(meta, x, x["codes"], k, v)
     q, k_new, v_new = (torch.from_numpy(x[name])[None, :, None] for name in ("q", "k_new", "v_new"))
     out = step(row, q, k_new, v_new)
-    quantiser, n = row.quantisers[0], len(x["codes"])
+    quantiser, n = row.index[0], len(x["codes"])
     logits = pq_logits_ref(q[0, :, 0], quantiser.centroids, quantiser.codes, n) * row.trace.softmax[0].scale
     scores = logits.view(meta["Hk"], -1, n).softmax(-1).sum(1)
     return first(
@@ -147,8 +138,8 @@ def check_trace(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | None:
         if problem:
             return problem
     n = len(x["codes_final"])  # those that have left the window by the end
-    row.with_codes(0, n)
-    codes = row.quantisers[0].codes.codes(0, n).permute(2, 0, 1).numpy()
+    row.ready(0, n)
+    codes = row.index[0].codes.codes(0, n).permute(2, 0, 1).numpy()
     return differs("codes at the end", codes, x["codes_final"])
 
 
@@ -304,7 +295,7 @@ def test_every_step_is_the_definition(m: int, b: int, fit: str, merge: str) -> N
     q, k, v = tokens
     for t, (out, attended) in enumerate(run(row, tokens, s, 340)):
         n = s + t + 1
-        quantiser = row.quantisers[0]
+        quantiser = row.index[0]
         # In float64, apart from the method: a token that was not clustered has its nearest centroids.
         codes = pq_codes_ref(k[0, :, 4:n], quantiser.centroids)
         assert torch.equal(quantiser.codes.codes(0, n - 14), codes[..., : n - 14])
@@ -323,7 +314,7 @@ def test_every_step_is_the_definition(m: int, b: int, fit: str, merge: str) -> N
 def test_codes_of_the_prompt_are_nearest_centroids_of_its_own_clustering() -> None:
     tokens = random_tokens(200)
     row = variant(tokens, 200, PQCache.Plan(5, 9, 12, 2, 4))
-    quantiser = row.with_codes(0, 1)
+    quantiser = row.ready(0, 1)
     assert quantiser.n_fit == quantiser.codes.n == 195
     keys = tokens[1][0, :, 5:]
     assert torch.equal(quantiser.codes.codes(), pq_codes_ref(keys, quantiser.centroids))
@@ -353,7 +344,7 @@ def test_fewer_tokens_than_centroids_are_scored_exactly(fit: str) -> None:
     logits = (q[0, :, 55].view(2, 3, 16) @ k[0, :, 4:46].mT) / 4  # (h_kv, g, n)
     expected = best(logits.softmax(-1).sum(1), 42)[:, :12].sort(-1).values + 4
     assert torch.equal(row.store[0].fetches[0][0].sort(-1).values, expected)
-    quantiser = row.quantisers[0]
+    quantiser = row.index[0]
     assert quantiser.centroids.shape[2] == quantiser.n_fit == (51 if fit == "all_but_sinks" else 42)
     run(row, tokens, 56, 60)  # tokens that leave the window find centroids, too
     assert attended.sum(-1).tolist() == [4 + 12 + 10] * 6
@@ -468,150 +459,17 @@ def test_variants_share_what_is_the_same_and_only_that(monkeypatch: pytest.Monke
     assert len(made) == 7
 
 
-class OnCpu(Lane):
-    """As on an accelerator, without its streams."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[list[int]] = []  # layers of each request
-        self.n_copies: list[int] = []
-
-    def copy(self, load: Load, device: torch.device) -> Copies:
-        came: Any = None
-        copies = self.free.pop(0) if self.free else Copies(torch.empty(1 << 16, dtype=torch.uint8), came, load)
-        for host, start in load.stretches:
-            copies.memory[start : start + len(host)] = host
-        self.asked.append([*load.layers])
-        self.n_copies.append(len(load.stretches))
-        return copies
-
-    def wait(self, copies: Copies, device: torch.device) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("n_layers", "first"),
-    [(3, [[0], [1], [2], [0]]), (5, [[0], [1, 2, 3], [4], [0, 1], [2, 3]])],
-)
-def test_codes_are_on_their_way_some_layers_ahead(n_layers: int, first: list[list[int]]) -> None:
-    q, k, v = random_tokens(340)
-    layers, sizes = range(n_layers), PQCache.Plan(4, 9, 12, 2, 4)
-    rows, lane = [], OnCpu()
-    for each in (None, lane):
-        trace = trace_of(k, v, 6, 300)
-        trace.shape = replace(trace.shape, n_layers=n_layers, attention_layers=tuple(layers))
-        for layer in layers[1:]:
-            trace.add(layer, k[:, :, layer : 300 + layer], v[:, :, layer : 300 + layer], Softmax(0.25))
-        row = variant((q, k, v), 300, sizes, trace=trace, rebuild_every=15)
-        row.lane = each
-        rows.append(row)
-    for future in rows[1].pending.values():
-        future.result()
-    most = max(len(own) + len(ahead) for own, ahead in rows[1].ways.values())
-    for at in range(300, 340):
-        for layer in layers:
-            plain, ahead = (step(row, *token((q, k, v), at), at - 299, layer) for row in rows)
-            assert torch.equal(plain, ahead)
-            assert len(lane.coming) <= most
-    # The first layer's own codes are asked for when it needs them; from then on all come ahead, a group at once, except
-    # where a layer was still being clustered anew.
-    assert lane.asked[: len(first)] == first
-    assert sum(map(len, lane.asked)) <= 1 + n_layers * (40 + 2 * most)
-    assert len(lane.asked) <= 1 + len({*map(id, (way.own for way in rows[1].ways.values()))}) * 40 + 4 * n_layers
-
-
-class Unfinished:
-    """A clustering that nobody finds done before it is waited for."""
-
-    def __init__(self, future: Any) -> None:
-        self.result = future.result
-
-    def done(self) -> bool:
-        return False
-
-
-def test_only_the_next_layers_codes_lie_ahead_while_others_are_clustered() -> None:
-    """At the first step every layer gets its own codes, and those of layers that are through make room."""
-    q, k, v = random_tokens(340)
-    layers, lane = range(16), OnCpu()
-    trace = trace_of(k, v, 6, 300)
-    trace.shape = replace(trace.shape, n_layers=len(layers), attention_layers=tuple(layers))
-    for layer in layers[1:]:
-        trace.add(layer, k[:, :, layer : 300 + layer], v[:, :, layer : 300 + layer], Softmax(0.25))
-    row = variant((q, k, v), 300, PQCache.Plan(4, 60, 12, 2, 4), trace=trace)  # no generated token gets a code
-    row.lane = lane
-    row.pending = {layer: Unfinished(future) for layer, future in row.pending.items()}  # type: ignore[assignment]
-    for at in range(300, 303):
-        for layer in layers:
-            step(row, *token((q, k, v), at), at - 299, layer)
-            own, ahead = row.ways[layer]
-            assert {*lane.coming} <= {*own, *ahead}, (at, layer)
-    assert lane.asked[:13] == [[layer] for layer in layers[:13]]  # the first ones have theirs when the last ones ask
-
-
-def test_codes_beside_each_other_are_one_copy() -> None:
-    shelf, own = Shelf(), PackedCodes(2, 3, 4, 70)
-    shelf.rows[room_bytes(2, 3, 4, 70)] += 2
-
-    def placed(group: tuple[int, ...], size: int = 70) -> PackedCodes:
-        made = PackedCodes(2, 3, 4, size, memory=shelf.take(group, room_bytes(2, 3, 4, size)))
-        made.extend(torch.randint(16, (2, 3, 66), dtype=torch.uint8))
-        return made
-
-    first, second, other = ([placed(group) for _ in range(2)] for group in ((0, 1), (0, 1), (2,)))
-    late, larger = placed((0, 1)), placed((0, 1), 140)  # of a row that came later, of another size
-    lane = OnCpu()
-    for wanted, n_copies in (
-        ({0: first, 1: second}, 1),
-        ({0: [second[1], first[0], second[1]], 1: [second[0]]}, 2),
-        ({0: [*first, own], 1: [*second, late], 2: other}, 4),
-        ({0: [larger], 1: [own]}, 2),
-    ):
-        lane.request(wanted, torch.device("cpu"))
-        assert lane.n_copies.pop() == n_copies and not lane.n_copies
-        for layer, codes in wanted.items():
-            taken = lane.take(layer, codes, torch.device("cpu"), wanted)
-            for copies, each in zip(taken, codes, strict=True):
-                assert torch.equal(copies.of(each).codes(), each.codes())
-        for each in (*first, *second, *other, own, late, larger):
-            each.n += 1  # a GPU stores the newest token's
-
-
 def test_a_row_that_goes_back_has_codes_of_its_own() -> None:
-    """On a GPU rows of a sample share what copies their codes, and memory that codes lie in beside each other."""
     tokens = random_tokens(140)
-    trace, lane = trace_of(tokens[1], tokens[2], 6, 110), OnCpu()
-    trace.once("PQCache's lane", lambda: lane)
-    rows = [variant(tokens, 110, PQCache.Plan(4, 9, 12, 2, 4), trace=trace) for _ in range(2)]
-    for row in rows:
-        row.lane = lane
-        lane.shelf.expect(row.room_bytes)
-    for at in range(110, 116):
-        for row in rows:
-            step(row, *token(tokens, at), at - 109)
-    codes = [row.quantisers[0].codes for row in rows]
-    assert codes[0].data.untyped_storage().data_ptr() == codes[1].data.untyped_storage().data_ptr()
-    fork = fork_of(rows[0])
-    assert fork.lane is lane
-    forked, n = fork.quantisers[0].codes, codes[0].n
-    assert forked is not codes[0] and forked.data.untyped_storage().nbytes() == codes[0].data.nbytes
+    row = variant(tokens, 110, PQCache.Plan(4, 9, 12, 2, 4))
+    run(row, tokens, 110, 122)
+    codes, fork = row.index[0].codes, fork_of(row)
+    forked, n = fork.index[0].codes, codes.n
     with torch.inference_mode():  # as copies are made
-        goes_on, again = (
-            [step(row, *token(tokens, at), at - 109) for at in range(116, 140)] for row in (rows[0], fork)
-        )
-    assert n < codes[0].n == forked.n
+        goes_on, again = ([step(one, *token(tokens, at), at - 109) for at in range(122, 140)] for one in (row, fork))
+    assert forked is not codes and n < codes.n == forked.n
     assert torch.equal(torch.cat(goes_on), torch.cat(again))
-    assert torch.equal(forked.codes(), codes[0].codes())
-
-
-def test_groups_of_layers_end_with_their_gpu_and_are_two_at_least() -> None:
-    def groups(n: int, split: int = 0) -> list[int]:
-        devices = [torch.device("cuda", int(i >= split)) for i in range(n)]
-        found = groups_of([*range(n)], devices)
-        assert [at for own in found for at in own] == [*range(n)]
-        return [len(own) for own in found]
-
-    assert groups(1) == [1] and groups(3) == [1, 1, 1] and groups(5) == [2, 2, 1]
-    assert groups(9) == [4, 4, 1] and groups(9, 3) == [3, 4, 2]
+    assert torch.equal(forked.codes(), codes.codes())
 
 
 def test_a_block_cache_changes_books_and_no_output() -> None:
@@ -656,10 +514,10 @@ def test_rebuilding_swaps_centroids_and_codes_at_the_next_step(overlap: bool, fi
     sizes = PQCache.Plan(4, 9, 12, 2, 4)
     row = variant(tokens, 300, sizes, rebuild_every=20, overlap=overlap, fit=fit)
     run(row, tokens, 300, 320)
-    old = row.quantisers[0]
+    old = row.index[0]
     assert 0 in row.pending
     run(row, tokens, 320, 321)
-    new = row.quantisers[0]
+    new = row.index[0]
     n = 316 if fit == "all_but_sinks" else 306
     points = k[0, :, 4 : 4 + n].view(2, n, 2, 8).transpose(1, 2).reshape(4, n, 8)
     start = old.centroids.flatten(0, 1)
@@ -668,7 +526,7 @@ def test_rebuilding_swaps_centroids_and_codes_at_the_next_step(overlap: bool, fi
     assert new.n_fit == n
     run(row, tokens, 321, 360)
     assert row.report()["n_rebuilds"] == 3
-    latest = row.with_codes(0, 1)
+    latest = row.ready(0, 1)
     codes = pq_codes_ref(k[0, :, 4 : 4 + latest.codes.n], latest.centroids)
     assert torch.equal(latest.codes.codes(), codes)
     plain = outs(variant(tokens, 300, sizes), tokens, 300, 321)
@@ -680,8 +538,8 @@ def test_a_short_prompt_is_rebuilt_from_new_centroids() -> None:
     tokens = random_tokens(90)
     row = variant(tokens, 50, PQCache.Plan(4, 6, 12, 2, 6), rebuild_every=30)
     run(row, tokens, 50, 90)
-    assert row.quantisers[0].centroids.shape == (2, 2, 64, 8)
-    assert row.quantisers[0].n_fit == 76
+    assert row.index[0].centroids.shape == (2, 2, 64, 8)
+    assert row.index[0].n_fit == 76
 
 
 # --- Configuration ----------------------------------------------------------------------------
