@@ -346,7 +346,8 @@ class PQCache(Indexed):
         """Positions of the best of the first `n` candidates by inner products (h, m, c)."""
         plan, softmax = self.plan, self.trace.softmax[layer]
         idx = pq_top(
-            tables, self.index[layer].codes, n, plan.k, softmax.scale, self.params.group_merge, softmax.cap, softmax.sink
+            tables, self.index[layer].codes, n, plan.k, softmax.scale, self.params.group_merge, softmax.cap,
+            softmax.sink,
         )  # fmt: skip
         return idx + plan.n_sink
 

@@ -58,7 +58,7 @@ def lines(out: Path) -> dict[str, list[bytes]]:
     return {file.parent.name: file.read_bytes().split(b"\n")[:-1] for file in sorted(out.glob("*/samples.jsonl"))}
 
 
-def plan_search(out: Path) -> dict[str, Any]:
+def told(out: Path) -> dict[str, Any]:
     """What the runs say, times apart; the samples by their ids."""
     found = {}
     for path, result in read_runs(out):

@@ -47,7 +47,7 @@ def cells(model: Path, tmp_path: Path) -> Callable[[str], list[Settings]]:
     return make
 
 
-def plan_search(folder: Path) -> dict[str, Any]:
+def told(folder: Path) -> dict[str, Any]:
     """All that runs below a folder say, times apart."""
     found = {}
     for path, result in read_runs(folder):

@@ -37,7 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def plan_search(root: Path) -> list[dict[str, Any]]:
+def told(root: Path) -> list[dict[str, Any]]:
     return overview(full_once(load(root))[0], root)["runs"]
 
 
