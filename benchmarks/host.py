@@ -37,7 +37,7 @@ import kvbench.engine.batch
 import kvbench.engine.causal
 from kvbench.benchmarks.launches import config_of, read
 from kvbench.benchmarks.pretend.cuda import Machine, functions
-from kvbench.engine.books.unwritten import Unwritten
+from kvbench.engine.books.pending import PendingSteps
 from kvbench.engine.checkpoints.load import load_random
 from kvbench.engine.decode import decode
 from kvbench.kernels.build import find_compiler
@@ -107,7 +107,7 @@ def microseconds(worked: Callable[[], float], method: str, n_rows: int, n_steps:
     """Of the host, for a layer of a step: the median over steps, each the mean of its layers; of all steps' books."""
     model = load_random("small", config_of(N_LAYERS), dtype="bfloat16", device="cuda")
     spent, calls, books = [0.0], [0], [0.0]
-    attend, settle = kvbench.engine.batch.attend_groups, Unwritten.settle
+    attend, settle = kvbench.engine.batch.attend_groups, PendingSteps.flush
 
     def timed(*args: Any) -> Tensor:
         start, before = perf_counter(), worked()
@@ -116,9 +116,9 @@ def microseconds(worked: Callable[[], float], method: str, n_rows: int, n_steps:
         calls[0] += 1
         return out
 
-    def settled(unwritten: Unwritten) -> None:
+    def settled(pending: PendingSteps) -> None:
         start = thread_time()  # all at once, so that no median leaves out what other programs took
-        settle(unwritten)
+        settle(pending)
         books[0] += thread_time() - start
 
     def on_step(done: int, n: int) -> None:
@@ -127,7 +127,7 @@ def microseconds(worked: Callable[[], float], method: str, n_rows: int, n_steps:
     with model.hooked(), without_kernels():
         trace, rows = read(model, method, n_rows, WARM + n_steps)
         gc.freeze()  # the collector goes over all that there is, torch too, now and then: a fifth of a second
-        with patch.object(kvbench.engine.batch, "attend_groups", timed), patch.object(Unwritten, "settle", settled):
+        with patch.object(kvbench.engine.batch, "attend_groups", timed), patch.object(PendingSteps, "flush", settled):
             decode(model, trace, rows, max_new_tokens=WARM + n_steps + 1, on_step=on_step)
     n_layers = calls[0] / (len(spent) - 1)
     return 1e6 * statistics.median(spent[WARM:-1]) / n_layers, 1e6 * books[0] / calls[0]

@@ -37,7 +37,7 @@ from kvbench.engine.budget import EVERYTHING, BudgetRequest
 from kvbench.engine.checkpoints.load import load_random, read_config
 from kvbench.engine.decode import decode
 from kvbench.engine.model import Model
-from kvbench.engine.passes.probe import probe
+from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
 from kvbench.evals.settings import own_class
@@ -128,7 +128,7 @@ def read(
     for name in method.split("+"):
         kind, params = method_of(name, FITTED.get(name, []))
         variants.append(kind.variant_for(params, request_of(kind), model.shape, N_PROMPT))
-    (thinning,) = {variant.thinning for variant in variants}
+    (pruning,) = {variant.pruning for variant in variants}
     observations = tuple(each for variant in variants for each in variant.observations)
     rows: list[SelectiveAttention] = []
 
@@ -139,8 +139,8 @@ def read(
             row.build(layer)
 
     ids = [i % 250 for i in range(N_PROMPT)]
-    trace = prefill(model, ids, observations, build, thinning)
-    probe(model, trace, [each for variant in variants for each in variant.probes])
+    trace = prefill(model, ids, observations, build, pruning)
+    run_second_passes(model, trace, [each for variant in variants for each in variant.second_passes])
     for row in rows:
         row.complete()
     trace.settle()

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvbench.engine.checkpoints.load import load
 from kvbench.engine.model import Model
 from kvbench.engine.observe import ColumnSums, LastQueries, window_scores
-from kvbench.engine.passes.probe import probe
+from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
 from kvbench.evals.asked import ask
@@ -54,7 +54,7 @@ def scores_by(
     with model.hooked():
         observations = [what for variant in variants for what in variant.observations]
         trace = prefill(model, prompt.context_ids, observations)
-        probe(model, trace, [what for variant in variants for what in variant.probes])
+        run_second_passes(model, trace, [what for variant in variants for what in variant.second_passes])
         rows = [variant.row(trace, 1) for variant in variants]
         for layer in trace.shape.attention_layers:
             found: dict[str, tuple[int, Tensor]] = {}

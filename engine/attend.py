@@ -96,7 +96,7 @@ class Part:
 
 
 def attend_rows(
-    q: Tensor, rows: Sequence[list[Part]], soft: Softmax, wants_weights: Sequence[bool]
+    q: Tensor, rows: Sequence[list[Part]], softmax: Softmax, wants_weights: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """One query per head of every row (n, h, 1, d_h) over the row's own parts, and the weights of rows that want them.
 
@@ -105,7 +105,7 @@ def attend_rows(
     """
     ask_parts(q, rows)
     if not takes(STEP, q.device):
-        return attend_rows_cpu(q, rows, soft, wants_weights)
+        return attend_rows_cpu(q, rows, softmax, wants_weights)
     h = q.shape[1]
     logits = [
         q.new_empty(h, sum(part.n_tokens() for part in parts), dtype=torch.float32) if wants else None
@@ -116,9 +116,9 @@ def attend_rows(
         [each for part in parts for each in tokens_of(q, part, None if wants else coded, i)]
         for i, (parts, wants) in enumerate(zip(rows, wants_weights, strict=True))
     ]
-    out, lse = attend_rows_triton(q, tokens, soft.scale, logits, coded if coded.by_form else None, soft.cap)
-    if soft.sink is not None:
-        out[: len(rows)], lse = soft.finish(out[: len(rows)], lse)
+    out, lse = attend_rows_triton(q, tokens, softmax.scale, logits, coded if coded.by_form else None, softmax.cap)
+    if softmax.sink is not None:
+        out[: len(rows)], lse = softmax.finish(out[: len(rows)], lse)
     return out, soften_rows(logits, lse)
 
 
@@ -136,10 +136,10 @@ def value_width(rows: Sequence[list[Part]]) -> int:
 
 
 def attend_rows_cpu(
-    q: Tensor, rows: Sequence[list[Part]], soft: Softmax, wants_weights: Sequence[bool]
+    q: Tensor, rows: Sequence[list[Part]], softmax: Softmax, wants_weights: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """One call of C++ for all rows of plain parts that join nothing else; the others take turns, on any device."""
-    shared, left = attend_shared(q, rows, soft, wants_weights)
+    shared, left = attend_shared(q, rows, softmax, wants_weights)
     plain: list[list[Tokens]] = []
     weights: list[Tensor | None] = [None] * len(rows)
     for i, (parts, wants) in enumerate(zip(left, wants_weights, strict=True)):
@@ -149,20 +149,20 @@ def attend_rows_cpu(
         if wants and plain[-1]:
             weights[i] = q.new_empty(1, q.shape[1], sum(part.n_tokens() for part in found), dtype=torch.float32)
     if any(plain):
-        out, lse = attend_rows_native(q, plain, soft.scale, soft.cap, weights)
+        out, lse = attend_rows_native(q, plain, softmax.scale, softmax.cap, weights)
         for own, x in zip(lse, weights, strict=True):
-            if x is not None and soft.sink is not None:
-                x *= (own - soft.sink.view(-1, 1)).sigmoid()
-        out, _ = soft.finish(out, lse)
+            if x is not None and softmax.sink is not None:
+                x *= (own - softmax.sink.view(-1, 1)).sigmoid()
+        out, _ = softmax.finish(out, lse)
     else:
         out = q.new_empty(*q.shape[:3], value_width(rows))
     for i, found in enumerate(plain):
         if found:
             continue
         if wants_weights[i]:
-            out[i : i + 1], weights[i] = attend_weights(q[i : i + 1], left[i], soft)
+            out[i : i + 1], weights[i] = attend_weights(q[i : i + 1], left[i], softmax)
         else:
-            out[i : i + 1] = attend(q[i : i + 1], left[i], soft, shared.get(i, ()))
+            out[i : i + 1] = attend(q[i : i + 1], left[i], softmax, shared.get(i, ()))
     return out, weights
 
 
@@ -174,7 +174,7 @@ def tokens_of(q: Tensor, part: Part, coded: CodedRows | None, row: int) -> list[
 
 
 def attend_shared(
-    q: Tensor, rows: Sequence[list[Part]], soft: Softmax, wants_weights: Sequence[bool]
+    q: Tensor, rows: Sequence[list[Part]], softmax: Softmax, wants_weights: Sequence[bool]
 ) -> tuple[dict[int, list[Partial]], Sequence[list[Part]]]:
     """Attention over parts that several rows have in common, which are read once for all of them.
 
@@ -194,7 +194,7 @@ def attend_shared(
     for memory, which in owners.items():
         part = next(part for part in rows[which[0]] if memory_of(part) == memory)
         asking = q[which].unflatten(1, (part.k.shape[1], -1)).squeeze(3).transpose(0, 1)  # (h_kv, rows, g, d_h)
-        found = partial(asking.reshape(1, -1, 1, q.shape[3]), part, soft)  # as if they were heads of one row
+        found = partial(asking.reshape(1, -1, 1, q.shape[3]), part, softmax)  # as if they were heads of one row
         out, lse = (x[0].unflatten(1, (len(which), -1)).transpose(0, 1) for x in found)  # (rows, h_kv, g, d_h)
         for at, i in enumerate(which):
             done.setdefault(i, []).append((out[at : at + 1], lse[at : at + 1]))
@@ -215,7 +215,7 @@ def memory_of(part: Part) -> tuple[int, ...]:
     return (part.k.data_ptr(), part.v.data_ptr(), *part.k.shape, *part.k.stride()) if is_stretch(part) else ()
 
 
-def attend(q: Tensor, parts: list[Part], soft: Softmax, joins: Sequence[Partial] = ()) -> Tensor:
+def attend(q: Tensor, parts: list[Part], softmax: Softmax, joins: Sequence[Partial] = ()) -> Tensor:
     """Softmax attention of one query per head over the union of `parts`, and of what `joins` already attended to."""
     assert parts or joins, "a query must attend to something"
     n, h, _, _ = q.shape
@@ -225,16 +225,16 @@ def attend(q: Tensor, parts: list[Part], soft: Softmax, joins: Sequence[Partial]
     plain = [part for part in rest if is_plain(part)]
     tokens = [part.tokens() for part in plain]
     if tokens and native_takes(q, tokens):
-        done.append(attend_parts_native(q, tokens, soft.scale, soft.cap))
+        done.append(attend_parts_native(q, tokens, softmax.scale, softmax.cap))
         rest = [] if len(plain) == len(rest) else [part for part in rest if not is_plain(part)]
-    done += [partial(q if part.q is None else part.q, part, soft) for part in rest]
+    done += [partial(q if part.q is None else part.q, part, softmax) for part in rest]
     if len(done) == 1:
         out, lse = done[0]
-        return soft.finish(out.reshape(n, h, 1, -1), lse.reshape(n, h, 1))[0]
+        return softmax.finish(out.reshape(n, h, 1, -1), lse.reshape(n, h, 1))[0]
     lse = torch.stack([lse.reshape(n, h, 1) for _, lse in done])  # (parts, n, h, 1) float32
     out = torch.stack([out.reshape(n, h, 1, -1) for out, _ in done])  # (parts, n, h, 1, d_v)
     joined = (out * lse.softmax(0).unsqueeze(-1)).sum(0)
-    return soft.finish(joined, lse.logsumexp(0))[0].to(q.dtype) if soft.sink is not None else joined.to(q.dtype)
+    return softmax.finish(joined, lse.logsumexp(0))[0].to(q.dtype) if softmax.sink is not None else joined.to(q.dtype)
 
 
 def is_plain(part: Part) -> bool:
@@ -242,12 +242,12 @@ def is_plain(part: Part) -> bool:
     return part.packed is None and part.q is None and (part.mask is None or part.idx is not None)
 
 
-def attend_weights(q: Tensor, parts: list[Part], soft: Softmax) -> tuple[Tensor, Tensor]:
+def attend_weights(q: Tensor, parts: list[Part], softmax: Softmax) -> tuple[Tensor, Tensor]:
     """Attention and the weights over the concatenated parts, (n, h, s) float32, for methods that watch them."""
     n, h, _, _ = q.shape
     parts = [part.gathered() for part in parts]
-    logits = torch.cat([part_logits(q, part, soft).reshape(n, h, -1) for part in parts], -1)  # (n, h, s)
-    weights = soft.weights(logits, (-1,))
+    logits = torch.cat([part_logits(q, part, softmax).reshape(n, h, -1) for part in parts], -1)  # (n, h, s)
+    weights = softmax.weights(logits, (-1,))
     d_v = parts[0].v.shape[3]
     out, start = torch.zeros(n, h, 1, d_v, dtype=torch.float32, device=q.device), 0
     for part in parts:
@@ -258,31 +258,31 @@ def attend_weights(q: Tensor, parts: list[Part], soft: Softmax) -> tuple[Tensor,
     return out.to(q.dtype), weights
 
 
-def partial(q: Tensor, part: Part, soft: Softmax) -> tuple[Tensor, Tensor]:
+def partial(q: Tensor, part: Part, softmax: Softmax) -> tuple[Tensor, Tensor]:
     """Attention over one part, (n, heads, h // heads, d_h), and the log-sum-exp of its logits, the same without d_h.
 
     Sinks are left to who joins parts.
     """
     n, h, _, d_h = q.shape
     if part.packed is not None and takes_packed(q, part.packed):
-        return attend_packed_native(q, part.packed, soft.scale, soft.cap)
+        return attend_packed_native(q, part.packed, softmax.scale, softmax.cap)
     part = part.gathered()
     heads = part.k.shape[1]
     q = q.reshape(n, heads, h // heads, d_h)  # the group's query heads become queries of one KV head: no repeated K
-    if part.mask is None and part.bias is None and q.device.type == "cpu" and not soft.cap:
+    if part.mask is None and part.bias is None and q.device.type == "cpu" and not softmax.cap:
         # Accumulates in float32 whatever the dtype and returns the log-sum-exp; 0.5-0.9 of the time of two matrix
         # products up to 1,000 tokens in bfloat16 and float32: for tokens that several rows share, and without C++.
-        return fused(q, part.k, part.v, soft.scale, is_causal=False)
-    logits = part_logits(q.reshape(n, h, 1, d_h), part, soft)  # (n, heads, g, s) float32
+        return fused(q, part.k, part.v, softmax.scale, is_causal=False)
+    logits = part_logits(q.reshape(n, h, 1, d_h), part, softmax)  # (n, heads, g, s) float32
     return weighed(logits, part.v, q.dtype)
 
 
-def part_logits(q: Tensor, part: Part, soft: Softmax) -> Tensor:
+def part_logits(q: Tensor, part: Part, softmax: Softmax) -> Tensor:
     """Logits in float32, -inf on padding: (n, heads, h // heads, s)."""
     n, h, _, d_h = q.shape
     heads = part.k.shape[1]
     q = (q if part.q is None else part.q).reshape(n, heads, h // heads, d_h)
-    logits = soft.bent(q.float() @ part.k.float().mT)
+    logits = softmax.bent(q.float() @ part.k.float().mT)
     if part.bias is not None:
         logits = logits + part.bias.unflatten(1, (heads, -1))
     if part.mask is None:
@@ -290,7 +290,7 @@ def part_logits(q: Tensor, part: Part, soft: Softmax) -> Tensor:
     return logits.masked_fill(~part.mask.unflatten(1, (heads, -1)), -torch.inf)
 
 
-def attend_own(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None, position: int) -> Tensor:
+def attend_own(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | Chunk | None, position: int) -> Tensor:
     """Attention of one token per row in a layer that is left as it is: all that its own cache holds, (n, h, 1, d_h).
 
     The rows are at `position`; a cache that holds a chunk's number of tokens may have some of the chunk before.
@@ -300,14 +300,16 @@ def attend_own(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chu
         k, v = k[:, :, -n_seen:], v[:, :, -n_seen:]
     n, h, _, d_h = q.shape
     grouped = q.reshape(n, k.shape[1], -1, d_h)
-    if soft.is_plain:
-        out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, scale=soft.scale)
+    if softmax.is_plain:
+        out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, scale=softmax.scale)
         return out.reshape(n, h, 1, -1)
-    out, lse = weighed(soft.bent(grouped.float() @ k.float().mT), v, q.dtype)
-    return soft.finish(out.reshape(n, h, 1, -1), lse.reshape(n, h, 1))[0]
+    out, lse = weighed(softmax.bent(grouped.float() @ k.float().mT), v, q.dtype)
+    return softmax.finish(out.reshape(n, h, 1, -1), lse.reshape(n, h, 1))[0]
 
 
-def attend_own_past(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None, start: int) -> Tensor:
+def attend_own_past(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | Chunk | None, start: int
+) -> Tensor:
     """Attention of several tokens from `start` on in a layer that is left as it is.
 
     Its cache ends with their own keys.
@@ -321,7 +323,7 @@ def attend_own_past(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int 
         seen &= positions // window.n == ends // window.n
     elif window is not None:
         seen &= ends - positions < window
-    if soft.is_plain:
-        return torch.nn.functional.scaled_dot_product_attention(q, *grouped, attn_mask=seen, scale=soft.scale)
+    if softmax.is_plain:
+        return torch.nn.functional.scaled_dot_product_attention(q, *grouped, attn_mask=seen, scale=softmax.scale)
     hidden = torch.zeros(seen.shape, device=q.device).masked_fill_(~seen, -torch.inf)
-    return soft.finish(*weighed(soft.logits(q, grouped[0]) + hidden, grouped[1], q.dtype))[0]
+    return softmax.finish(*weighed(softmax.logits(q, grouped[0]) + hidden, grouped[1], q.dtype))[0]

@@ -217,10 +217,10 @@ class Batch(HearsChoices):
         """Seconds of every pass so far."""
         return self.time.seconds()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Bring all steps into the books."""
         for sub_batch in self.sub_batches:
-            sub_batch.unwritten.settle()
+            sub_batch.pending.flush()
 
     # A pass of the model.
 
@@ -284,7 +284,7 @@ class Batch(HearsChoices):
         """Let these rows make the pass: how they stand to each other, and what they want."""
         if self.which == list(which) and self.apart == [start - self.starts[0] for start in self.starts]:
             return
-        self.settle()
+        self.flush()
         self.which, self.active = list(which), [self.rows[i] for i in which]
         self.apart = [start - self.starts[0] for start in self.starts]
         self.looks_ahead = any(row.wants_lookahead for row in self.active)
@@ -317,21 +317,23 @@ class Batch(HearsChoices):
             with nullcontext() if foresees and not self.hears else self.model.watched(self.calls):
                 yield
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | Chunk | None
+    ) -> Tensor:
         m, n = q.shape[2], len(self.active)
         if layer in self.readers.owner:
-            return self.readers.attend(layer, q, soft)
+            return self.readers.attend(layer, q, softmax)
         if layer not in self.compressed:  # the model's own cache already gave k and v within the layer's window
             attend_own_tokens = attend_own if m == 1 else attend_own_past
-            return attend_own_tokens(q, k, v, soft, window, self.starts[0])
+            return attend_own_tokens(q, k, v, softmax, window, self.starts[0])
         for at, i in enumerate(self.which if self.growing else ()):
             if i in self.growing and layer not in self.active[at].skipped_layers():
                 self.asked.setdefault((i, layer), []).append(q[at : at + 1, :, self.pads[at] :])
         ahead = dict(enumerate(q[n:].split(1))) if len(q) > n else self.look_ahead(layer)
         if m > 1 or self.is_dense:
-            return self.attend_several(layer, q, k, v, soft, ahead)
+            return self.attend_several(layer, q, k, v, softmax, ahead)
         self.tell(layer, range(n), 0, ahead)
-        out = self.attend_one(layer, q, k, v, soft)
+        out = self.attend_one(layer, q, k, v, softmax)
         if self.watch is not None:
             self.watch.attended(layer, self.which, *(x[:n] for x in (q, k, v, out)))
         return out
@@ -344,7 +346,7 @@ class Batch(HearsChoices):
             if self.hears:
                 self.active[i].x_now = self.calls[layer].x[i : i + 1, j : j + 1]
 
-    def attend_one(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
+    def attend_one(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """A step of all rows. Queries that look ahead follow those of all rows."""
         once, n = layer not in self.readers.last and takes_all(q.device), len(self.active)
         outs: list[Tensor] = []
@@ -352,11 +354,11 @@ class Batch(HearsChoices):
             plan = sub_batch.plan_of(layer) if once else None
             at = slice(sub_batch.at.start, len(q) if sub_batch.at.stop == n else sub_batch.at.stop)
             own = (q, k, v) if at == slice(0, len(q)) else (q[at], k[at], v[at])
-            outs.append(attend_groups(sub_batch.groups, sub_batch.rows, layer, *own, soft, self.readers, plan))
+            outs.append(attend_groups(sub_batch.groups, sub_batch.rows, layer, *own, softmax, self.readers, plan))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def attend_several(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, ahead: Mapping[int, Tensor]
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, ahead: Mapping[int, Tensor]
     ) -> Tensor:  # fmt: skip
         """The tokens (n, h, m, d_h) of a feed, one after the other where they cannot be read at once."""
         rows, m, out = self.active, q.shape[2], q.new_zeros(*q.shape[:3], v.shape[3])
@@ -367,10 +369,10 @@ class Batch(HearsChoices):
                     for j in range(self.pads[i], m):
                         self.tell(layer, [i], j, ahead)
                         q_j, k_j, v_j = (x[i : i + 1, :, j : j + 1] for x in (q, k, v))
-                        out[i : i + 1, :, j : j + 1] = read_dense(row, layer, q_j, k_j, v_j, soft)
+                        out[i : i + 1, :, j : j + 1] = read_dense(row, layer, q_j, k_j, v_j, softmax)
                 elif m > 1 and row.at_once(layer, m - self.pads[i]) > 1:
                     q_i, k_i, v_i = (x[i : i + 1, :, self.pads[i] :] for x in (q, k, v))
-                    out[i : i + 1, :, self.pads[i] :] = read_stretches(row, layer, q_i, k_i, v_i, soft)
+                    out[i : i + 1, :, self.pads[i] :] = read_stretches(row, layer, q_i, k_i, v_i, softmax)
                 else:
                     left.append(i)
         readers = self.readers if m == 1 else None
@@ -382,7 +384,7 @@ class Batch(HearsChoices):
             is_whole = len(live) == len(rows)
             q_j, k_j, v_j = (x[:, :, j : j + 1] if is_whole else x[live, :, j : j + 1] for x in (q, k, v))
             groups = self.runs_of(live)
-            found = attend_groups(groups, [rows[i] for i in live], layer, q_j, k_j, v_j, soft, readers)
+            found = attend_groups(groups, [rows[i] for i in live], layer, q_j, k_j, v_j, softmax, readers)
             if is_whole:
                 out[:, :, j : j + 1] = found
             else:

@@ -42,55 +42,57 @@ class Chunk:
         return position % self.n + 1
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None = None) -> tuple[Tensor, Tensor]:
+def causal(
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | Chunk | None = None
+) -> tuple[Tensor, Tensor]:
     """Output (1, h, s, d_v) and log-sum-exps (1, h, s) float32, for q (1, h, s, d_h), k and v (1, h_kv, s, d_h or d_v).
 
     A query's weight on a token is the exponential of the logit less the log-sum-exp: that has the layer's sinks.
     """
-    return soft.finish(*over_past(q, k, v, soft, window))
+    return softmax.finish(*over_past(q, k, v, softmax, window))
 
 
 def over_past(
-    q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None = None
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | Chunk | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention (`causal`) without sinks, to be joined with other tokens. q may have the last tokens alone."""
     s = q.shape[2]
     if isinstance(window, Chunk):
         chunks = zip(q.split(window.n, 2), k.split(window.n, 2), v.split(window.n, 2), strict=True)
-        parts = [over_past(q_c, k_c, v_c, soft) for q_c, k_c, v_c in chunks]
+        parts = [over_past(q_c, k_c, v_c, softmax) for q_c, k_c, v_c in chunks]
         outs, lses = zip(*parts, strict=True)
         return torch.cat(outs, 2), torch.cat(lses, 2)
     if window is not None and window >= k.shape[2]:
         window = None
     if s < k.shape[2]:
-        return blocks(q, k, v, soft, window)
-    if takes_flash(q, v, soft):
-        return flash(q, k, v, soft, window)
-    if soft.cap or q.device.type not in FUSED:
-        return blocks(q, k, v, soft, window)
+        return blocks(q, k, v, softmax, window)
+    if takes_flash(q, v, softmax):
+        return flash(q, k, v, softmax, window)
+    if softmax.cap or q.device.type not in FUSED:
+        return blocks(q, k, v, softmax, window)
     if q.is_cuda and q.shape[1] != k.shape[1]:  # the kernel for float32 knows no groups, and what does stores s x s
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     if window is None:
-        return fused(q, k, v, soft.scale)
-    return banded(q, k, v, soft.scale, window)
+        return fused(q, k, v, softmax.scale)
+    return banded(q, k, v, softmax.scale, window)
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> tuple[Tensor, Tensor]:
+def whole(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
     """Attention where every query (1, h, s_q, d_h) sees all keys (1, h_kv, s, d_h): all stand before it. No sinks."""
-    if takes_flash(q, v, soft):
-        return flash(q, k, v, soft, None, is_causal=False)
-    if soft.cap or q.device.type not in FUSED:
-        return blocks(q, k, v, soft, None, is_causal=False)
+    if takes_flash(q, v, softmax):
+        return flash(q, k, v, softmax, None, is_causal=False)
+    if softmax.cap or q.device.type not in FUSED:
+        return blocks(q, k, v, softmax, None, is_causal=False)
     if q.is_cuda and q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    return fused(q, k, v, soft.scale, is_causal=False)
+    return fused(q, k, v, softmax.scale, is_causal=False)
 
 
-def takes_flash(q: Tensor, v: Tensor, soft: Softmax) -> bool:
+def takes_flash(q: Tensor, v: Tensor, softmax: Softmax) -> bool:
     width = max(q.shape[3], v.shape[3])
     fits = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and width % 8 == 0 and width <= 256
     fits = fits and has_flash(q.device)
-    return fits and (not soft.cap or flash_attn_is_here())
+    return fits and (not softmax.cap or flash_attn_is_here())
 
 
 def weighed(logits: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -101,7 +103,7 @@ def weighed(logits: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def blocks(
-    q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | None, is_causal: bool = True
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None, is_causal: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Attention without sinks, from logits of some queries at a time: no fused kernel of torch knows caps.
 
@@ -117,7 +119,7 @@ def blocks(
             before = n - s  # tokens in front of the first query's
             first = 0 if window is None else max(0, before + start - window + 1)
             keys = slice(first, before + stop if is_causal else n)
-            logits = soft.logits(q[:, heads, start:stop], k[:, kv_head : kv_head + 1, keys])
+            logits = softmax.logits(q[:, heads, start:stop], k[:, kv_head : kv_head + 1, keys])
             if is_causal:
                 query = torch.arange(before + start, before + stop, device=q.device).unsqueeze(1)
                 token = torch.arange(first, before + stop, device=q.device)
@@ -188,7 +190,7 @@ def of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def flash(
-    q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | None, is_causal: bool = True
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | None, is_causal: bool = True
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention on a GPU: the optional package, or the one in torch."""
     left, right = -1 if window is None else window - 1, 0 if is_causal else -1
@@ -200,15 +202,15 @@ def flash(
 
         out, lse, _ = flash_attn_func(
             *tokens,
-            softmax_scale=soft.scale,
+            softmax_scale=softmax.scale,
             causal=is_causal,
             window_size=(left, right),
-            softcap=soft.cap,
+            softcap=softmax.cap,
             return_attn_probs=True,
         )
     else:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *tokens, None, None, q.shape[2], k.shape[2], 0.0, is_causal, False, scale=soft.scale,
+            *tokens, None, None, q.shape[2], k.shape[2], 0.0, is_causal, False, scale=softmax.scale,
             window_size_left=left, window_size_right=right,
         )  # fmt: skip
     return out.transpose(1, 2)[..., :d_v], lse

@@ -66,7 +66,7 @@ def decode(
         answers = batch.answer(logits, allowed, stop_ids, min_new_tokens, draws, cues, on_step, is_last=True)
     else:
         answers = [Answer(is_finite=said(mark) is not None) for mark in batch.doubt.tolist()]
-    batch.settle()
+    batch.flush()
     if model.device.type != "cuda":
         return Decoded(answers, batch.seconds())
     return Decoded(answers, batch.seconds(), batch.n_replayed, batch.why_no_graphs or eager(rows))

@@ -28,7 +28,7 @@ from kvbench.engine.machine import is_out_of_memory
 from kvbench.engine.passes.chosen import HearsChoices, attend_seen, seen_by
 from kvbench.engine.passes.latents import ByHeads, Latent
 from kvbench.engine.passes.rotations import forget_text, remembering, rotary_dims, rotations, switching_length, unmoved
-from kvbench.engine.passes.session import Call, Session, ThinnedSession, Turn
+from kvbench.engine.passes.session import Call, PruningSession, Session, Turn
 from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.engine.softmax import Softmax
 
@@ -48,7 +48,9 @@ class _Query(Exception):
 class _QueryOnly:
     """A session that wants no attention, only its query."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | Chunk | None
+    ) -> Tensor:
         raise _Query(q, k)
 
 
@@ -168,7 +170,7 @@ class Model:
         return torch.cuda.graph_pool_handle()
 
     @contextmanager
-    def thinned(self, session: ThinnedSession) -> Iterator[None]:
+    def pruned(self, session: PruningSession) -> Iterator[None]:
         """Inside, tokens leave the pass between two layers, as `session` says; the others keep their positions."""
 
         def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -417,20 +419,20 @@ def _attention(
         layer = running.layer
     window = Chunk(running.shape.chunk) if layer in running.shape.chunked_layers else sliding_window
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    soft = running.softmaxes.get(layer)
-    if soft is None or soft.scale != scale:  # made once: a sink is not converted at every step
-        soft = Softmax(scale, softcap or 0.0, None if s_aux is None else s_aux.detach().float())
-        running.softmaxes[layer] = soft
+    softmax = running.softmaxes.get(layer)
+    if softmax is None or softmax.scale != scale:  # made once: a sink is not converted at every step
+        softmax = Softmax(scale, softcap or 0.0, None if s_aux is None else s_aux.detach().float())
+        running.softmaxes[layer] = softmax
     is_compressed = layer in running.shape.attention_layers
     if running.shape.choosing_layers:
         assert attention_mask is not None, f"layer {layer} of a model that chooses has no mask"
-        out = _attend_chosen(running, layer, q, k, v, soft, seen_by(k, attention_mask, kwargs, block_of(module)))
+        out = _attend_chosen(running, layer, q, k, v, softmax, seen_by(k, attention_mask, kwargs, block_of(module)))
     elif is_compressed and running.shape.is_latent:
-        out = _attend_latents(running, module, layer, q, k, v, soft, window)
+        out = _attend_latents(running, module, layer, q, k, v, softmax, window)
     elif is_compressed and k.shape[1] != running.shape.h_kv and running.has_cached(layer):
-        out = _attend_repeated(running, layer, q, k, soft, window)
+        out = _attend_repeated(running, layer, q, k, softmax, window)
     else:
-        out = running.session.attend(layer, q, k, v, soft, window)
+        out = running.session.attend(layer, q, k, v, softmax, window)
     return out.transpose(1, 2).contiguous(), None  # (n, s_q, h, d_h)
 
 
@@ -440,16 +442,16 @@ def block_of(module: Any) -> int:
 
 
 def _attend_chosen(
-    running: _Running, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, seen: Tensor
+    running: _Running, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, seen: Tensor
 ) -> Tensor:
     """Attention of a layer to what its model chose."""
     if layer in running.shape.choosing_layers and isinstance(running.session, HearsChoices):
         running.session.choices.seen[layer] = seen
-    return attend_seen(q, k, v, soft, seen)
+    return attend_seen(q, k, v, softmax, seen)
 
 
 def _attend_repeated(
-    running: _Running, layer: int, q: Tensor, k: Tensor, soft: Softmax, window: int | Chunk | None
+    running: _Running, layer: int, q: Tensor, k: Tensor, softmax: Softmax, window: int | Chunk | None
 ) -> Tensor:
     """Attention of a layer that repeats the KV heads of its cache, all of them one time after the other.
 
@@ -458,19 +460,19 @@ def _attend_repeated(
     assert running.cached is not None
     (keys, values), h = running.cached, q.shape[1]
     if layer not in running.repeated:
-        if soft.sink is not None or k.shape[1] != h or not torch.equal(k, keys.repeat(1, h // keys.shape[1], 1, 1)):
+        if softmax.sink is not None or k.shape[1] != h or not torch.equal(k, keys.repeat(1, h // keys.shape[1], 1, 1)):
             raise ConfigError(
                 f"the model {running.shape.name!r} attends in layer {layer} to other keys than it caches, which "
                 f"KVBench cannot compress; {INSTEAD}"
             )
         running.repeated.add(layer)
     asking = q.unflatten(1, (-1, keys.shape[1])).transpose(1, 2).flatten(1, 2)
-    out = running.session.attend(layer, asking, keys, values, soft, window)
+    out = running.session.attend(layer, asking, keys, values, softmax, window)
     return out.unflatten(1, (keys.shape[1], -1)).transpose(1, 2).flatten(1, 2)
 
 
 def _attend_latents(
-    running: _Running, module: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax,
+    running: _Running, module: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax,
     window: int | Chunk | None,
 ) -> Tensor:  # fmt: skip
     """Attention of a layer that caches latents: its session sees those, and queries that ask them."""
@@ -485,9 +487,9 @@ def _attend_latents(
                 f"the model {running.shape.name!r} caches latents in layer {layer}, and {error}; {INSTEAD}"
             ) from None
     if isinstance(running.session, ByHeads):
-        return running.session.attend_heads(layer, latent, q, k, v, rows, soft, window)
+        return running.session.attend_heads(layer, latent, q, k, v, rows, softmax, window)
     asking = latent.absorbed(q)
-    return latent.head_values(running.session.attend(layer, asking, rows, rows[..., :d_c], soft, window))
+    return latent.head_values(running.session.attend(layer, asking, rows, rows[..., :d_c], softmax, window))
 
 
 def register_attention() -> None:

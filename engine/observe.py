@@ -50,18 +50,18 @@ class Observation(ABC):
         return None
 
     @abstractmethod
-    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         """Observe the layer's q (1, h, s, d_h) and k (1, h_kv, s, d_h), both after rotary embedding."""
 
-    def observe_pass(self, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None) -> Tensor:
+    def observe_pass(self, q: Tensor, k: Tensor, softmax: Softmax, lse: Tensor | None) -> Tensor:
         """Observe one pass; `lse` has the log-sum-exp of each query's logits, (1, h, s), where the pass was exact."""
-        return self.observe(q, k, soft)
+        return self.observe(q, k, softmax)
 
     def observe_layer(
-        self, trace: Trace, layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
+        self, trace: Trace, layer: int, q: Tensor, k: Tensor, softmax: Softmax, lse: Tensor | None
     ) -> Tensor:
         """Observe one layer of a pass, with what the trace knows: where tokens stand, how queries turn."""
-        return self.observe_pass(q, k, soft, lse)
+        return self.observe_pass(q, k, softmax, lse)
 
     def grown(self, before: Tensor | None, now: Tensor) -> Tensor:
         """What is known of all tokens that a layer holds, (1, heads, n), by `before` of those before a chunk.
@@ -93,7 +93,7 @@ class LastQueries(Observation):
     def looks_at(self) -> int:
         return self.w
 
-    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         return q[:, :, -self.w :].clone()  # a copy: a view would keep all of the layer's queries alive
 
 
@@ -118,13 +118,13 @@ class SpacedQueries(Observation):
     def places(self, q: Tensor) -> Tensor:
         return torch.tensor([*spaced(self.n, self.n_first, q.shape[2] - self.n_last)], device=q.device)
 
-    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         return q.index_select(2, self.places(q))
 
     def observe_layer(
-        self, trace: Trace, layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
+        self, trace: Trace, layer: int, q: Tensor, k: Tensor, softmax: Softmax, lse: Tensor | None
     ) -> Tensor:
-        found = self.observe(q, k, soft)
+        found = self.observe(q, k, softmax)
         if not self.moved or trace.turn is None:
             return found
         return trace.turn[layer](found, (q.shape[2] - self.places(q)).unsqueeze(0))
@@ -135,7 +135,7 @@ class SpacedQueries(Observation):
 SCORE_CHUNK_BYTES = 32 << 20
 
 
-def window_scores(q: Tensor, keys: Tensor, soft: Softmax, of_rows: Tensor | None = None) -> Tensor:
+def window_scores(q: Tensor, keys: Tensor, softmax: Softmax, of_rows: Tensor | None = None) -> Tensor:
     """What the prompt's last `w` queries give to every token before them, summed over the window: (1, h, s - w).
 
     `q` (1, h, w, d_h) sees all `keys` (1, h_kv, s, d_h), those of the window causally: the window's own columns take
@@ -152,9 +152,9 @@ def window_scores(q: Tensor, keys: Tensor, soft: Softmax, of_rows: Tensor | None
         transposed = keys[0, kv_head].float().mT  # (d_h, s)
         for head in range(kv_head * g, (kv_head + 1) * g, n_heads):
             chunk = slice(head, min(head + n_heads, (kv_head + 1) * g))
-            logits = soft.capped((q[0, chunk].float() * soft.scale) @ transposed)  # (heads, w, s)
+            logits = softmax.capped((q[0, chunk].float() * softmax.scale) @ transposed)  # (heads, w, s)
             logits[..., n_past:].masked_fill_(hidden, -torch.inf)
-            weights = soft.of(chunk).weights(logits, (-1, 1))[..., :n_past]
+            weights = softmax.of(chunk).weights(logits, (-1, 1))[..., :n_past]
             scores[0, chunk] = weights.sum(1) if of_rows is None else torch.einsum("hwn,w->hn", weights, of_rows)
     return scores
 
@@ -169,15 +169,15 @@ class MeanWeights(Observation):
     def looks_at(self) -> int:
         return self.n
 
-    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         h, (_, h_kv, s, _) = q.shape[1], k.shape
         n = min(self.n, s)
         hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
         weights = torch.zeros(n, s, device=q.device)
         for head in range(h):
-            logits = soft.logits(q[0, head, -n:], k[0, head * h_kv // h])
+            logits = softmax.logits(q[0, head, -n:], k[0, head * h_kv // h])
             logits[:, s - n :].masked_fill_(hidden, -torch.inf)
-            weights += soft.of(slice(head, head + 1)).weights(logits, (1,)) / h
+            weights += softmax.of(slice(head, head + 1)).weights(logits, (1,)) / h
         return weights
 
 
@@ -198,20 +198,20 @@ class ColumnSums(Observation):
             now[..., : before.shape[-1]] += before
         return now
 
-    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
-        return self.observe_pass(q, k, soft, None)
+    def observe(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
+        return self.observe_pass(q, k, softmax, None)
 
-    def observe_pass(self, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None) -> Tensor:
-        if lse is None and (q.is_cuda or not soft.is_plain):
-            lse = query_lse(q, k, soft)
-        return column_sums(q, k, soft.scale, lse=lse, cap=soft.cap).flatten(0, 1).unsqueeze(0).float()
+    def observe_pass(self, q: Tensor, k: Tensor, softmax: Softmax, lse: Tensor | None) -> Tensor:
+        if lse is None and (q.is_cuda or not softmax.is_plain):
+            lse = query_lse(q, k, softmax)
+        return column_sums(q, k, softmax.scale, lse=lse, cap=softmax.cap).flatten(0, 1).unsqueeze(0).float()
 
     def observe_layer(
-        self, trace: Trace, layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
+        self, trace: Trace, layer: int, q: Tensor, k: Tensor, softmax: Softmax, lse: Tensor | None
     ) -> Tensor:
         if trace.kept is None or lse is None:
-            return self.observe_pass(q, k, soft, lse)
-        return kept_sums(q, k, soft.scale, trace.kept, lse, cap=soft.cap).unsqueeze(0).float()
+            return self.observe_pass(q, k, softmax, lse)
+        return kept_sums(q, k, softmax.scale, trace.kept, lse, cap=softmax.cap).unsqueeze(0).float()
 
 
 # Queries of a block, whose logits have columns for a window in addition: 64 measured best of 64 to 2,048 for windows of
@@ -219,14 +219,14 @@ class ColumnSums(Observation):
 BAND_QUERIES, BAND_BLOCK_BYTES = 64, 16 << 20
 
 
-def query_lse(q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+def query_lse(q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
     """Log-sum-exps of the causal logits of q (1, h, r, d_h), the last of s tokens, on k (1, h_kv, s, d_h): (1, h, r).
 
     With the sinks; float32.
     """
     (_, h, r, _), (_, h_kv, s, _) = q.shape, k.shape
     if q.is_cuda and r == s:  # what its kernel computes in addition is cheaper than logits in blocks
-        return causal(q, k, k, soft)[1]
+        return causal(q, k, k, softmax)[1]
     g = h // h_kv
     n_block = rows_per_block(g, s, q.device)
     hidden = torch.ones(n_block, n_block, dtype=torch.bool, device=q.device).triu(1)
@@ -237,23 +237,25 @@ def query_lse(q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
         for start in range(0, r, n_block):
             stop = min(start + n_block, r)
             n, last = stop - start, s - r + stop
-            block = (q[0, heads, start:stop].float() * soft.scale).flatten(0, 1)
-            logits = soft.capped(block @ transposed[:, :last]).view(g, n, last)
+            block = (q[0, heads, start:stop].float() * softmax.scale).flatten(0, 1)
+            logits = softmax.capped(block @ transposed[:, :last]).view(g, n, last)
             logits[..., last - n :].masked_fill_(hidden[:n, :n], -torch.inf)
-            lse[0, heads, start:stop] = soft.of(heads).lse(logits, (-1, 1))
+            lse[0, heads, start:stop] = softmax.of(heads).lse(logits, (-1, 1))
     return lse
 
 
-def band_sums(q: Tensor, k: Tensor, soft: Softmax, window: int, lse: Tensor) -> Tensor:
+def band_sums(q: Tensor, k: Tensor, softmax: Softmax, window: int, lse: Tensor) -> Tensor:
     """Attention that every key gets from the queries less than `window` after it, itself included: (1, h, s) float32.
 
     `lse` (1, h, s) are the log-sum-exps of a query's whole past, so that only the band's weights have to be made.
     """
     if takes_triton(q, k):
-        return column_sums_triton(q, k, soft.scale, None, lse, window, soft.cap).flatten(0, 1).unsqueeze(0).float()
-    if takes_native(q, k) and not soft.cap:
+        return (
+            column_sums_triton(q, k, softmax.scale, None, lse, window, softmax.cap).flatten(0, 1).unsqueeze(0).float()
+        )
+    if takes_native(q, k) and not softmax.cap:
         every = torch.ones(q.shape[2])
-        return column_sums_native(q, k, soft.scale, every, lse, window).flatten(0, 1).unsqueeze(0).float()
+        return column_sums_native(q, k, softmax.scale, every, lse, window).flatten(0, 1).unsqueeze(0).float()
     (_, h, s, _), h_kv = q.shape, k.shape[1]
     g, window = h // h_kv, min(window, s)
     n_block = max(1, min(s, BAND_QUERIES, BAND_BLOCK_BYTES // (4 * g * (BAND_QUERIES + window))))
@@ -265,8 +267,8 @@ def band_sums(q: Tensor, k: Tensor, soft: Softmax, window: int, lse: Tensor) -> 
         for start in range(0, s, n_block):
             stop, oldest = min(start + n_block, s), start - window + 1  # of the first query's band
             n, first = stop - start, max(0, oldest)
-            block = (q[0, heads, start:stop].float() * soft.scale).flatten(0, 1)
-            logits = soft.capped(block @ transposed[:, first:stop]).view(g, n, stop - first)
+            block = (q[0, heads, start:stop].float() * softmax.scale).flatten(0, 1)
+            logits = softmax.capped(block @ transposed[:, first:stop]).view(g, n, stop - first)
             weights = logits.sub_(lse[0, heads, start:stop].unsqueeze(-1)).exp_()
             weights[..., start - first :].masked_fill_(corner[:n, :n].triu(1), 0)
             too_old = corner[:n, :n].tril(oldest - first - 1)  # (query, column from `first` on)
@@ -287,18 +289,18 @@ class BandSums(Observation):
     window: int
     of_all_weights: ClassVar[bool] = True
 
-    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
-        return self.observe_pass(q, k, soft, None)
+    def observe(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
+        return self.observe_pass(q, k, softmax, None)
 
-    def observe_pass(self, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None) -> Tensor:
-        return band_sums(q, k, soft, self.window, query_lse(q, k, soft) if lse is None else lse)
+    def observe_pass(self, q: Tensor, k: Tensor, softmax: Softmax, lse: Tensor | None) -> Tensor:
+        return band_sums(q, k, softmax, self.window, query_lse(q, k, softmax) if lse is None else lse)
 
     def observe_layer(
-        self, trace: Trace, layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
+        self, trace: Trace, layer: int, q: Tensor, k: Tensor, softmax: Softmax, lse: Tensor | None
     ) -> Tensor:
         if trace.kept is None or lse is None:
-            return self.observe_pass(q, k, soft, lse)
-        return kept_sums(q, k, soft.scale, trace.kept, lse, self.window, soft.cap).unsqueeze(0).float()
+            return self.observe_pass(q, k, softmax, lse)
+        return kept_sums(q, k, softmax.scale, trace.kept, lse, self.window, softmax.cap).unsqueeze(0).float()
 
 
 BAND_LOGIT_TOKENS = 4096  # tokens of a head at a time: 4 MB each of queries and of their running sums
@@ -314,9 +316,9 @@ class BandLogits(Observation):
 
     window: int
 
-    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
-        if soft.cap:
-            return capped_band(q, k, soft, self.window)
+    def observe(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
+        if softmax.cap:
+            return capped_band(q, k, softmax, self.window)
         (_, h, s, d_h), g = q.shape, q.shape[1] // k.shape[1]
         sums, n_block = torch.empty(1, h, s, device=q.device), at_once(BAND_LOGIT_TOKENS, q.device)
         for head in range(h):
@@ -332,11 +334,11 @@ class BandLogits(Observation):
                 beyond = beyond.cumsum_(0).add_(ahead)
                 so_far, ahead = until[-1], beyond[-1]
                 products = (beyond - until).mul_(k[0, head // g, start:stop])
-                sums[0, head, start:stop] = products.sum(-1) * soft.scale
+                sums[0, head, start:stop] = products.sum(-1) * softmax.scale
         return sums
 
 
-def capped_band(q: Tensor, k: Tensor, soft: Softmax, window: int) -> Tensor:
+def capped_band(q: Tensor, k: Tensor, softmax: Softmax, window: int) -> Tensor:
     """`BandLogits` under a cap, where a sum of logits is no product: all of them are made, some tokens at a time."""
     (_, h, s, _), h_kv = q.shape, k.shape[1]
     g, sums = h // h_kv, torch.zeros(1, h, s, device=q.device)
@@ -347,7 +349,7 @@ def capped_band(q: Tensor, k: Tensor, soft: Softmax, window: int) -> Tensor:
         seen = (behind > 0) & (behind <= window)  # (tokens, queries)
         for kv_head in range(h_kv):
             heads = slice(kv_head * g, (kv_head + 1) * g)
-            logits = soft.logits(k[0, kv_head, start:stop], q[0, heads, start:end])  # (g, tokens, queries)
+            logits = softmax.logits(k[0, kv_head, start:stop], q[0, heads, start:end])  # (g, tokens, queries)
             sums[0, heads, start:stop] = logits.mul_(seen).sum(-1)
     return sums
 
@@ -366,7 +368,7 @@ class ChannelSums(Observation):
 
     skew: bool
 
-    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         (_, h, _, d_h), h_kv = q.shape, k.shape[1]
         g = h // h_kv
         carried, n_block = torch.empty(h_kv, d_h + 2, d_h, device=q.device), at_once(BASIS_QUERIES, q.device)
@@ -403,14 +405,14 @@ class QueryStatistics(Observation):
     n_skip: int
     is_rotary: bool = True
 
-    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         return moments(block.float() for block in q[0, :, self.n_skip :].split(block_tokens(q), 1))
 
     def observe_layer(
-        self, trace: Trace, layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
+        self, trace: Trace, layer: int, q: Tensor, k: Tensor, softmax: Softmax, lse: Tensor | None
     ) -> Tensor:
         if trace.turn is None or not self.is_rotary:
-            return self.observe(q, k, soft)
+            return self.observe(q, k, softmax)
         turn = trace.turn[layer]
         where, n, skip = trace.positions.get(layer), block_tokens(q), self.n_skip
         if where is None and (rotation := trace.rotation(layer)) is not None:

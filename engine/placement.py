@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Seen = Callable[[Any], "Tensor"]  # what was observed of a layer
-Coder = Callable[["Tensor", "Tensor", int, Seen], Any]  # a codec of K and V (1, h_kv, n, d_h), for so many more tokens
+Quantize = Callable[
+    ["Tensor", "Tensor", int, Seen], Any
+]  # a quantized of K and V (1, h_kv, n, d_h), for so many more tokens
 
 
 class Size(NamedTuple):
@@ -187,7 +189,7 @@ class Made(Placement):
 class Coded(Placement):
     """Only the `chosen` tokens, ascending, stay (None: all), in the form that `make` gives them."""
 
-    make: Coder
+    make: Quantize
     chosen: "Tensor | None" = None
 
     def size(self, s: int, n_new: int) -> Size:

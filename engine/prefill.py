@@ -2,7 +2,7 @@
 
 The pass is ordinary exact attention, unless it is given a sparse one. Of every layer that methods compress the trace
 keeps K and V as the attention saw them (after rotary embedding, not repeated over query heads), and what the variants
-asked to observe. A method whose point is to leave tokens out of the pass brings a `Thinning`; its trace is its own.
+asked to observe. A method whose point is to leave tokens out of the pass brings a `TokenPruning`; its trace is its own.
 
 Not here: which observations exist (`engine/observe.py`), how a model is called (`engine/model.py`).
 """
@@ -34,10 +34,10 @@ from kvbench.engine.sparse.base import SparsePrefill
 from kvbench.kernels.scratch import finest
 
 
-class Thinning(Protocol):
-    """Which tokens leave the pass on their way up. Hashable: variants with equal thinnings share a pass."""
+class TokenPruning(Protocol):
+    """Which tokens leave the pass on their way up. Hashable: variants with equal prunings share a pass."""
 
-    def going_on(self, layer: int, q: Tensor, k: Tensor, soft: Softmax) -> Tensor | None:
+    def going_on(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor | None:
         """Ascending indices of the layer's tokens that reach the next one; None: all. The last one always does."""
         ...
 
@@ -47,7 +47,7 @@ def prefill(
     ids: Sequence[int],
     observations: Iterable[Observation] = (),
     on_layer: Callable[[Trace, int], None] | None = None,
-    thinning: Thinning | None = None,
+    pruning: TokenPruning | None = None,
     sparsity: SparsePrefill | None = None,
     chunk: int | None = None,
     n_home: int = 0,
@@ -63,7 +63,7 @@ def prefill(
     `sparsity` takes the place of exact attention in layers without a sliding window. What works token by token reads
     `chunk` tokens at a time. `NotFiniteError` where the model's numbers are none.
     """
-    assert thinning is None or sparsity is None, "a pass that tokens leave is not sparse as well"
+    assert pruning is None or sparsity is None, "a pass that tokens leave is not sparse as well"
     trace = Trace(model.shape, len(ids), model.device, model.layer_devices)
     trace.ids, trace.turn = ids, model.turn
     every = dict.fromkeys(observations)
@@ -80,16 +80,16 @@ def prefill(
     hears = model.watched(trace.inputs) if any(what.of_input for what in asked) else nullcontext()
     with span("prefill"), in_chunks(model, chunk), _explained(trace), hears:
         if evicts is not None:
-            assert thinning is None and sparsity is None and chunk is not None, "a pass of its own"
+            assert pruning is None and sparsity is None and chunk is not None, "a pass of its own"
             refuse_switch(model, chunk, len(ids))
             trace.logits = Evicting(trace, evicts, asked, on_layer).read(model, prompt, chunk)
-        elif thinning is None:
+        elif pruning is None:
             session = _Reading(trace, asked, on_layer, sparsity)
             trace.logits = model.forward(prompt, 0, trace.rest, session)[0]
         else:
-            thinned = _Thinned(trace, asked, on_layer, thinning)
-            with model.thinned(thinned):
-                trace.logits = model.forward(prompt, 0, trace.rest, thinned)[0]
+            pruned = _Pruning(trace, asked, on_layer, pruning)
+            with model.pruned(pruned):
+                trace.logits = model.forward(prompt, 0, trace.rest, pruned)[0]
     synchronize(model.devices)
     trace.seconds = perf_counter() - start
     check_pass(trace)
@@ -143,23 +143,25 @@ class _Reading(ByHeads):
         self.sparsity = sparsity
         self.compressed = frozenset(trace.shape.attention_layers)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | Chunk | None
+    ) -> Tensor:
         self.trace.kept = None
         with span("attention", layer):
-            out, lse = self.attention(layer, q, k, v, soft, window)
+            out, lse = self.attention(layer, q, k, v, softmax, window)
         if layer in self.compressed:
-            self.take_in(layer, q, k, v, soft, lse)
+            self.take_in(layer, q, k, v, softmax, lse)
         return out
 
     def attend_heads(
-        self, layer: int, latent: Latent, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, soft: Softmax,
+        self, layer: int, latent: Latent, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, softmax: Softmax,
         window: int | Chunk | None,
     ) -> Tensor:  # fmt: skip
         self.trace.kept = None
         with span("attention", layer):
-            out, lse = self.attention(layer, q, k, v, soft, window)
+            out, lse = self.attention(layer, q, k, v, softmax, window)
         self.trace.latents[layer] = latent
-        self.take_in(layer, latent.absorbed(q) if self.asks else q, rows, rows[..., : latent.d_c], soft, lse)
+        self.take_in(layer, latent.absorbed(q) if self.asks else q, rows, rows[..., : latent.d_c], softmax, lse)
         return out
 
     @property
@@ -167,34 +169,34 @@ class _Reading(ByHeads):
         """Whether queries are looked at, beyond the pass's own attention."""
         return bool(self.observations)
 
-    def take_in(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, lse: Tensor | None) -> None:
+    def take_in(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, lse: Tensor | None) -> None:
         """A compressed layer's tokens go into the trace, and are observed."""
-        self.trace.add(layer, k, v, soft)
+        self.trace.add(layer, k, v, softmax)
         with span("observe", layer):
             for what in self.observations:
-                self.trace.observe(layer, what, q, k, soft, lse)
+                self.trace.observe(layer, what, q, k, softmax, lse)
             self.trace.inputs.pop(layer, None)
         if self.on_layer is not None:
             with span("build", layer):
                 self.on_layer(self.trace, layer)
 
     def attention(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | Chunk | None
     ) -> tuple[Tensor, Tensor | None]:
         """The layer's output, and each query's log-sum-exp of what was computed; None where sums want all pairs."""
         if self.sparsity is not None and window is None and q.shape[2] == k.shape[2]:
             if not self.sparsity.is_exact(layer, k.shape[2]):
-                out, lse, share, kept = self.sparsity.attend(q, k, v, soft, layer)
+                out, lse, share, kept = self.sparsity.attend(q, k, v, softmax, layer)
                 self.trace.shares.append(share)
                 if self.sparsity.observe == "exact":
                     return out, None
                 self.trace.kept = kept
                 return out, lse
             self.trace.shares.append(torch.ones((), dtype=finest(q.device), device=q.device))
-        return causal(q, k, v, soft, window)
+        return causal(q, k, v, softmax, window)
 
 
-class _Thinned(_Reading):
+class _Pruning(_Reading):
     """Reading in a pass that tokens leave: between two layers the model asks who goes on."""
 
     def __init__(
@@ -202,11 +204,11 @@ class _Thinned(_Reading):
         trace: Trace,
         observations: tuple[Observation, ...],
         on_layer: Callable[[Trace, int], None] | None,
-        thinning: Thinning,
+        pruning: TokenPruning,
     ) -> None:
         super().__init__(trace, observations, on_layer)
         assert trace.shape.n_own == 0, "a layer with a cache of its own"
-        self.thinning = thinning
+        self.pruning = pruning
         self.positions = torch.arange(trace.s_prompt, device=trace.device)
         self.survivors: Tensor | None = None
 
@@ -214,11 +216,11 @@ class _Thinned(_Reading):
     def asks(self) -> bool:
         return True
 
-    def take_in(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, lse: Tensor | None) -> None:
+    def take_in(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, lse: Tensor | None) -> None:
         if len(self.positions) < self.trace.s_prompt:
             self.trace.positions[layer] = self.positions.to(q.device)
-        super().take_in(layer, q, k, v, soft, lse)
-        self.survivors = self.thinning.going_on(layer, q, k, soft)
+        super().take_in(layer, q, k, v, softmax, lse)
+        self.survivors = self.pruning.going_on(layer, q, k, softmax)
 
     def leave(self, hidden: Tensor) -> Tensor:
         """What the layer above gets of a layer's output (1, n, D)."""

@@ -56,11 +56,11 @@ class Readers:
                 )
         self.held[layer] = held
 
-    def attend(self, layer: int, q: Tensor, soft: Softmax) -> Tensor:
+    def attend(self, layer: int, q: Tensor, softmax: Softmax) -> Tensor:
         """A reader's output (n, h, 1, d_v)."""
         owner = self.owner[layer]
         held = self.held[owner]
-        out, _ = attend_rows(q, held.parts, soft, [False] * len(held.rows))
+        out, _ = attend_rows(q, held.parts, softmax, [False] * len(held.rows))
         if self.last[owner] == layer:
             end(owner, self.held.pop(owner))
         return out

@@ -5,7 +5,7 @@ accelerator each is one launch for all rows, and nothing waits: the GPU reads pi
 Without kernels (`kernels/fast.py`) rows take turns there too, and what is fetched is gathered on the host and sent.
 Tokens that are asked for once are read by attention where they lie. Where several query heads of a KV head ask, some
 ask for none, or what was fetched stays for a while, every KV head's distinct tokens are brought first
-(`engine/caches/copies.py`), from a cache of blocks (`engine/caches/held.py`) where it has them, and the counts stay on
+(`engine/caches/staging.py`), from a cache of blocks (`engine/caches/held.py`) where it has them, and the counts stay on
 the device until the ledger is read. A cache of blocks in front of a host that has codes is an exception: it is in the
 books alone, they are kept on the host, and a step waits for every layer's positions.
 
@@ -17,16 +17,16 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvbench.engine.attend import Part
-from kvbench.engine.caches.coded import Codec
-from kvbench.engine.caches.copies import Copies
-from kvbench.engine.layouts.coded import CodedLayer
+from kvbench.engine.caches.quantized import QuantizedCache
+from kvbench.engine.caches.staging import StagedTokens
 from kvbench.engine.layouts.fetching import Fetching
 from kvbench.engine.layouts.layer import Layer
+from kvbench.engine.layouts.quantized import QuantizedLayer
 from kvbench.kernels.clock import Since
 from kvbench.kernels.fast import STEP, takes
 from kvbench.kernels.rows.append import Place, append_rows_triton
 from kvbench.kernels.rows.blocks import Cached, fill_rows_triton, look_up_rows_triton
-from kvbench.kernels.rows.union import Ask, Bringing, Far, bring_rows_triton, union_rows_triton
+from kvbench.kernels.rows.union import Ask, Far, FetchLaunch, fetch_rows_triton, union_rows_triton
 
 
 def append_rows(layers: Sequence[Layer], k_new: Tensor, v_new: Tensor) -> None:
@@ -36,26 +36,26 @@ def append_rows(layers: Sequence[Layer], k_new: Tensor, v_new: Tensor) -> None:
             layer.append(k_new[i : i + 1], v_new[i : i + 1])
         return
     places: list[list[Place]] = []
-    coded: dict[type[Codec], dict[int, Codec]] = {}
+    coded: dict[type[QuantizedCache], dict[int, QuantizedCache]] = {}
     for i, layer in enumerate(layers):
         k, v = k_new[i : i + 1], v_new[i : i + 1]
-        if isinstance(layer, CodedLayer):
-            coded.setdefault(type(layer.codec), {})[i] = layer.codec
+        if isinstance(layer, QuantizedLayer):
+            coded.setdefault(type(layer.quantized), {})[i] = layer.quantized
         elif layer.packs:
             layer.append(k, v)
             places.append([])
             continue
         places.append(layer.places(k, v))
-    for kind, codecs in coded.items():
-        k, v = ([x[i : i + 1] for i in codecs] for x in (k_new, v_new))
-        for i, found in zip(codecs, kind.append_rows([*codecs.values()], k, v), strict=True):
+    for kind, caches in coded.items():
+        k, v = ([x[i : i + 1] for i in caches] for x in (k_new, v_new))
+        for i, found in zip(caches, kind.append_rows([*caches.values()], k, v), strict=True):
             places[i] = found
     append_rows_triton(k_new, v_new, places)
 
 
 def fetch_rows(layers: Sequence[Fetching], selections: Sequence[Tensor], padded: bool) -> list[Part]:
     """What each row's layer fetches at its positions (1, h_kv or h, k); where `padded`, -1 stands for no token."""
-    parts, brought = [], dict[int, list[tuple[Fetching, Ask, Copies]]]()  # by how long what is fetched stays
+    parts, brought = [], dict[int, list[tuple[Fetching, Ask, StagedTokens]]]()  # by how long what is fetched stays
     for layer, idx in zip(layers, selections, strict=True):
         if layer.packs:
             parts.append(layer.fetch(idx.int().long(), padded))
@@ -67,19 +67,19 @@ def fetch_rows(layers: Sequence[Fetching], selections: Sequence[Tensor], padded:
             parts.append(layer.fetch(idx.int().long(), padded))
             continue
         part = layer.reach(idx, padded)
-        if layer.brings(idx, padded):
-            copies = layer.shelf.copies_for(idx, (layer.k, layer.v))
+        if layer.copies_first(idx, padded):
+            copies = layer.staging.room_for(idx, (layer.k, layer.v))
             brought.setdefault(layer.n_recent, []).append((layer, copies.ask(idx), copies))
             part.near = copies.near
         else:
             layer.meter.count_fetch(idx, idx.numel(), layer.n_seen, layer.n_ahead, layer.n_host)
         parts.append(part)
     for ages, some in brought.items():
-        bring(some, ages)
+        fetch_distinct(some, ages)
     return parts
 
 
-def bring(brought: Sequence[tuple[Fetching, Ask, Copies]], ages: int) -> None:
+def fetch_distinct(brought: Sequence[tuple[Fetching, Ask, StagedTokens]], ages: int) -> None:
     """Copy each KV head's distinct tokens to the device, and leave the counts there.
 
     Those of the last `ages` selections are there: what lies longer in a row's copies may be of another layer.
@@ -94,21 +94,21 @@ def bring(brought: Sequence[tuple[Fetching, Ask, Copies]], ages: int) -> None:
     rows, found = [*cached.values()], dict[int, Tensor]()
     if rows:
         found = dict(zip(cached, look_up_rows_triton(rows, counts, [*cached]), strict=True))
-    bring_rows_triton(asks, far, counts)
+    fetch_rows_triton(asks, far, counts)
     if rows:
         fill_rows_triton(rows, [far[i] for i in cached])
     for i, (layer, ask, _) in enumerate(brought):
-        layer.meter.owe_fetch(counts[i], ask.idx.shape[1], found.get(i))
+        layer.meter.count_on_device(counts[i], ask.idx.shape[1], found.get(i))
 
 
-def far_of(layer: Fetching, copies: Copies, held: tuple[Tensor, Tensor] | None = None) -> Far:
+def far_of(layer: Fetching, copies: StagedTokens, held: tuple[Tensor, Tensor] | None = None) -> Far:
     """Where a layer's tokens lie on the host, and where their copies come to lie."""
     assert layer.host.has_keys, f"layer {layer.index} has values alone on the host"
     return Far(layer.host.k, layer.host.v, layer.host.late, copies.k, copies.v, held)
 
 
-class Bringer:
-    """`bring` at steps that are alike: rows without a cache of blocks ask from where they asked at the last step.
+class FetchPlan:
+    """`fetch_distinct` at steps that are alike: rows without a cache of blocks ask from where they asked at the last step.
 
     Where all layers of a row share its copies, each asks once a step: as many epochs pass as there are layers.
     """
@@ -117,25 +117,25 @@ class Bringer:
         """`selections` are where the positions of the steps to come lie, `ahead` of them at most."""
         self.layers, self.ages = layers, ages
         self.copies = [
-            layer.shelf.copies_for(idx, (layer.k, layer.v)) for layer, idx in zip(layers, selections, strict=True)
+            layer.staging.room_for(idx, (layer.k, layer.v)) for layer, idx in zip(layers, selections, strict=True)
         ]
         self.starts = [copies.epoch for copies in self.copies]
-        self.epochs = max(layer.shelf.n_layers for layer in layers)  # from step to step
+        self.epochs = max(layer.staging.n_layers for layer in layers)  # from step to step
         asks = [copies.asked(idx) for copies, idx in zip(self.copies, selections, strict=True)]
         far = [far_of(layer, copies) for layer, copies in zip(layers, self.copies, strict=True)]
-        self.told = Bringing(asks, far, ages, self.epochs, ahead)
+        self.planned = FetchLaunch(asks, far, ages, self.epochs, ahead)
 
     def holds(self, age: int) -> bool:
         """Whether copies lie where they lay, and nobody has asked with the epoch of the step that is so many later."""
         for layer, copies, start in zip(self.layers, self.copies, self.starts, strict=True):
             last, next_one = copies.epoch, start + self.epochs * age
-            if layer.shelf.copies is not copies or last >= next_one or (self.ages and last != next_one - 1):
+            if layer.staging.copies is not copies or last >= next_one or (self.ages and last != next_one - 1):
                 return False
         return True
 
     def take(self, since: Since) -> None:
         """Bring what rows ask for by now."""
-        self.told.take(since)
+        self.planned.take(since)
 
     def enter(self, age: int) -> None:
         """Note that the rows have asked at that step."""
@@ -144,4 +144,4 @@ class Bringer:
 
     def counts(self, age: int) -> Tensor:
         """Counts of each row at that step, on the device."""
-        return self.told.counts[age]
+        return self.planned.counts[age]

@@ -20,7 +20,7 @@ from kvbench.kernels.scratch import Scratch
 from kvbench.kernels.topk import KeyChoice, top_stable
 
 Launch = Callable[[Tensor, Tensor, Tensor, Since], Tensor]
-"""From rows' queries (n, h, 1, d_h), their newest K and V, and the number of steps since kernels were told: keys
+"""From rows' queries (n, h, 1, d_h), their newest K and V, and the number of steps since kernels were planned: keys
 (n, heads, units) of `kernels/topk.py`. Of units that a later step has there are none yet."""
 
 
@@ -95,7 +95,7 @@ class Search:
         raise NotImplementedError
 
     def costs(self, age: int) -> Sequence[Cost]:
-        """What each row's search took so many steps after the one it was told, whose tokens its layer has taken in."""
+        """What each row's search took so many steps after the one it was planned, whose tokens its layer has taken in."""
         raise NotImplementedError
 
     def enter(self, age: int) -> None:

@@ -84,14 +84,14 @@ def cut(row: Row) -> None:
 
 def attend_groups(
     groups: Sequence[tuple[type[Row], slice]], rows: Sequence[Row], layer: int,
-    q: Tensor, k: Tensor, v: Tensor, soft: Softmax, readers: Readers | None = None, plan: LaunchPlan | None = None,
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, readers: Readers | None = None, plan: LaunchPlan | None = None,
 ) -> Tensor:  # fmt: skip
     """One layer of one step for rows that stand by class: their parts, attention, the books; (n, h, 1, d_h).
 
     Where other layers read this one's K and V, `readers` ends its step; `plan` has its launches on an accelerator.
     """
     if plan is not None and plan.holds(q):
-        return plan.take_step(q, k, v, soft)
+        return plan.take_step(q, k, v, softmax)
     with span("append", layer):
         append_rows([row.store[layer] for row in rows], k, v)
         resident = residents(groups, rows, layer, q)
@@ -99,7 +99,7 @@ def attend_groups(
     with span("attention", layer):
         parts = [[*own, *more] for own, more in zip(resident, fetched, strict=True)]
         count_parts(rows, layer, parts)
-        out, weights = attend_rows(q, parts, soft, [row.wants_weights for row in rows])
+        out, weights = attend_rows(q, parts, softmax, [row.wants_weights for row in rows])
         if plan is not None:
             plan.make(parts, fetched, q)
     with span("after", layer):
@@ -113,7 +113,7 @@ def attend_groups(
         for kind, at in groups:
             changes += behind_rows(kind, rows[at], layer, out if len(groups) == 1 else out[at], weights[at], on_gpu)
         if plan is not None:
-            plan.forget() if changes else plan.learn()
+            plan.forget() if changes else plan.plan_update()
         held = Held(rows, parts, changes)
         if readers is not None:
             readers.hold(layer, held)
@@ -131,8 +131,8 @@ def residents(
 
 def attend_group(
     kind: type[Row], rows: Sequence[Row], layer: int,
-    q: Tensor, k: Tensor, v: Tensor, soft: Softmax,
+    q: Tensor, k: Tensor, v: Tensor, softmax: Softmax,
 ) -> list[Tensor]:  # fmt: skip
     """`attend_groups` for rows of one class; (1, h, 1, d_h) each."""
-    out = attend_groups([(kind, slice(0, len(rows)))], rows, layer, q, k, v, soft)
+    out = attend_groups([(kind, slice(0, len(rows)))], rows, layer, q, k, v, softmax)
     return [out[i : i + 1] for i in range(len(rows))]

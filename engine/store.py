@@ -16,38 +16,38 @@ from torch import Tensor
 
 from kvbench.engine.books.audit import check_kept, correct_entry
 from kvbench.engine.books.ledger import Ledger
-from kvbench.engine.books.meter import Access, Meter, owe
-from kvbench.engine.books.unwritten import Unwritten
+from kvbench.engine.books.meter import Access, Meter, add_pending
+from kvbench.engine.books.pending import PendingSteps
 from kvbench.engine.caches.blocks import BlockCache, BlockCacheSpec
-from kvbench.engine.caches.copies import Shelf
 from kvbench.engine.caches.queries import QueryRing
+from kvbench.engine.caches.staging import StagingBuffer
 from kvbench.engine.caches.token_code import TokenCode
-from kvbench.engine.keeping import AS_THEY_ARE, Keeping
-from kvbench.engine.layouts.coded import CodedLayer
 from kvbench.engine.layouts.fetching import Fetching
 from kvbench.engine.layouts.home import Home
 from kvbench.engine.layouts.kept import kept_as, kept_mask
 from kvbench.engine.layouts.layer import Layer
 from kvbench.engine.layouts.memory import Pair
+from kvbench.engine.layouts.quantized import QuantizedLayer
 from kvbench.engine.layouts.slots import Marked, Slots
 from kvbench.engine.layouts.whole import DelayedView, RaggedView, View
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import (
     Change,
     Coded,
-    Coder,
     Delayed,
     Kept,
     Made,
     Offloaded,
     OffloadedValues,
     Placement,
+    Quantize,
     Ragged,
     Release,
     Searched,
     Stay,
     Whole,
 )  # fmt: skip
+from kvbench.engine.post_processing import AS_THEY_ARE, PostProcessing
 from kvbench.engine.selection import Cost
 
 Layouts = Mapping[type[Placement], Callable[[Any, Any], Layer]]
@@ -60,7 +60,7 @@ LAYOUTS: Layouts = {
     OffloadedValues: Fetching.of_values,
     Searched: Fetching.of_some,
     Made: Marked.made,
-    Coded: CodedLayer.of,
+    Coded: QuantizedLayer.of,
 }
 
 
@@ -75,30 +75,32 @@ class Store:
         self.n_new = n_new  # tokens that may be appended
         self.cache_spec = cache
         self.books = Ledger()
-        self.unwritten: Unwritten | None = None  # steps that neither `books` nor `placed` have yet
+        self.pending: PendingSteps | None = None  # steps that neither `books` nor `placed` have yet
         self.checked_for = checked_for  # whom errors name; empty: the row is believed
         self.placed: dict[int, Layer] = {}
-        self.keeping: Keeping = AS_THEY_ARE  # what becomes of kept keys and values
-        self.coder: Coder | None = None  # of a composition: what a method keeps becomes codes
+        self.post_processing: PostProcessing = AS_THEY_ARE  # what becomes of kept keys and values
+        self.quantize: Quantize | None = None  # of a composition: what a method keeps becomes codes
         self.host_code: TokenCode | None = None  # or what it sends to the host
-        self.shelves: dict[torch.device, Shelf] = {}  # one for all layers of a GPU: each needs it until its attention
+        self.staging_buffers: dict[
+            torch.device, StagingBuffer
+        ] = {}  # one for all layers of a GPU: each needs it until its attention
         self.accesses: list[Access] | None = None  # a list: layers that are placed from then on note fetches in it
 
     def __getitem__(self, layer: int) -> Any:
-        if self.unwritten is not None:
-            self.unwritten.settle()
+        if self.pending is not None:
+            self.pending.flush()
         return self.placed[layer]
 
     @property
     def layers(self) -> dict[int, Layer]:
-        if self.unwritten is not None:
-            self.unwritten.settle()
+        if self.pending is not None:
+            self.pending.flush()
         return self.placed
 
     @property
     def ledger(self) -> Ledger:
-        if self.unwritten is not None:
-            self.unwritten.settle()
+        if self.pending is not None:
+            self.pending.flush()
         return self.books
 
     def take_ledger(self) -> Ledger:
@@ -112,9 +114,9 @@ class Store:
         """Put the prompt's tokens of a layer where the method says, once."""
         assert layer not in self.layers, f"layer {layer} is placed twice"
         check_kept(placement, layer, self.shape, self.trace.s_prompt, self.checked_for)
-        coded = placement if self.coder is None else self.as_codes(layer, placement, self.coder)
+        coded = placement if self.quantize is None else self.as_codes(layer, placement, self.quantize)
         home = self.home(layer, coded)
-        if self.keeping.changes:
+        if self.post_processing.changes:
             home.made = self.kept_as_asked(layer, placement, home)
         made = self.layers[layer] = self.layouts[type(coded)](home, coded)
         if (queries := getattr(placement, "queries", None)) is not None:
@@ -149,28 +151,28 @@ class Store:
         spec, fetches = self.cache_spec, isinstance(placement, Offloaded | OffloadedValues | Searched)
         blocks = BlockCache(spec) if fetches and spec is not None and spec.tokens else None
         meter = Meter(self.shape, blocks, self.accesses)
-        return Home(self.trace, layer, self.n_new, meter, self.checked_for, self.host_code, self.shelf_of(layer))
+        return Home(self.trace, layer, self.n_new, meter, self.checked_for, self.host_code, self.staging_of(layer))
 
     def kept_as_asked(self, layer: int, placement: Placement, home: Home) -> Pair | None:
         """K and V of the prompt with those that stay changed; None where they all stay."""
         kept = kept_mask(placement, self.shape.h_kv, home.s_prompt, home.device)
-        return None if kept is None or bool(kept.all()) else kept_as(self.keeping, self.trace, layer, kept)
+        return None if kept is None or bool(kept.all()) else kept_as(self.post_processing, self.trace, layer, kept)
 
-    def shelf_of(self, layer: int) -> Shelf:
-        shelf = Shelf(self.trace.s_prompt + self.n_new, 0, len(self.shape.attention_layers))
-        return self.shelves.setdefault(self.trace.device_of(layer), shelf)
+    def staging_of(self, layer: int) -> StagingBuffer:
+        staging = StagingBuffer(self.trace.s_prompt + self.n_new, 0, len(self.shape.attention_layers))
+        return self.staging_buffers.setdefault(self.trace.device_of(layer), staging)
 
-    def as_codes(self, layer: int, placement: Placement, coder: Coder) -> Coded:
+    def as_codes(self, layer: int, placement: Placement, quantize: Quantize) -> Coded:
         """The tokens of this placement as codes."""
         s, (_, n_window, capacity) = self.trace.s_prompt, placement.size(self.trace.s_prompt, self.n_new)
         if isinstance(placement, Whole):
-            return Coded(coder)
+            return Coded(quantize)
         assert isinstance(placement, Kept), f"layer {layer} cannot become codes"
         assert capacity >= n_window + self.n_new, f"layer {layer} has a window that slides"
         every = torch.arange(s, device=self.trace.device_of(layer)).expand(1, self.shape.h_kv, -1)
         first = every[..., : placement.chosen] if isinstance(placement.chosen, int) else placement.chosen
         assert first.shape[1] == self.shape.h_kv, f"layer {layer} cannot become codes"
-        return Coded(coder, torch.cat([first, every[..., s - n_window :]], -1).sort(dim=-1).values)
+        return Coded(quantize, torch.cat([first, every[..., s - n_window :]], -1).sort(dim=-1).values)
 
     # The books.
 
@@ -178,8 +180,8 @@ class Store:
         """End the layer's step, that of its newest token: its entry goes into the ledger."""
         at, ledger = self.layers[layer], self.books  # which the layers complete
         ledger.append(at.close(at.n_seen - at.s_prompt))
-        if at.meter.owed is not None:
-            owe(ledger, at.meter)
+        if at.meter.device_counts is not None:
+            add_pending(ledger, at.meter)
         if (correct := at.correction()) is not None:
             ledger.correct(correct)
         if ledger.read:

@@ -22,13 +22,13 @@ from kvbench.engine.budget import EVERYTHING, Bytes
 from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.checkpoints.header import header_shape, shape_of_config
 from kvbench.engine.errors import ConfigError, unknown_name
-from kvbench.engine.keeping import AS_THEY_ARE, Keeping, Merging
+from kvbench.engine.post_processing import AS_THEY_ARE, Merging, PostProcessing
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.terminal import say
 from kvbench.evals.refusals import leave_out, naming, refuse_nothing_left
-from kvbench.evals.settings import ORDERS, Choice, GivenKeeping, ModelSpec, Settings, load_class, methods_for
+from kvbench.evals.settings import ORDERS, Choice, GivenPostProcessing, ModelSpec, Settings, load_class, methods_for
 from kvbench.evals.typed import build, build_params
-from kvbench.methods.rules import Coding, Rules
+from kvbench.methods.rules import Quantizer, Rules
 from kvbench.results.names import own_methods
 from kvbench.results.schema import METRICS
 from kvbench.tasks.base import Task
@@ -55,8 +55,8 @@ class Asked:
     task_params: Any
     shape: ModelShape | None  # None: the model's header does not say it
     sparsity: "SparsePrefill | None"  # of the prefill
-    coding: Coding | None = None  # who makes codes of what the method keeps, or has on the host
-    keeping: Keeping = AS_THEY_ARE  # what becomes of kept keys and values
+    quantizer: Quantizer | None = None  # who makes codes of what the method keeps, or has on the host
+    post_processing: PostProcessing = AS_THEY_ARE  # what becomes of kept keys and values
 
 
 class AskedMethod(NamedTuple):
@@ -66,8 +66,8 @@ class AskedMethod(NamedTuple):
     rules: type[Rules]
     params: Any
     sparsity: "SparsePrefill | None"
-    coding: Coding | None
-    keeping: Keeping
+    quantizer: Quantizer | None
+    post_processing: PostProcessing
 
 
 class Lookups:
@@ -114,9 +114,9 @@ def ask_method(given: Settings) -> AskedMethod:
     if not rules.has_budget or rules.adapts(params):
         settings = replace(
             given, budget=EVERYTHING, cache=NO_CACHE, allocator=None, compose=None, compose_order=ORDERS[0],
-            keeping=GivenKeeping(None, None, Merging()), evicts=given.evicts and rules.has_budget,
+            post_processing=GivenPostProcessing(None, None, Merging()), evicts=given.evicts and rules.has_budget,
         )  # fmt: skip
-    keeping = keeping_of(settings, rules, params)
+    post_processing = post_processing_of(settings, rules, params)
     if settings.evicts:
         refuse_chunks(settings, rules, params)
         params = rules.in_chunks(params)
@@ -128,13 +128,13 @@ def ask_method(given: Settings) -> AskedMethod:
     if settings.allocator is not None:
         with naming(settings):
             rules.check_allocator(params, settings.allocator)
-    sparsity, coding = sparsity_of(settings, rules), coding_of(settings, rules, params)
-    return AskedMethod(settings, rules, params, sparsity, coding, keeping)
+    sparsity, quantizer = sparsity_of(settings, rules), quantizer_of(settings, rules, params)
+    return AskedMethod(settings, rules, params, sparsity, quantizer, post_processing)
 
 
 def ask_one(given: Settings, look: Lookups) -> Asked:
     """Check a cell without torch."""
-    settings, rules, params, sparsity, coding, keeping = ask_method(given)
+    settings, rules, params, sparsity, quantizer, post_processing = ask_method(given)
     task_class, task_params = class_and_params(settings.task)
     task: Task = task_class(task_params, settings.data_dir, settings.seed)
     asks = f"task={settings.task.name}"
@@ -149,7 +149,7 @@ def ask_one(given: Settings, look: Lookups) -> Asked:
     if task.asking is not None:
         with naming(settings):
             is_plain = settings.allocator is settings.compose is settings.budget.memory is None
-            is_plain &= not keeping.changes
+            is_plain &= not post_processing.changes
             task.asking.check(rules, params, is_plain)
         if not settings.sampling.is_greedy:
             raise ConfigError(
@@ -168,7 +168,7 @@ def ask_one(given: Settings, look: Lookups) -> Asked:
             "compressed here; use compression_scope=full_prompt and a task with one question, or method.window=64"
         )
     shape = look(early_shape, settings)
-    asked = Asked(settings, rules, params, task, task_params, shape, sparsity, coding, keeping)
+    asked = Asked(settings, rules, params, task, task_params, shape, sparsity, quantizer, post_processing)
     if shape is not None:
         check(asked, shape)
     return asked
@@ -178,7 +178,9 @@ def check(asked: Asked, shape: ModelShape) -> None:
     """Raise `ConfigError` where a model of this shape cannot meet what is asked."""
     settings, rules, task = asked.settings, asked.rules, asked.task
     refuse_many(settings, shape)
-    check_method(AskedMethod(settings, rules, asked.params, asked.sparsity, asked.coding, asked.keeping), shape)
+    check_method(
+        AskedMethod(settings, rules, asked.params, asked.sparsity, asked.quantizer, asked.post_processing), shape
+    )
     if asked.sparsity is not None:
         if shape.choosing_layers:
             raise ConfigError(
@@ -193,23 +195,23 @@ def check(asked: Asked, shape: ModelShape) -> None:
     # Of bytes a prompt that is shorter still has a larger share.
     if shortest is not None and not isinstance(settings.budget.memory, Bytes):
         with naming(settings):
-            rules.planned(asked.params, settings.budget, shape, shortest, settings.cache, partner=asked.coding)
+            rules.planned(asked.params, settings.budget, shape, shortest, settings.cache, quantizer=asked.quantizer)
 
 
 def check_method(asked: AskedMethod, shape: ModelShape) -> None:
     """Raise `ConfigError` where the method cannot do on a model of this shape what is asked of it."""
-    settings, rules, params, _, coding, keeping = asked
+    settings, rules, params, _, quantizer, post_processing = asked
     refuse_counts(settings, rules)
     if settings.evicts:
         refuse_kinds(settings, shape)
     with naming(settings):
-        rules.check_kinds(params, shape, coding)
+        rules.check_kinds(params, shape, quantizer)
         rules.check(params, settings.budget, shape)
         refuse_heads(settings, shape)
         rules.check_cache(params, settings.cache)
-        keeping.check(shape)
-        if coding is not None:
-            coding.rules.check_shape(coding.params, shape)
+        post_processing.check(shape)
+        if quantizer is not None:
+            quantizer.rules.check_shape(quantizer.params, shape)
         checks.sizes("method", params, shape.window, f"the window of model {shape.name!r}")
         checks.sizes("cache", settings.cache, shape.window, f"the window of model {shape.name!r}")
 
@@ -221,7 +223,7 @@ def refuse_chunks(settings: Settings, rules: type[Rules], params: Any) -> None:
         reason = f"allocator={settings.allocator.name} gives layers or heads other numbers of tokens"
     if not reason and settings.compose is not None:
         reason = f"compose={settings.compose.name} makes codes of what an exact pass leaves"
-    if not reason and (settings.keeping.positions or settings.keeping.dropped):
+    if not reason and (settings.post_processing.positions or settings.post_processing.dropped):
         reason = "positions and dropped change keys and values that an exact pass leaves"
     if reason:
         raise ConfigError(
@@ -319,7 +321,7 @@ def sparsity_of(settings: Settings, rules: type[Rules]) -> "SparsePrefill | None
     chosen = settings.prefill
     if chosen is None:
         return None
-    if rules.thins:
+    if rules.prunes_prompt:
         raise ConfigError(
             f"method={settings.method.name} has a prefill of its own, which prefill={chosen.name} cannot make sparse; "
             "use prefill=exact with it"
@@ -327,7 +329,7 @@ def sparsity_of(settings: Settings, rules: type[Rules]) -> "SparsePrefill | None
     return build(load_class(chosen), chosen.params, "prefill")
 
 
-def coding_of(settings: Settings, rules: type[Rules], params: Any) -> Coding | None:
+def quantizer_of(settings: Settings, rules: type[Rules], params: Any) -> Quantizer | None:
     """The method that makes codes of what is kept; `ConfigError` where the two cannot be composed."""
     chosen = settings.compose
     if chosen is None or not rules.has_budget:
@@ -336,8 +338,8 @@ def coding_of(settings: Settings, rules: type[Rules], params: Any) -> Coding | N
                 f"compose_order={settings.compose_order} means nothing without compose; give compose=kivi"
             )
         return None
-    coding = Coding(*rules_and_params(chosen), settings.compose_order == "quantise_first")
-    if not coding.rules.composes:
+    quantizer = Quantizer(*rules_and_params(chosen), settings.compose_order == "quantise_first")
+    if not quantizer.rules.composes:
         raise ConfigError(f"compose={chosen.name} makes no codes of what another method keeps; use compose=kivi")
     if settings.allocator is not None and settings.allocator.name != "uniform":
         reason = f"allocator={settings.allocator.name} gives layers or heads other numbers of tokens"
@@ -345,26 +347,26 @@ def coding_of(settings: Settings, rules: type[Rules], params: Any) -> Coding | N
         reason = rules.uncodable(params)
     if reason:
         raise ConfigError(f"method={settings.method.name} cannot be composed with {chosen.name}: {reason}")
-    if not rules.drops and coding.token_code() is None:
+    if not rules.drops and quantizer.token_code() is None:
         raise ConfigError(
-            f"method={settings.method.name} cannot be composed with {chosen.name}: {coding.rules.title} makes no "
+            f"method={settings.method.name} cannot be composed with {chosen.name}: {quantizer.rules.title} makes no "
             "codes of single tokens, which a step could fetch"
         )
-    if coding.first and not rules.drops:
+    if quantizer.first and not rules.drops:
         raise ConfigError(
             f"compose_order=quantise_first is for methods that drop tokens, and {rules.title} drops none; leave it out"
         )
-    return coding
+    return quantizer
 
 
-def keeping_of(settings: Settings, rules: type[Rules], params: Any) -> Keeping:
+def post_processing_of(settings: Settings, rules: type[Rules], params: Any) -> PostProcessing:
     """What becomes of keys and values that the method keeps; `ConfigError` where that cannot be."""
     if not rules.has_budget:
         return AS_THEY_ARE
-    keeping = settings.keeping.over(rules.own_keeping(params))
-    if keeping.changes and (reason := rules.unchangeable(params)):
-        raise ConfigError(f"method={settings.method.name} cannot have {keeping.asked}: {reason}")
-    return keeping
+    post_processing = settings.post_processing.over(rules.own_post_processing(params))
+    if post_processing.changes and (reason := rules.unchangeable(params)):
+        raise ConfigError(f"method={settings.method.name} cannot have {post_processing.asked}: {reason}")
+    return post_processing
 
 
 def early_shape(settings: Settings) -> ModelShape | None:

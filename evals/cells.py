@@ -11,7 +11,7 @@ from typing import Any
 
 from kvbench.engine.budget import NO_FRAME, BudgetRequest, Frame
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.keeping import AS_THEY_ARE, Keeping
+from kvbench.engine.post_processing import AS_THEY_ARE, PostProcessing
 from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.engine.sparse.base import SparsePrefill
 from kvbench.evals.asked import RUNS, Asked, AskedMethod, Lookups, ask_method, check
@@ -20,7 +20,7 @@ from kvbench.evals.outside import is_target
 from kvbench.evals.refusals import leave_out, naming, refuse_nothing_left
 from kvbench.evals.settings import Settings, load_class
 from kvbench.methods.base import SelectiveAttention, Variant
-from kvbench.methods.rules import Coding, Rules
+from kvbench.methods.rules import Quantizer, Rules
 from kvbench.results import RunFolder, run_name
 from kvbench.tasks.base import Task
 
@@ -39,8 +39,8 @@ class Cell:
     config: dict[str, Any]  # what identifies the run
     path: Path
     sparsity: SparsePrefill | None = None  # of the prefill
-    coding: Coding | None = None  # of a composition: who makes codes
-    keeping: Keeping = AS_THEY_ARE  # what becomes of kept keys and values
+    quantizer: Quantizer | None = None  # of a composition: who makes codes
+    post_processing: PostProcessing = AS_THEY_ARE  # what becomes of kept keys and values
     draw: int | None = None  # of a prompt's answers, where several are drawn
 
     @property
@@ -54,7 +54,7 @@ class Cell:
 
     @property
     def asked(self) -> AskedMethod:
-        return AskedMethod(self.settings, self.rules, self.params, self.sparsity, self.coding, self.keeping)
+        return AskedMethod(self.settings, self.rules, self.params, self.sparsity, self.quantizer, self.post_processing)
 
     @property
     def label(self) -> str:
@@ -68,10 +68,10 @@ class Cell:
             label += ", whole prompt"
         if self.settings.allocator is not None:
             label = label.replace(self.rules.title, f"{self.rules.title}+{self.settings.allocator.label()}", 1)
-        if self.keeping.changes:
-            label += f" ({self.keeping.label()})"
-        if self.coding is not None:
-            label += f" + {self.coding.title(self.rules.drops)}"
+        if self.post_processing.changes:
+            label += f" ({self.post_processing.label()})"
+        if self.quantizer is not None:
+            label += f" + {self.quantizer.title(self.rules.drops)}"
         if self.settings.evicts:
             label += f", in chunks of {self.settings.chunk:,}"
         if self.sparsity is None:
@@ -83,8 +83,8 @@ class Cell:
         with naming(self.settings):
             asked = self.settings
             found = self.kind.variant_for(
-                self.params, self.request, self.shape, s_prompt, asked.cache, asked.allocator, frame, self.partner,
-                self.keeping,
+                self.params, self.request, self.shape, s_prompt, asked.cache, asked.allocator, frame, self.loaded_quantizer,
+                self.post_processing,
             )  # fmt: skip
         return replace(found, is_checked=True) if is_target(asked.method.target) else found
 
@@ -93,11 +93,11 @@ class Cell:
         return [replace(self, draw=draw) for draw in self.settings.sampling.draws()]
 
     @property
-    def partner(self) -> Coding | None:
+    def loaded_quantizer(self) -> Quantizer | None:
         """The method that makes codes, and no longer its rules alone."""
-        if self.settings.compose is None or self.coding is None:
+        if self.settings.compose is None or self.quantizer is None:
             return None
-        return self.coding._replace(rules=load_class(self.settings.compose))
+        return self.quantizer._replace(rules=load_class(self.settings.compose))
 
     def group(self) -> tuple[Any, ...]:
         """Cells with equal groups can share a prefill."""
@@ -155,10 +155,10 @@ def ready_cell(asked: Asked, look: Lookups) -> Cell:
         with naming(settings):
             checkpoint = look(look_into, settings)
             asked.rules.check_model(asked.params, checkpoint)
-            asked.keeping.check_model(checkpoint)
+            asked.post_processing.check_model(checkpoint)
     return Cell(
-        settings, asked.rules, asked.params, asked.task, shape, config, path, asked.sparsity, asked.coding,
-        asked.keeping,
+        settings, asked.rules, asked.params, asked.task, shape, config, path, asked.sparsity, asked.quantizer,
+        asked.post_processing,
     )  # fmt: skip
 
 
@@ -174,10 +174,19 @@ def cell_without_task(
     given: Settings, shape: ModelShape | None = None, config: dict[str, Any] | None = None, path: Path | None = None
 ) -> Cell:
     """A cell that says what its method is called and plans, where nothing is asked of it, or nobody knows the model."""
-    settings, rules, params, sparsity, coding, keeping = ask_method(given)
+    settings, rules, params, sparsity, quantizer, post_processing = ask_method(given)
     nothing: Any = None
     return Cell(
-        settings, rules, params, nothing, shape or nothing, config or {}, path or nothing, sparsity, coding, keeping
+        settings,
+        rules,
+        params,
+        nothing,
+        shape or nothing,
+        config or {},
+        path or nothing,
+        sparsity,
+        quantizer,
+        post_processing,
     )
 
 
@@ -186,7 +195,7 @@ def check_loaded(cells: Iterable[Cell], model: Checkpoint) -> None:
     for cell in cells:
         with naming(cell.settings):
             cell.rules.check_model(cell.params, model)
-            cell.keeping.check_model(model)
+            cell.post_processing.check_model(model)
 
 
 def identity(settings: Settings, asked: Asked, digest: str) -> dict[str, Any]:
@@ -205,8 +214,8 @@ def identity(settings: Settings, asked: Asked, digest: str) -> dict[str, Any]:
         config["prefill_version"] = sparsity.version
         if (prefill_data := sparsity.data_digest()) is not None:
             config["prefill_data_digest"] = prefill_data
-    if asked.coding is not None and asked.coding.rules.version != FIRST:  # runs of the first one do not say it
-        config["compose_version"] = asked.coding.rules.version
+    if asked.quantizer is not None and asked.quantizer.rules.version != FIRST:  # runs of the first one do not say it
+        config["compose_version"] = asked.quantizer.rules.version
     return config
 
 

@@ -66,8 +66,8 @@ def answer_line(sample: Sample, prompt: Prompt, sha: str, reply: Reply, row: Sel
     uncounted = uncounted_bytes(row) if row.store.checked_for else 0
     if uncounted:
         ledger["within_budget"] = False
-    probes = row.variant.probes
-    probe_s = sum(row.trace.probes[what].seconds for what in probes) if probes else None
+    second_passes = row.variant.second_passes
+    probe_s = sum(row.trace.second_passes[what].seconds for what in second_passes) if second_passes else None
     report = row.reported()
     score, measures = cell.task.verdict_now(sample, reply.text) if outcome is None else (outcome.score, {})
     return SampleRow(
@@ -317,7 +317,7 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         budget_counts=(settings.budget.counts or "target") if cell.rules.of_answers else None,
         sampling=settings.sampling.identity(),
         allocator=None if settings.allocator is None else settings.allocator.label(),
-        keeping=cell.keeping.label() or None,
+        keeping=cell.post_processing.label() or None,
         adapts=cell.rules.adapts(cell.params),
         memory_exact=None if settings.budget.memory is None else exact(settings.budget.memory),
         key_share=None if cell.shape.key_share == Fraction(1, 2) else exact(cell.shape.key_share),

@@ -27,7 +27,7 @@ from kvbench.engine.checks import word
 from kvbench.engine.decode import decode
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.model import Model
-from kvbench.engine.passes.probe import probe
+from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
 from kvbench.evals.asked import check_method
@@ -189,13 +189,13 @@ def read(model: Model, prompt: str | Sequence[int], wanted: Iterable[Wanted]) ->
         raise ConfigError("no variant is to read the prompt; give one or more, such as variant('oracle', ratio=0.1)")
     ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     variants = [one.on(model, len(ids)) for one in wanted]
-    apart = [one.label for one, variant in zip(wanted, variants, strict=True) if variant.thinning is not None]
+    apart = [one.label for one, variant in zip(wanted, variants, strict=True) if variant.pruning is not None]
     if apart and len(variants) > 1:
         raise ConfigError(f"{apart[0]} has a prefill of its own, which no other variant can share; read for it alone")
     observations = [what for one in variants for what in one.observations]
     with model.hooked():
-        trace = prefill(model, ids, observations, thinning=variants[0].thinning)
-    probe(model, trace, [what for one in variants for what in one.probes])
+        trace = prefill(model, ids, observations, pruning=variants[0].pruning)
+    run_second_passes(model, trace, [what for one in variants for what in one.second_passes])
     return Reading(model, trace, wanted, variants)
 
 

@@ -24,8 +24,8 @@ from kvbench.engine.budget import COUNTS, BudgetRequest, Bytes, exact
 from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.checks import one_of, whole_number, word
 from kvbench.engine.errors import ConfigError, unknown_name
-from kvbench.engine.keeping import Keeping, Merging
 from kvbench.engine.lazy import wait_for_torch
+from kvbench.engine.post_processing import Merging, PostProcessing
 from kvbench.engine.sampling.spec import Sampling
 from kvbench.evals import outside
 from kvbench.evals.outside import KINDS
@@ -142,7 +142,7 @@ POOLS = {"ray": RayPool, "submitit_slurm": SlurmPool}  # by the file in conf/hyd
 
 
 @dataclass(frozen=True)
-class GivenKeeping:
+class GivenPostProcessing:
     """What the keys of a run say of kept keys and values; None: as the method itself has them."""
 
     positions: str | None
@@ -152,11 +152,11 @@ class GivenKeeping:
     def __post_init__(self) -> None:
         if self.merging != Merging() and self.dropped != "merged":
             raise ConfigError("merging.threshold and merging.share are of dropped=merged; give that, or leave them out")
-        self.over(Keeping())
+        self.over(PostProcessing())
 
-    def over(self, own: Keeping) -> Keeping:
+    def over(self, own: PostProcessing) -> PostProcessing:
         """The method's own, but for what is given."""
-        return Keeping(self.positions or own.positions, self.dropped or own.dropped, self.merging)
+        return PostProcessing(self.positions or own.positions, self.dropped or own.dropped, self.merging)
 
     def identity(self) -> dict[str, Any]:
         merging = {"threshold": self.merging.threshold, "share": exact(self.merging.share)}
@@ -195,7 +195,7 @@ class Settings(Plain):
     sampling: Sampling
     compose: Choice | None  # what makes codes of the tokens that the method keeps, or has on the host
     allocator: Allocator | None  # of a scorer's budget; None: as the method itself divides it
-    keeping: GivenKeeping
+    post_processing: GivenPostProcessing
     scope: str
     graphs: bool  # whether decode steps on a GPU may be captured
     out: Path | None
@@ -240,7 +240,7 @@ class Settings(Plain):
             "prefill_chunk": self.chunk,
             "prefill_evict": self.evicts,
             "allocator": self.allocator and identity_of_allocator(self.allocator),
-            **self.keeping.identity(),
+            **self.post_processing.identity(),
         }
         return always | unusual("run", hardware) | self.sampling.identity() | unusual("run", more)
 
@@ -342,9 +342,9 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
             keys.ratio, keys.budget, keys.comm, keys.compensate, counts=keys.budget_counts, memory=keys.memory
         ),
         sampling=Sampling(keys.temperature, keys.top_p, keys.top_k, keys.n_answers),
-        compose=partner(keys.compose),
+        compose=composed_with(keys.compose),
         allocator=allocator(keys.allocator),
-        keeping=GivenKeeping(keys.positions, keys.dropped, keys.merging),
+        post_processing=GivenPostProcessing(keys.positions, keys.dropped, keys.merging),
         scope=keys.compression_scope,
         graphs=keys.cuda_graphs == "auto",
         out=keys.out.expanduser() if keys.out else None,
@@ -470,7 +470,7 @@ def allocator(tree: Any) -> Allocator | None:
     return build(Allocator, usual | dict(tree), "allocator")
 
 
-def partner(name: str | None) -> Choice | None:
+def composed_with(name: str | None) -> Choice | None:
     """The method that `compose` names, by its file in conf/method; its values are those of the file."""
     if name is None:
         return None

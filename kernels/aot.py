@@ -318,12 +318,12 @@ def row_sites(shape: Shape, s: int) -> None:
     for ages in (0, 1):
         ask = union.Ask(positions(1, shape.h, n), stamps, stamps, tokens, tokens, 3)
         counts = union.union_rows_triton([ask] * 2, shape.h_kv, ages)
-        union.bring_rows_triton([ask] * 2, [union.Far(k, k, (late, late), k, k)] * 2, counts)
+        union.fetch_rows_triton([ask] * 2, [union.Far(k, k, (late, late), k, k)] * 2, counts)
     cache = integers(len(blocks.BLOCK), n_total // 128 + 1), integers(len(blocks.SLOT), 32), integers(2), late, late
     cached = blocks.Cached(ask, *cache, 128, 32, False, 4, s // 128)
     blocks.look_up_rows_triton([cached] * 2, counts, [0, 1])
     blocks.fill_rows_triton([cached] * 2, [union.Far(k, k, (late, late), k, k, (late, late))] * 2)
-    values.bring_values_triton(k, positions(1, shape.h_kv, n))
+    values.fetch_values_triton(k, positions(1, shape.h_kv, n))
 
 
 SITES: dict[str, Callable[[Shape, int], None]] = {

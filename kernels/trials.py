@@ -31,8 +31,8 @@ from kvbench.kernels.pq_codes import PackedCodes, pq_codes_torch
 from kvbench.kernels.rows import buckets, chunks, collisions, columns, landmarks, logits
 from kvbench.kernels.rows.append import append_rows_ref, append_rows_triton
 from kvbench.kernels.rows.blocks import BLOCK, SLOT, Cached, fill_rows_triton, look_up_rows_triton
-from kvbench.kernels.rows.union import Ask, Far, bring_rows_triton, union_rows_triton
-from kvbench.kernels.rows.values import bring_values_triton
+from kvbench.kernels.rows.union import Ask, Far, fetch_rows_triton, union_rows_triton
+from kvbench.kernels.rows.values import fetch_values_triton
 from kvbench.kernels.rows.weights import Held, Row, Softening, receive_rows
 from kvbench.kernels.select_attend import Near, Spans, Tokens, attend_parts_ref, attend_rows_triton
 
@@ -118,13 +118,13 @@ def step(on: Heads) -> Pairs:
     near = [x.new_zeros(1, on.h_kv, ask.tokens.shape[1], x.shape[3]) for x in (k, v)]
     near[1] = near[0][..., : on.d_v] if on.is_latent else near[1]
     counts = union_rows_triton([ask], on.h_kv, 0)
-    bring_rows_triton([ask], [Far(*host, late, near[0], near[1])], counts)
+    fetch_rows_triton([ask], [Far(*host, late, near[0], near[1])], counts)
     asked = torch.zeros(on.h_kv, S + LATE, device=on.device).scatter_(1, many[0].view(on.h_kv, -1), 1.0)
     yield counts[0, :, 1], asked.sum(1).int()
     slots = ask.slots.long().repeat_interleave(on.g, 0).gather(1, many[0]).unsqueeze(0)
     for mine, early, behind in zip(near, (k, v), (k_late, v_late), strict=True):
         yield gather_split(mine, None, slots), gather_split(early, behind, many)
-    yield bring_values_triton(host[0], few.clamp(max=S - 1)), gather_split(k, None, few.clamp(max=S - 1))
+    yield fetch_values_triton(host[0], few.clamp(max=S - 1)), gather_split(k, None, few.clamp(max=S - 1))
 
     q, mask = on.query(3), torch.rand(1, on.h, S, generator=on.generator).to(on.device) > 0.3
     counts_of = torch.tensor([S - 7 * i for i in range(on.h_kv)], device=on.device).clamp(min=1)
@@ -163,7 +163,7 @@ def blocks(on: Heads) -> Pairs:
         one = Cached(ask, *tables, cached[0], cached[1], length, 2, False, 0, S // length)
         there, counts = Far(*host, None, near[0], near[1], (cached[0], cached[1])), union_rows_triton([ask], on.h_kv, 0)
         yield look_up_rows_triton([one], counts, [0])[0], torch.tensor(expected)
-        bring_rows_triton([ask], [there], counts)
+        fetch_rows_triton([ask], [there], counts)
         fill_rows_triton([one], [there])
         slots = ask.slots.long().gather(1, idx[0]).unsqueeze(0)
         for mine, right in zip(near, (k, v), strict=True):

@@ -30,10 +30,10 @@ from torch import Tensor
 from kvbench.engine.budget import NO_FRAME, Budget, BudgetRequest, Frame
 from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.keeping import AS_THEY_ARE, Keeping
 from kvbench.engine.observe import Observation
 from kvbench.engine.passes.trace import Trace
-from kvbench.engine.placement import Change, Coder, Placement, Release, Stay, Whole
+from kvbench.engine.placement import Change, Placement, Quantize, Release, Stay, Whole
+from kvbench.engine.post_processing import AS_THEY_ARE, PostProcessing
 from kvbench.engine.sampling.cues import Cue
 from kvbench.engine.search import Search, Searches
 from kvbench.engine.selection import FeedSelection, Found
@@ -41,13 +41,13 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.jit import constants
 from kvbench.kernels.scratch import Scratch
 from kvbench.methods.allocator import UNIFORM, Allocator
-from kvbench.methods.rules import Coding, Rules
+from kvbench.methods.rules import Quantizer, Rules
 
 if TYPE_CHECKING:  # slow to import, and a refused command needs none of them
     from kvbench.engine.attend import Part
-    from kvbench.engine.caches.eviction import Learning
-    from kvbench.engine.passes.probe import Probe
-    from kvbench.engine.prefill import Thinning
+    from kvbench.engine.caches.eviction import Update
+    from kvbench.engine.passes.second_pass import SecondPass
+    from kvbench.engine.prefill import TokenPruning
     from kvbench.engine.store import Store
     from kvbench.engine.turns.feed import Feed
 
@@ -57,29 +57,29 @@ CLASSWIDE = ("resident_rows", "after_rows")
 
 
 @dataclass(frozen=True)
-class Partner:
+class Composition:
     """A quantising method that another is composed with.
 
     What a dropping method keeps becomes codes; of a retrieving one it is what lies on the host, token by token.
     """
 
-    coding: Coding
+    quantizer: Quantizer
     plan: Any
 
-    def coder(self) -> Coder:
-        return self.coding.rules.coder(self.coding.params, self.plan)  # type: ignore[attr-defined]
+    def quantize(self) -> Quantize:
+        return self.quantizer.rules.quantize(self.quantizer.params, self.plan)  # type: ignore[attr-defined]
 
     def join(self, row: "SelectiveAttention") -> None:
         """Let the row's store make codes."""
         if not row.drops:
-            row.store.host_code = self.coding.token_code()
+            row.store.host_code = self.quantizer.token_code()
             return
-        row.store.coder = self.coder()
-        if self.coding.first:
+        row.store.quantize = self.quantize()
+        if self.quantizer.first:
             from kvbench.engine.caches.rebuilt import RebuiltTrace
 
             exact = row.trace
-            row.trace = row.store.trace = exact.once(("rebuilt", self), lambda: RebuiltTrace(exact, self.coder()))
+            row.trace = row.store.trace = exact.once(("rebuilt", self), lambda: RebuiltTrace(exact, self.quantize()))
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,15 @@ class Variant:
     plan: Any  # method.Plan
     cache: BlockCacheSpec | None = None  # of a method that retrieves
     allocator: Allocator = UNIFORM  # of a scorer: how layers and heads share the budget
-    partner: "Partner | None" = None  # what makes codes of tokens
-    keeping: Keeping = AS_THEY_ARE  # what becomes of keys and values that stay
+    composition: "Composition | None" = None  # what makes codes of tokens
+    post_processing: PostProcessing = AS_THEY_ARE  # what becomes of keys and values that stay
     is_checked: bool = False  # the engine looks at what it selects, counts what it attends to (engine/books/audit.py)
 
     @property
     def is_full(self) -> bool:
         """Full attention itself: the variant attends to every token, changes none and never evicts one."""
         budget, method = self.budget, self.method
-        becomes_codes = method.changes or (self.partner is not None and method.drops)
+        becomes_codes = method.changes or (self.composition is not None and method.drops)
         is_exact = budget.memory == 1 or (budget.memory is None and not becomes_codes)
         return budget.attends_all and budget.never_evicts and is_exact and not method.adapts(self.params)
 
@@ -112,18 +112,18 @@ class Variant:
     @property
     def observations(self) -> tuple[Observation, ...]:
         own = self.method.observations(self.params, self.plan)
-        if self.partner is None:
+        if self.composition is None:
             return own
-        (rules, params, _), plan = self.partner.coding, self.partner.plan
+        (rules, params, _), plan = self.composition.quantizer, self.composition.plan
         return own + rules.observations(params, plan)  # type: ignore[attr-defined]
 
     @property
-    def probes(self) -> tuple["Probe", ...]:
-        return () if self.is_full else self.method.probes(self.params, self.plan)
+    def second_passes(self) -> tuple["SecondPass", ...]:
+        return () if self.is_full else self.method.second_passes(self.params, self.plan)
 
     @property
-    def thinning(self) -> "Thinning | None":
-        return self.method.thinning(self.plan)
+    def pruning(self) -> "TokenPruning | None":
+        return self.method.pruning(self.plan)
 
     def row(self, trace: Trace, n_new: int, store: "type[Store] | None" = None) -> "SelectiveAttention":
         """The method's instance for the sample of this trace, before `build`; `n_new` tokens may follow.
@@ -150,9 +150,9 @@ class SelectiveAttention(Rules, ABC):
         self.params, self.budget, self.plan = variant.params, variant.budget, variant.plan
         self.trace = trace
         self.store = store(trace, n_new, variant.cache, variant.checked_for)
-        if variant.partner is not None and not variant.is_full:
-            variant.partner.join(self)
-        self.store.keeping = variant.keeping
+        if variant.composition is not None and not variant.is_full:
+            variant.composition.join(self)
+        self.store.post_processing = variant.post_processing
         self.setup()
 
     def setup(self) -> None:
@@ -168,19 +168,23 @@ class SelectiveAttention(Rules, ABC):
         cache: BlockCacheSpec | None = None,
         allocator: Allocator | None = None,
         frame: Frame = NO_FRAME,
-        partner: Coding | None = None,
-        keeping: Keeping | None = None,
+        quantizer: Quantizer | None = None,
+        post_processing: PostProcessing | None = None,
     ) -> Variant:
         """This method on prompts of `s_prompt` tokens; `ConfigError` where the budget is too small for it.
 
-        Without an `allocator` a scorer's budget is divided as the method itself does. A `partner` makes codes of what
-        the method keeps, or sends to the host. Without `keeping` kept tokens become what the method makes of them.
+        Without an `allocator` a scorer's budget is divided as the method itself does. A `quantizer` makes codes of what
+        the method keeps, or sends to the host. Without `post_processing` kept tokens become what the method makes of them.
         """
-        budget, plan, cache = cls.planned(params, request, shape, s_prompt, cache, frame, partner)
+        budget, plan, cache = cls.planned(params, request, shape, s_prompt, cache, frame, quantizer)
         divided = allocator or cls.own_allocator(params) or UNIFORM
-        made = None if partner is None else Partner(partner, partner.rules.plan_for(partner.params, budget, shape))
-        kept = cls.own_keeping(params) if keeping is None else keeping
-        return Variant(cls, params, budget, plan, cache, divided, made, kept)
+        composition = (
+            None
+            if quantizer is None
+            else Composition(quantizer, quantizer.rules.plan_for(quantizer.params, budget, shape))
+        )
+        kept = cls.own_post_processing(params) if post_processing is None else post_processing
+        return Variant(cls, params, budget, plan, cache, divided, composition, kept)
 
     @classmethod
     def observations(cls, params: Any, plan: Any) -> tuple[Observation, ...]:
@@ -188,12 +192,12 @@ class SelectiveAttention(Rules, ABC):
         return ()
 
     @classmethod
-    def probes(cls, params: Any, plan: Any) -> tuple["Probe", ...]:
+    def second_passes(cls, params: Any, plan: Any) -> tuple["SecondPass", ...]:
         """Second passes to make after the prompt, before `arrange_rest`; variants that ask for the same share it."""
         return ()
 
     @classmethod
-    def thinning(cls, plan: Any) -> "Thinning | None":
+    def pruning(cls, plan: Any) -> "TokenPruning | None":
         """How tokens leave the pass over the prompt, for methods with a prefill of their own; None: they share one."""
         return None
 
@@ -343,17 +347,17 @@ class SelectiveAttention(Rules, ABC):
         cls, rows: Sequence[Self], layer: int, out: Tensor, weights: Sequence[Tensor | None]
     ) -> Sequence[Change | None]:
         """`after_rows` where a GPU works: rows that say what they learn do so together."""
-        if cls.learns is SelectiveAttention.learns:
+        if cls.update is SelectiveAttention.update:
             return cls.after_rows(rows, layer, out, weights)
-        from kvbench.engine.caches.eviction import learn_rows
+        from kvbench.engine.caches.eviction import update_rows
 
         given = ((row, x) for row, x in zip(rows, weights, strict=True) if x is not None)
-        found = [row.learns(layer, x) for row, x in given]
-        learn_rows([each for each in found if each is not None])
+        found = [row.update(layer, x) for row, x in given]
+        update_rows([each for each in found if each is not None])
         return ()
 
-    def learns(self, layer: int, weights: Tensor, ahead: int = 0) -> "Learning | None":
-        """What the layer learns from weights (1, h, n), on a GPU in place of `behind`; None: nothing.
+    def update(self, layer: int, weights: Tensor, ahead: int = 0) -> "Update | None":
+        """What the layer update from weights (1, h, n), on a GPU in place of `behind`; None: nothing.
 
         The step is the one just made, or one that is so many ahead of it.
         """
@@ -411,7 +415,7 @@ class SelectiveAttention(Rules, ABC):
         if self.is_still:
             return True
         if self.wants_weights:
-            return kind.learns is not base.learns
+            return kind.update is not base.update
         return kind.search_again.__func__ is not base.search_again.__func__
 
     def at_once(self, layer: int, m: int) -> int:

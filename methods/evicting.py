@@ -1,7 +1,7 @@
 """Methods that look at the weights of each step: `Evicting`, and how a layer lets its lowest token go, `Eviction`.
 
 A method says what a token's score is and how many tokens a layer holds. What follows from it is the same for all: the
-step, a feed of several tokens, and what an accelerator is told.
+step, a feed of several tokens, and what an accelerator is planned.
 
 Not here: what is kept of the prompt (`methods/dropping/h2o.py`, `methods/dropping/tova.py`).
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.engine.caches.eviction import NEVER, Learning
+from kvbench.engine.caches.eviction import NEVER, Update
 from kvbench.engine.placement import Change, Evict, Stay
 from kvbench.engine.selection import FREE, Cost
 from kvbench.engine.turns.feed import Feed
@@ -73,18 +73,18 @@ class Evicting(SelectiveAttention):
         """Heads that have scores of their own."""
         return 1 if rule.by_layer else self.trace.shape.h_kv
 
-    def learns(self, layer: int, weights: Tensor, ahead: int = 0) -> Learning | None:
+    def update(self, layer: int, weights: Tensor, ahead: int = 0) -> Update | None:
         rule, at = self.eviction(), self.store[layer]
         if rule is None or self.variant.is_full:
             return None
         owners = self.n_owners(rule)
-        told = Learning(at, weights, owners, rule.reduce, most=rule.tokens)
+        planned = Update(at, weights, owners, rule.reduce, most=rule.tokens)
         if rule.n_first or rule.n_last:
-            told = told._replace(candidates=(rule.n_first, at.n_seen + ahead - rule.n_last))
+            planned = planned._replace(candidates=(rule.n_first, at.n_seen + ahead - rule.n_last))
         if not rule.adds_up:
-            return told
+            return planned
         keep = partial(self.sums.__setitem__, layer)
-        return told._replace(before=self.sums[layer], token_bytes=SCORE_BYTES * owners, keep=keep)
+        return planned._replace(before=self.sums[layer], token_bytes=SCORE_BYTES * owners, keep=keep)
 
     # A feed.
 
@@ -141,13 +141,13 @@ def read_evicting(
     coming = torch.arange(at.n_seen, at.n_seen + m, device=k.device).expand(1, h_kv, -1)
     positions = torch.cat([at.positions(), coming], -1)  # (1, h_kv, n)
     grouped = feed.q[0].float().unflatten(0, (h_kv, -1))  # (h_kv, g, m, d_h)
-    logits = feed.soft.bent(grouped @ k[0].float().mT.unsqueeze(1))  # (h_kv, g, m, n)
+    logits = feed.softmax.bent(grouped @ k[0].float().mT.unsqueeze(1))  # (h_kv, g, m, n)
     hidden = torch.zeros(h_kv, 1, n, device=k.device)
     hidden[..., n_held:] = -torch.inf
     for t in range(m):
         hidden[..., n - m + t] = 0
         weights = torch.add(logits[:, :, t], hidden, out=logits[:, :, t])
-        weights = feed.soft.weights(weights, (h_kv, -1))  # (h_kv, g, n)
+        weights = feed.softmax.weights(weights, (h_kv, -1))  # (h_kv, g, n)
         logits[:, :, t] = weights
         n_held += 1
         at.count_in(n_held)

@@ -146,7 +146,7 @@ class Indexed(SelectiveAttention):
         raise NotImplementedError
 
     @classmethod
-    def told(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None, ahead: int) -> KernelSearch:
+    def plan_search(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None, ahead: int) -> KernelSearch:
         """The search of rows by their kernel, for the step at hand and so many after it at most."""
         first, room = rows[0], empty if scratch is None else scratch.take
 
@@ -163,7 +163,7 @@ class Indexed(SelectiveAttention):
     ) -> Search | None:  # fmt: skip
         if not all(row.repeats for row in rows) or not rows[0].has_kernel(layer):
             return None
-        search = cls.told(rows, layer, scratch, ahead)
+        search = cls.plan_search(rows, layer, scratch, ahead)
         return search if search.is_settled else None
 
     # A step.
@@ -199,7 +199,7 @@ class Indexed(SelectiveAttention):
         k = v = q
         if cls.takes_newest:
             k, v = (torch.cat([row.store[layer].newest[i] for row in rows]) for i in (0, 1))
-        search = cls.told(rows, layer, None, 0)
+        search = cls.plan_search(rows, layer, None, 0)
         search.find(q, k, v, now(q.device))
         search.enter(0)
         cls.searched(rows, search)

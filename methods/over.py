@@ -14,7 +14,7 @@ from torch import Tensor
 from kvbench.engine.budget import EVERYTHING, Budget, BudgetRequest
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import Observation
-from kvbench.engine.passes.probe import Probe
+from kvbench.engine.passes.second_pass import SecondPass
 from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.methods.base import Variant
 from kvbench.methods.rules import Scorer
@@ -93,8 +93,8 @@ class OverScorer(ScoringMethod):
         return kind_of(params.scorer).observations(params.scorer.params, plan.inner)
 
     @classmethod
-    def probes(cls, params: Any, plan: Any) -> tuple[Probe, ...]:
-        return kind_of(params.scorer).probes(params.scorer.params, plan.inner)
+    def second_passes(cls, params: Any, plan: Any) -> tuple[SecondPass, ...]:
+        return kind_of(params.scorer).second_passes(params.scorer.params, plan.inner)
 
     def setup(self) -> None:
         """The scorer is a variant of its own on this sample, which stores nothing."""

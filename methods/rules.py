@@ -17,7 +17,7 @@ from kvbench.engine.budget import NO_FRAME, Budget, BudgetRequest, Frame, resolv
 from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.keeping import AS_THEY_ARE, Keeping
+from kvbench.engine.post_processing import AS_THEY_ARE, PostProcessing
 from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.methods.allocator import Allocator
 
@@ -26,7 +26,7 @@ COMPARABLE = ("none", "set", "heads", "layers")
 INDEX_PARTS = 32  # an index that is too large is made smaller by so many steps
 
 
-class Coding(NamedTuple):
+class Quantizer(NamedTuple):
     """The method that makes codes in a composition."""
 
     rules: "type[Rules]"
@@ -71,7 +71,7 @@ class Rules:
     changes: ClassVar[bool] = False  # True: what it keeps is not what the model made, such as codes
     composes: ClassVar[bool] = False  # True: it can make codes for another method (`compose=`)
     packs_host: ClassVar[bool] = False  # True: what it fetches may lie on the host as codes; it searches elsewhere
-    thins: ClassVar[bool] = False  # True: it has a prefill of its own, as `thinning` says
+    prunes_prompt: ClassVar[bool] = False  # True: it has a prefill of its own, as `pruning` says
     comparable: ClassVar[str] = "none"  # scores of a dropping method: over which of COMPARABLE they may be pooled
     is_scorer: ClassVar[bool] = False  # True: it scores tokens, and any allocator may divide its budget
     is_question_free: ClassVar[bool] = False  # True: made for contexts without their question, and labelled elsewhere
@@ -100,7 +100,7 @@ class Rules:
     @classmethod
     def unreadable(cls, params: Any) -> str:
         """Why a prompt cannot be read in chunks with eviction between them (`prefill.evict`); "" where it can."""
-        if cls.thins:
+        if cls.prunes_prompt:
             return f"{cls.title} has a prefill of its own"
         if cls.of_answers:
             return f"{cls.title} compresses while it answers"
@@ -202,16 +202,16 @@ class Rules:
     @classmethod
     def planned(
         cls, params: Any, request: BudgetRequest, shape: ModelShape, s_prompt: int,
-        cache: BlockCacheSpec | None = None, frame: Frame = NO_FRAME, partner: Coding | None = None,
+        cache: BlockCacheSpec | None = None, frame: Frame = NO_FRAME, quantizer: Quantizer | None = None,
     ) -> tuple[Budget, Any, BlockCacheSpec | None]:  # fmt: skip
         """Budget, integers and block cache for prompts of `s_prompt` tokens; `ConfigError` where nothing fits."""
-        cls.check_kinds(params, shape, partner)
+        cls.check_kinds(params, shape, quantizer)
         request = request.on(shape, s_prompt)
         if request.compensates:
             request = replace(request, key_share=shape.key_share)
-        if partner is not None and cls.drops:
-            return *cls.composed(params, request, shape, s_prompt, frame, partner), cache
-        code = None if partner is None else partner.token_code()
+        if quantizer is not None and cls.drops:
+            return *cls.composed(params, request, shape, s_prompt, frame, quantizer), cache
+        code = None if quantizer is None else quantizer.token_code()
         budget = replace(cls.budget_with(params, request, s_prompt), frame=frame, host_code=code)
         has_free_index = budget.finds_freely and not cls.drops
         if has_free_index:
@@ -237,7 +237,7 @@ class Rules:
         return ""
 
     @classmethod
-    def check_kinds(cls, params: Any, shape: ModelShape, partner: Coding | None = None) -> None:
+    def check_kinds(cls, params: Any, shape: ModelShape, quantizer: Quantizer | None = None) -> None:
         """Raise `ConfigError` where a method makes no sense of what layers of this model keep, or who reads it."""
         if shape.choosing_layers and cls.has_budget:
             raise ConfigError(
@@ -246,8 +246,8 @@ class Rules:
                 "counts the model as it is, or a model with full attention"
             )
         if shape.width != 2 * shape.d_h:
-            cls.check_widths(shape, partner)
-        both = ((cls, params), *(((partner.rules, partner.params),) if partner else ()))
+            cls.check_widths(shape, quantizer)
+        both = ((cls, params), *(((quantizer.rules, quantizer.params),) if quantizer else ()))
         for rules, of in both if shape.readers else ():
             if what := rules.turns_queries(of):
                 raise ConfigError(
@@ -257,35 +257,35 @@ class Rules:
                 )
 
     @classmethod
-    def check_widths(cls, shape: ModelShape, partner: Coding | None) -> None:
+    def check_widths(cls, shape: ModelShape, quantizer: Quantizer | None) -> None:
         """Raise `ConfigError` where a method makes no sense of values that are narrower, or part of their keys."""
         says = f"has keys of {shape.d_h} and values of {shape.d_v} numbers"
-        reasons = [(rules.title, rules.no_widths) for rules in (cls, *((partner.rules,) if partner else ()))]
+        reasons = [(rules.title, rules.no_widths) for rules in (cls, *((quantizer.rules,) if quantizer else ()))]
         if shape.is_latent:
             says = "keeps one latent per token for all heads"
-            reasons = [(rules.title, rules.no_latents) for rules in (cls, *((partner.rules,) if partner else ()))]
-            if partner is not None and not cls.drops:
-                reasons.append((f"{cls.title} with {partner.rules.title}", "packs keys and values apart on the host"))
+            reasons = [(rules.title, rules.no_latents) for rules in (cls, *((quantizer.rules,) if quantizer else ()))]
+            if quantizer is not None and not cls.drops:
+                reasons.append((f"{cls.title} with {quantizer.rules.title}", "packs keys and values apart on the host"))
         for title, why in reasons:
             if why:
                 raise ConfigError(f"the model {shape.name!r} {says}, and {title} {why}; use another method with it")
 
     @classmethod
     def composed(
-        cls, params: Any, request: BudgetRequest, shape: ModelShape, s_prompt: int, frame: Frame, partner: Coding
+        cls, params: Any, request: BudgetRequest, shape: ModelShape, s_prompt: int, frame: Frame, quantizer: Quantizer
     ) -> tuple[Budget, Any]:
         """Budget and integers where the tokens that stay become codes: as many as `ratio` says and as fit in bytes."""
         budget = replace(cls.budget_with(params, request, s_prompt), frame=frame)
         if budget.memory is None or (budget.memory == 1 and budget.attends_all):
             return budget, cls.plan_for(params, budget, shape)
-        coding, n = partner.rules, budget.tokens
-        plan = coding.plan_for(partner.params, budget, shape)
+        packed_by, n = quantizer.rules, budget.tokens
+        plan = packed_by.plan_for(quantizer.params, budget, shape)
         if request.memory_alone:
             n = s_prompt
-        while n and not Footprint(coding.code_bytes(plan, n, shape)).fits(budget, shape):
+        while n and not Footprint(packed_by.code_bytes(plan, n, shape)).fits(budget, shape):
             n -= 1  # one by one: a block of keys is smaller once it is full
         if n < 1:
-            least = Fraction(coding.code_bytes(plan, 1, shape), s_prompt * token_bytes(shape))
+            least = Fraction(packed_by.code_bytes(plan, 1, shape), s_prompt * token_bytes(shape))
             raise too_small(budget, cls.title, least)
         budget = replace(budget, tokens=n, nominal_tokens=n, ratio=Fraction(n, s_prompt))
         return budget, cls.plan_for(params, budget, shape)
@@ -316,7 +316,7 @@ class Rules:
             return f"{cls.title} makes codes itself, and nothing is packed twice"
         if not cls.drops:
             return "" if cls.packs_host else f"{cls.title} drops no tokens, and has no host tier that could hold codes"
-        if cls.thins:
+        if cls.prunes_prompt:
             return f"{cls.title} has a prefill of its own"
         if cls.of_answers:
             return f"{cls.title} goes on dropping while it decodes"
@@ -455,7 +455,7 @@ class Rules:
         return None
 
     @classmethod
-    def own_keeping(cls, params: Any) -> Keeping:
+    def own_post_processing(cls, params: Any) -> PostProcessing:
         """The method's own post-processing of keys and values that stay, where no key asks for another form."""
         return AS_THEY_ARE
 
@@ -466,7 +466,7 @@ class Rules:
             return f"{cls.title} drops no tokens"
         if cls.changes:
             return f"{cls.title} makes keys and values of its own"
-        if cls.thins:
+        if cls.prunes_prompt:
             return f"{cls.title} has a prefill of its own"
         if cls.of_answers:
             return f"{cls.title} goes on dropping while it decodes"

@@ -112,7 +112,7 @@ class ScoringMethod(SelectiveAttention):
     @property
     def is_late(self) -> bool:
         """Scores are there once all layers are, and what follows the prompt was read."""
-        return bool(self.variant.probes)
+        return bool(self.variant.second_passes)
 
     @property
     def needs_all_layers(self) -> bool:

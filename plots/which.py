@@ -32,7 +32,7 @@ SCOPES = {SHOWN: "the question is in the prompt", HIDDEN: "questions come later"
 PLACES = {False: "the device alone", True: "host memory too"}
 NEEDS = {  # what a method's file says of what it takes
     "methods/retrieving/": "host memory",
-    "def probes(": "a second reading of the prompt",
+    "def second_passes(": "a second reading of the prompt",
     "ColumnSums(": "sums of all attention weights",
 }
 HEAD = """\

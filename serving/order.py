@@ -124,8 +124,8 @@ def refuse_keys(settings: Settings) -> None:
         ("memory=", settings.budget.memory),
         ("budget_counts=", settings.budget.counts),
         ("temperature=", not settings.sampling.is_greedy),
-        ("positions=", settings.keeping.positions),
-        ("dropped=", settings.keeping.dropped),
+        ("positions=", settings.post_processing.positions),
+        ("dropped=", settings.post_processing.dropped),
         ("compression_scope=context_only", settings.scope != "full_prompt"),
         ("weights=random", settings.weights == "random"),
     ]

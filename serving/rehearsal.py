@@ -66,7 +66,7 @@ def check_rules(order: Order) -> None:
         raise Unserved("keeps as many tokens as each prompt needs, which vLLM's scheduler does not foresee")
     says = [
         (rules.asks_question(params), "wants to know where the question begins, which no request says"),
-        (rules.thins, "leaves tokens out of the prefill, and vLLM's is one for all"),
+        (rules.prunes_prompt, "leaves tokens out of the prefill, and vLLM's is one for all"),
         (rules.changes, "keeps codes or numbers of its own, and pages hold the model's"),
         (rules.of_answers, "cuts prompt and answer between steps, which vLLM's scheduler does not foresee"),
     ]
@@ -96,9 +96,9 @@ def slack_of(order: Order, s: int) -> int | None:
     own = replace(order, slack=None)
     own.__dict__["chosen"] = replace(order.chosen, shape=shape)
     variant = own.variant(s)
-    if variant.probes:
+    if variant.second_passes:
         raise Unserved("reads more behind the prompt, and vLLM's prefill ends there")
-    if variant.keeping.changes:
+    if variant.post_processing.changes:
         raise Unserved("changes the keys or values that it keeps, and pages hold the model's")
     drawn = torch.Generator().manual_seed(0)
     heads, d_h = shape.h_kv // own.ranks, shape.d_h

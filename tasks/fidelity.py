@@ -296,7 +296,7 @@ def rounded(values: Tensor) -> list[float]:
 
 
 def exact_attention(
-    q: Tensor, keys: Tensor, values: Tensor, own_k: Tensor, own_v: Tensor, soft: Softmax
+    q: Tensor, keys: Tensor, values: Tensor, own_k: Tensor, own_v: Tensor, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
     """Attention of every row over one prompt and its own later tokens, in float32.
 
@@ -308,8 +308,8 @@ def exact_attention(
     grouped = q.float().reshape(n, h_kv, -1, d_h)  # (n, h_kv, g, d_h)
     by_head = grouped.transpose(0, 1).flatten(1, 2)  # (h_kv, n * g, d_h): the prompt is read once for all rows
     on_prompt = (by_head @ keys[0].float().mT).unflatten(1, (n, -1)).transpose(0, 1)
-    logits = soft.bent(torch.cat([on_prompt, grouped @ own_k.float().mT], -1))  # (n, h_kv, g, s + t)
-    weights = soft.weights(logits, (h_kv, -1))
+    logits = softmax.bent(torch.cat([on_prompt, grouped @ own_k.float().mT], -1))  # (n, h_kv, g, s + t)
+    weights = softmax.weights(logits, (h_kv, -1))
     on_prompt = weights[..., :s].transpose(0, 1).flatten(1, 2) @ values[0].float()
     out = on_prompt.unflatten(1, (n, -1)).transpose(0, 1) + weights[..., s:] @ own_v.float()
     return logits.flatten(1, 2), out.flatten(1, 2)

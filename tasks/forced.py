@@ -8,7 +8,7 @@ The prefill predicts the first token of a continuation, for all variants alike a
 is fed and never scored. The last token is predicted and never fed.
 
 Where a task `wants_full`, a row of full attention is decoded in the same batch. An ordinary pass reads the prompt for
-that row, even where the variants' own pass is thinned or sparse. A sample without a continuation gets full attention's
+that row, even where the variants' own pass is pruned or sparse. A sample without a continuation gets full attention's
 greedy answer; that answer is decoded in a batch of its own first, so that it does not depend on the variants.
 
 Not here: what is measured (`tasks/pg19.py`, `tasks/fidelity.py`).

@@ -41,7 +41,7 @@ from kvbench.engine.books.stopwatch import synchronize
 from kvbench.engine.decode import Decoded, decode
 from kvbench.engine.errors import ConfigError, NotFiniteError
 from kvbench.engine.model import Model
-from kvbench.engine.passes.probe import probe
+from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import n_home, prefill
 from kvbench.engine.sampling.finite import REMEDY
@@ -330,10 +330,10 @@ def read(model: Model, timed: Timed, ids: Sequence[int], n_new: int) -> tuple[Tr
     variant = timed.variant
     evicts = variant if timed.evicts and not variant.is_full else None
     trace = prefill(
-        model, ids, variant.observations, build, variant.thinning, timed.sparsity, timed.chunk,
+        model, ids, variant.observations, build, variant.pruning, timed.sparsity, timed.chunk,
         n_home([variant], model.shape), evicts,
     )  # fmt: skip
-    probe(model, trace, variant.probes)
+    run_second_passes(model, trace, variant.second_passes)
     rows[0].complete()
     trace.settle()
     rows[0].trace.release()

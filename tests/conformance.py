@@ -34,13 +34,13 @@ from kvbench.engine.books.ledger import Entry
 from kvbench.engine.budget import COUNTS, ELEMENT_BYTES, BudgetRequest, find_bytes, parse_fraction, token_bytes
 from kvbench.engine.decode import decode
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.keeping import Keeping
 from kvbench.engine.layouts.fetching import Fetching
 from kvbench.engine.layouts.layer import Layer
 from kvbench.engine.model import Model
-from kvbench.engine.passes.probe import probe
+from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Placement, Ragged
+from kvbench.engine.post_processing import PostProcessing
 from kvbench.engine.prefill import prefill
 from kvbench.engine.step import attend_group
 from kvbench.engine.turns.state import fork_of
@@ -101,7 +101,9 @@ class Subject:
     comm: str = "1/16"
     allocator: Allocator | None = None  # another one than the method's own
     counts: str | None = None  # what the budget of prompt and answer counts
-    keeping: Keeping | None = None  # of the kept keys and values, where it is another one than the method's own
+    post_processing: PostProcessing | None = (
+        None  # of the kept keys and values, where it is another one than the method's own
+    )
     keeps_budget: bool = True  # presets reproduce published settings, whose budgets are other ones
 
 
@@ -145,7 +147,7 @@ def subject(words: Sequence[str]) -> Subject:
         name=part.name,
         kind=kind,
         params=params,
-        keeping=asked.keeping.over(kind.own_keeping(params)),
+        post_processing=asked.post_processing.over(kind.own_post_processing(params)),
         comm=FITTED_COMM.get(family, "1/16"),
         keeps_budget=(part.name not in METHODS or part.name == family) and not kind.adapts(params),
     )
@@ -203,7 +205,9 @@ def variant(one: Subject, ratio: str) -> Variant:
         request = BudgetRequest(None, max(1, floor((S + N_NEW) * Fraction(ratio))), Fraction(0), counts=one.counts)
     try:
         one.kind.check(one.params, request, model().shape)
-        return one.kind.variant_for(one.params, request, model().shape, S, allocator=one.allocator, keeping=one.keeping)
+        return one.kind.variant_for(
+            one.params, request, model().shape, S, allocator=one.allocator, post_processing=one.post_processing
+        )
     except ConfigError as error:
         advice = re.search(r"ratio=(0\.\d+) or more", str(error))
         if advice is None or Fraction(advice[1]) <= Fraction(ratio):
@@ -229,10 +233,10 @@ def accepted(one: Subject, ratios: Sequence[str]) -> list[str]:
 def read(variants: Iterable[Variant], seed: int = 0, by: Model | None = None) -> Trace:
     """A prefill with what these variants observe; of a variant with a prefill of its own, that one."""
     variants, by = list(variants), by or model()
-    thinning = variants[0].thinning if len(variants) == 1 else None
+    pruning = variants[0].pruning if len(variants) == 1 else None
     with by.hooked():
-        trace = prefill(by, prompt(S, seed), [what for one in variants for what in one.observations], thinning=thinning)
-    probe(by, trace, [what for one in variants for what in one.probes])
+        trace = prefill(by, prompt(S, seed), [what for one in variants for what in one.observations], pruning=pruning)
+    run_second_passes(by, trace, [what for one in variants for what in one.second_passes])
     return trace
 
 
@@ -251,9 +255,9 @@ def trace_and_rows(variants: Sequence[Variant], n_new: int, by: Model) -> tuple[
 
 def answers(variants: Sequence[Variant], seed: int = 0, trace: Trace | None = None) -> list[Said]:
     """What the variants say in one batch; one with a prefill of its own says it alone."""
-    together = [one for one in variants if one.thinning is None]
+    together = [one for one in variants if one.pruning is None]
     batches = [together] if together else []
-    batches += [[one] for one in variants if one.thinning is not None]
+    batches += [[one] for one in variants if one.pruning is not None]
     said: dict[int, Said] = {}
     for batch in batches:
         for one, answer in zip(batch, decoded(batch, trace or read(batch, seed)), strict=True):

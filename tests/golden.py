@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 
 from kvbench.tests import golden_metrics
-from kvbench.tests.engine import test_budget, test_entries, test_keeping, test_softmax
+from kvbench.tests.engine import test_budget, test_entries, test_post_processing, test_softmax
 from kvbench.tests.engine.caches import test_blocks
 from kvbench.tests.engine.passes import test_latents
 from kvbench.tests.engine.sparse import test_rules
@@ -65,8 +65,8 @@ NEWER = (
 RUNNERS: dict[str, Runner] = {
     "attention_kinds/mla_*.npz": test_latents.run_vectors,
     "attention_kinds/s*.npz": test_softmax.run_vectors,
-    "key_rerotation/*.npz": test_keeping.run_rotation_vectors,
-    "merging/*.npz": test_keeping.run_merging_vectors,
+    "key_rerotation/*.npz": test_post_processing.run_rotation_vectors,
+    "merging/*.npz": test_post_processing.run_merging_vectors,
     "pyramidinfer/decode_block_*.npz": test_pyramidinfer.run_block_vectors,
     "decode_time/*.npz": test_schedule.run_vectors,
     "decode_time/prulong_footprint.json": test_entries.run_vectors,

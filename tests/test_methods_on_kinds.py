@@ -15,7 +15,7 @@ from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.decode import decode
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.model import Model
-from kvbench.engine.passes.probe import probe
+from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.prefill import prefill
 from kvbench.evals.asked import refuse_heads, rules_and_params
 from kvbench.evals.settings import from_words
@@ -50,8 +50,8 @@ def answer(one: conformance.Subject, request: BudgetRequest, kind: str) -> tuple
     one.kind.check_model(one.params, by.checkpoint)
     made = one.kind.variant_for(one.params, request, by.shape, S, allocator=one.allocator)
     with by.hooked():
-        trace = prefill(by, prompt(S), made.observations, thinning=made.thinning)
-    probe(by, trace, made.probes)
+        trace = prefill(by, prompt(S), made.observations, pruning=made.pruning)
+    run_second_passes(by, trace, made.second_passes)
     with torch.inference_mode():
         rows = [made.row(trace, N_NEW) for _ in range(2)]
         for row in rows:

@@ -87,8 +87,8 @@ def reads(pinned: Tensor, device: torch.device) -> Result:
     rows = pinned.view(torch.bfloat16).view(1, 8, -1, 128)
     n = rows.shape[2]
     idx = torch.rand(1, 8, n, generator=torch.Generator().manual_seed(0)).argsort(-1)[..., : max(1, n // 10)].to(device)
-    found = values.bring_values_triton(rows, idx)
-    seconds = seconds_of(lambda: values.bring_values_triton(rows, idx), device)
+    found = values.fetch_values_triton(rows, idx)
+    seconds = seconds_of(lambda: values.fetch_values_triton(rows, idx), device)
     expected = rows.gather(2, idx.cpu().unsqueeze(-1).expand(-1, -1, -1, 128))
     same = torch.equal(found.cpu().view(torch.int16), expected.view(torch.int16))  # bits: some are no numbers
     return Result(

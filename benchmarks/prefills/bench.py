@@ -63,9 +63,9 @@ class Keeping:
     def __init__(self) -> None:
         self.layers: list[Layer] = []
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: Any) -> Tensor:
-        self.layers.append((q.contiguous(), k.contiguous(), v.contiguous(), soft))
-        return causal(q, k, v, soft, window)[0]
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: Any) -> Tensor:
+        self.layers.append((q.contiguous(), k.contiguous(), v.contiguous(), softmax))
+        return causal(q, k, v, softmax, window)[0]
 
 
 def layers_of(model: Model, ids: list[int]) -> list[Layer]:
@@ -107,15 +107,15 @@ def main() -> None:
 
 def line(rule: SparsePrefill, layers: list[Layer], s: int, dtype: str, name: str, density: str, n: int) -> str:
     errors, shares = [], []
-    for layer, (q, k, v, soft) in enumerate(layers):
-        expected = causal(q, k, v, soft)[0].float()
-        found = rule.attend(q, k, v, soft, layer)
+    for layer, (q, k, v, softmax) in enumerate(layers):
+        expected = causal(q, k, v, softmax)[0].float()
+        found = rule.attend(q, k, v, softmax, layer)
         errors.append(((found.out.float() - expected).norm() / expected.norm()).item())
         shares.append(found.share.item())
-    q, k, v, soft = layers[-1]
-    exact = partial(seconds, partial(causal, q, k, v, soft))
-    pairs = measure(exact, partial(seconds, partial(rule.attend, q, k, v, soft)), n)
-    choosing = min(seconds(partial(rule.choose, q, k, soft, 0)) for _ in range(2)) / quantile(pairs.baseline, 0.5)
+    q, k, v, softmax = layers[-1]
+    exact = partial(seconds, partial(causal, q, k, v, softmax))
+    pairs = measure(exact, partial(seconds, partial(rule.attend, q, k, v, softmax)), n)
+    choosing = min(seconds(partial(rule.choose, q, k, softmax, 0)) for _ in range(2)) / quantile(pairs.baseline, 0.5)
     record(
         f"prefill: attention of {name} at density {density} against exact", f"{s} tokens, 9 heads of 64", dtype, pairs
     )

@@ -43,10 +43,10 @@ class Entry(NamedTuple):
     read_meta_bytes: int = 0  # of an index on the device, read to find tokens, besides what `moved_meta_bytes` has
 
 
-class Debt(Protocol):
+class PendingCounts(Protocol):
     """Counts that are not in the entries yet."""
 
-    def settle(self, entries: list[Entry]) -> None:
+    def fill(self, entries: list[Entry]) -> None:
         """Put them there."""
         ...
 
@@ -56,7 +56,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.written: list[Entry] = []
-        self.debt: Debt | None = None  # counts that an accelerator still has
+        self.pending_counts: PendingCounts | None = None  # counts that an accelerator still has
         self.read: dict[int, tuple[int, int]] = {}  # by layer, in this step, of rows that are checked
         self.corrections: list[tuple[int, Callable[[Entry], Entry]]] = []  # of entries, by what the engine counted
         self.rebuilt_bytes = 0  # read and written between steps, to choose or to index tokens anew
@@ -65,9 +65,9 @@ class Ledger:
     @property
     def entries(self) -> list[Entry]:
         """All entries, complete."""
-        if self.debt is not None:
-            self.debt, debt = None, self.debt
-            debt.settle(self.written)
+        if self.pending_counts is not None:
+            self.pending_counts, pending_counts = None, self.pending_counts
+            pending_counts.fill(self.written)
             self.summed = 0, []
         while self.corrections:
             at, correct = self.corrections.pop()

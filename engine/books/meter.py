@@ -2,7 +2,7 @@
 
 A meter counts from one `close` to the next, which makes a ledger's entry of its counts. What methods hold, move or read
 besides K and V comes as a `Cost`. A layer has at most one cache, of blocks or of recent tokens; the meter asks it which
-tokens need not move. An accelerator keeps some counts to itself (`Owed`), and gives them all at once when the ledger is
+tokens need not move. An accelerator keeps some counts to itself (`DeviceCounts`), and gives them all at once when the ledger is
 read: asking at every step would wait for it.
 
 Not here: moving (`engine/layouts`), what the counts mean (`engine/books/ledger.py`).
@@ -54,7 +54,7 @@ class Access:
 
 
 @dataclass(slots=True)
-class Owed:
+class DeviceCounts:
     """Counts of one fetch that are still on an accelerator (`kernels/rows/union.py`)."""
 
     counts: Tensor  # (h_kv, 3 + ages) int32
@@ -91,7 +91,7 @@ class Meter:
         self.has_noted = False  # a fetch of this step
         self.zeros = dict.fromkeys(COUNTS, 0)
         self.counts = self.zeros.copy()
-        self.owed: Owed | None = None  # of this step
+        self.device_counts: DeviceCounts | None = None  # of this step
         self.read: Reads | None = None  # of this step
         self.came: list[int] = []  # pairs of KV head and token on an accelerator, by the selection that had them last
 
@@ -117,9 +117,9 @@ class Meter:
         """Add pseudo-tokens, summed over query heads."""
         self.counts["pseudo_tokens"] += n
 
-    def owe_fetch(self, counts: Tensor, heads: int, blocks: Tensor | None = None) -> None:
+    def count_on_device(self, counts: Tensor, heads: int, blocks: Tensor | None = None) -> None:
         """Leave on the accelerator what `heads` of a selection fetched, until the ledger is read."""
-        self.owed, self.read = Owed(counts, heads, self.read, blocks), None
+        self.device_counts, self.read = DeviceCounts(counts, heads, self.read, blocks), None
 
     def lie_far(self, of_token: int, moves: bool = True, rebuilds: bool = False) -> None:
         """A token of a KV head has so many bytes on the host; `moves`: a fetch has to bring it to the device."""
@@ -145,8 +145,8 @@ class Meter:
         counts["cache_hits"] = counts["cache_lookups"] = 0
         if self.rebuilds:
             counts["made_kv_bytes"] = n_host * shape.h_kv * (self.token_bytes - self.far_bytes)
-        if self.owed is not None:
-            self.owed.is_passed_by = True
+        if self.device_counts is not None:
+            self.device_counts.is_passed_by = True
         if self.accesses and self.has_noted:
             self.accesses[-1] = replace(self.accesses[-1], is_counted=False)
 
@@ -253,7 +253,7 @@ class Meter:
         # By position: names would take 2 us of every layer and step.
         return Entry(step, layer, n_seen, attended, kv_bytes, meta_bytes, host_bytes, *moved)
 
-    def settled(
+    def with_counts(
         self, entry: Entry, heads: int, counts: Sequence[int], read_bytes: int, blocks: Sequence[int],
         is_passed_by: bool = False,
     ) -> Entry:  # fmt: skip
@@ -287,33 +287,39 @@ class Meter:
 
 
 @dataclass
-class Debt:
+class PendingCounts:
     """Counts that an accelerator owes to a ledger."""
 
-    owed: list[tuple[int, Meter, Owed]] = field(default_factory=list)  # by entry
+    device_counts: list[tuple[int, Meter, DeviceCounts]] = field(default_factory=list)  # by entry
 
-    def settle(self, entries: list[Entry]) -> None:
+    def fill(self, entries: list[Entry]) -> None:
         """Fill in the entries; one transfer, which waits."""
-        home = self.owed[0][2].counts.device  # of a model on several GPUs, one brings what all counted
-        tensors = [x for _, _, owed in self.owed for x in owed.tensors()]
+        home = self.device_counts[0][2].counts.device  # of a model on several GPUs, one brings what all counted
+        tensors = [x for _, _, device_counts in self.device_counts for x in device_counts.tensors()]
         flat = iter(torch.cat([x.flatten().to(home) for x in tensors]).tolist())
-        for i, meter, owed in self.owed:
-            mine = [*islice(flat, owed.counts.numel())]
-            read_bytes = 0 if owed.read is None else owed.read.element_bytes * sum(islice(flat, owed.read.n.numel()))
-            counts = [sum(mine[j :: owed.counts.shape[1]]) for j in range(owed.counts.shape[1])]
-            blocks = [] if owed.blocks is None else [*islice(flat, owed.blocks.numel())]
-            entries[i] = meter.settled(entries[i], owed.heads, counts, read_bytes, blocks, owed.is_passed_by)
-        self.owed.clear()
+        for i, meter, device_counts in self.device_counts:
+            mine = [*islice(flat, device_counts.counts.numel())]
+            read_bytes = (
+                0
+                if device_counts.read is None
+                else device_counts.read.element_bytes * sum(islice(flat, device_counts.read.n.numel()))
+            )
+            counts = [sum(mine[j :: device_counts.counts.shape[1]]) for j in range(device_counts.counts.shape[1])]
+            blocks = [] if device_counts.blocks is None else [*islice(flat, device_counts.blocks.numel())]
+            entries[i] = meter.with_counts(
+                entries[i], device_counts.heads, counts, read_bytes, blocks, device_counts.is_passed_by
+            )
+        self.device_counts.clear()
 
 
-def owe(ledger: Ledger, meter: Meter) -> None:
+def add_pending(ledger: Ledger, meter: Meter) -> None:
     """The ledger's newest entry lacks what an accelerator counted in the meter's step."""
-    assert meter.owed is not None, "the accelerator counted nothing"
-    if ledger.debt is None:
-        ledger.debt = Debt()
-    assert isinstance(ledger.debt, Debt), type(ledger.debt)
-    ledger.debt.owed.append((len(ledger.written) - 1, meter, meter.owed))
-    meter.owed = None
+    assert meter.device_counts is not None, "the accelerator counted nothing"
+    if ledger.pending_counts is None:
+        ledger.pending_counts = PendingCounts()
+    assert isinstance(ledger.pending_counts, PendingCounts), type(ledger.pending_counts)
+    ledger.pending_counts.device_counts.append((len(ledger.written) - 1, meter, meter.device_counts))
+    meter.device_counts = None
 
 
 def distinct_tokens(idx: Tensor, h_kv: int, n: int) -> Tensor:

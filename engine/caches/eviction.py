@@ -1,7 +1,7 @@
 """On an accelerator: rows that learn from a step's weights, and evict by them, all in one go.
 
 Rows of all methods share their launches. Where the steps to come are like the last one, kernels are
-told once (`Learner`): sums and positions stay where they are and are written over.
+told once (`UpdatePlan`): sums and positions stay where they are and are written over.
 
 Not here: the arithmetic (`kernels/rows/weights.py`), what a method makes of its sums (`methods`).
 """
@@ -19,8 +19,8 @@ ALL = (0, 1 << 31)  # positions
 NEVER = 1 << 62  # more tokens than any layer holds
 
 
-class Learning(NamedTuple):
-    """What one row's layer learns from a step.
+class Update(NamedTuple):
+    """What one row's layer update from a step.
 
     A token that leaves is of its head's lowest sum, of equal ones the higher position; one owner speaks for all heads.
     """
@@ -46,7 +46,7 @@ class Learning(NamedTuple):
         return self.n > self.most
 
 
-def learn_rows(rows: Sequence[Learning]) -> None:
+def update_rows(rows: Sequence[Update]) -> None:
     """Let rows learn from the step that was just made."""
     found = receive_rows([asked(row) for row in rows]) if rows else ()
     for row, (sums, positions, evicted) in zip(rows, found, strict=True):
@@ -55,7 +55,7 @@ def learn_rows(rows: Sequence[Learning]) -> None:
             row.keep(sums[..., :-1] if row.evicts else sums)
 
 
-def asked(row: Learning) -> Row:
+def asked(row: Update) -> Row:
     """What the kernels take."""
     at = row.layer
     if not row.evicts:
@@ -65,7 +65,7 @@ def asked(row: Learning) -> Row:
     return Row(row.weights, row.owners, row.reduce, row.before, held, *row.candidates)
 
 
-def note(row: Learning, n: int, positions: Tensor | None, evicted: Tensor | None) -> None:
+def note(row: Update, n: int, positions: Tensor | None, evicted: Tensor | None) -> None:
     """Enter a step over `n` tokens into the layer's books: what is held, and who left."""
     row.layer.meter.hold(row.token_bytes * n)
     if row.evicts:
@@ -73,25 +73,25 @@ def note(row: Learning, n: int, positions: Tensor | None, evicted: Tensor | None
         row.layer.has_evicted(positions, evicted)
 
 
-class Learner:
+class UpdatePlan:
     """What rows learn at steps that are alike: each has as many tokens as at the last one, or one more every time."""
 
-    def __init__(self, rows: Sequence[Learning], more: Sequence[int], n_steps: int) -> None:
+    def __init__(self, rows: Sequence[Update], more: Sequence[int], n_steps: int) -> None:
         """Rows as they will be at the next step; `more` tokens come to each at every step, and `n_steps` at most."""
         self.rows, self.more = rows, more
         for row, grows in zip(rows, more, strict=True):
             if not row.evicts and grows:
                 n_steps = min(n_steps, row.most - row.n + grows)
             elif row.evicts == (grows > 0):
-                n_steps = 0  # it fills up or slides as no row does that learns
+                n_steps = 0  # it fills up or slides as no row does that update
         self.n_steps = n_steps
         if n_steps == 0:
             return
         self.sums = [self.memory(row, grows) for row, grows in zip(rows, more, strict=True)]
         asked = [self.asked(row, sums) for row, sums in zip(rows, self.sums, strict=True)]
-        self.told = Receiving(asked, more, n_steps)
+        self.planned = Receiving(asked, more, n_steps)
 
-    def memory(self, row: Learning, grows: int) -> Tensor:
+    def memory(self, row: Update, grows: int) -> Tensor:
         """Where a row's sums are from now on."""
         if row.sums is not None:
             return row.sums
@@ -102,7 +102,7 @@ class Learner:
             row.keep(sums[..., : row.n - 1])
         return sums
 
-    def asked(self, row: Learning, sums: Tensor) -> Row:
+    def asked(self, row: Update, sums: Tensor) -> Row:
         """What the kernels take at the next step."""
         at, before = row.layer, None if row.before is None else sums[..., : row.n - 1]
         if not row.evicts:
@@ -113,11 +113,11 @@ class Learner:
 
     def take(self, since: Since) -> None:
         """Learn, at a step after the one that was told; the kernels were told of the first such step."""
-        self.told.take(since.later(1))
+        self.planned.take(since.later(1))
 
     def write(self, age: int) -> None:
         """Bring the step so many after it into the books of layers that have taken in its token."""
-        outcomes = zip(self.rows, self.more, self.sums, self.told.outcomes, strict=True)
+        outcomes = zip(self.rows, self.more, self.sums, self.planned.outcomes, strict=True)
         for row, grows, sums, (_, positions, evicted) in outcomes:
             if row.layer.is_over:
                 continue

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvbench.engine.attend import Part
 from kvbench.kernels.gather import bytes_of_both, move_both
-from kvbench.kernels.rows.values import bring_values
+from kvbench.kernels.rows.values import fetch_values
 
 
 class Host:
@@ -54,7 +54,7 @@ class Host:
         """
         if not self.has_keys:
             assert not late and mask is None and idx.shape[1] == self.v.shape[1], (late, idx.shape)
-            v = bring_values(self.v, idx)
+            v = fetch_values(self.v, idx)
             return Part(v[..., :0], v)
         return Part(self.k, self.v, mask, idx=idx, late=self.late if late else None)
 

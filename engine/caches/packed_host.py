@@ -14,7 +14,7 @@ from kvbench.engine.caches.host import Host
 from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.passes.trace import Trace
 from kvbench.kernels.packed.codes import Quantised, quantise_tokens, rebuild_tokens
-from kvbench.kernels.rows.values import bring_values
+from kvbench.kernels.rows.values import fetch_values
 
 
 class PackedHost(Host):
@@ -43,7 +43,7 @@ class PackedHost(Host):
         there = idx.clamp(min=0)
         h_kv, heads = len(self.rows), idx.shape[1]
         of_heads = there.reshape(1, h_kv, -1)  # query heads of a group one after the other
-        rows = bring_values(self.rows.unsqueeze(0), of_heads)
+        rows = fetch_values(self.rows.unsqueeze(0), of_heads)
         k, v = (x.unflatten(1, (heads // h_kv, -1)).flatten(0, 1) for x in self.rebuilt(rows[0]))
         return Part(k.unsqueeze(0), v.unsqueeze(0), mask)
 

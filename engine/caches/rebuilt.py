@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.engine.observe import Observation
 from kvbench.engine.passes.trace import Trace
-from kvbench.engine.placement import Coder
+from kvbench.engine.placement import Quantize
 from kvbench.kernels.gather import move_both
 
 
@@ -21,8 +21,8 @@ class RebuiltTrace(Trace):
 
     of_prompt: ClassVar = frozenset({"_exact", "_latest", "_shared"})
 
-    def __init__(self, exact: Trace, coder: Coder) -> None:
-        self._exact, self._coder, self._shared = exact, coder, {}
+    def __init__(self, exact: Trace, quantize: Quantize) -> None:
+        self._exact, self.quantize, self._shared = exact, quantize, {}
         self._latest: tuple[int, Tensor, Tensor] | None = None  # layers are asked for one after the other
 
     def __getattr__(self, name: str) -> Any:
@@ -48,7 +48,7 @@ class RebuiltTrace(Trace):
     def _rebuilt(self, layer: int) -> tuple[Tensor, Tensor]:
         if self._latest is None or self._latest[0] != layer:
             exact, seen = self._exact, partial(self._seen, layer)
-            k, v = self._coder(exact.keys(layer), exact.values(layer), 0, seen).rebuilt()
+            k, v = self.quantize(exact.keys(layer), exact.values(layer), 0, seen).rebuilt()
             k, v = move_both(lambda x: x.contiguous(), k, v)
             self._latest = layer, k, v
         return self._latest[1:]

@@ -15,10 +15,10 @@ from torch import Tensor
 from kvbench.engine.attend import Part
 from kvbench.engine.books.audit import check_selection
 from kvbench.engine.books.ledger import Entry
-from kvbench.engine.caches.copies import Shelf
 from kvbench.engine.caches.held import HeldBlocks
 from kvbench.engine.caches.host import Host
 from kvbench.engine.caches.recent import RecentTokens
+from kvbench.engine.caches.staging import StagingBuffer
 from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.layouts.home import Home
 from kvbench.engine.layouts.layer import Layer
@@ -37,7 +37,7 @@ class Fetching(Slots):
         self, home: Home, memory: Memory, n_kept: int, n_window: int, capacity: int, positions: Tensor | None = None
     ) -> None:
         super().__init__(home, memory, n_kept, n_window, capacity, positions)
-        self.shelf = home.shelf  # where copies of fetched tokens lie, if the host is another memory
+        self.staging = home.staging  # where copies of fetched tokens lie, if the host is another memory
         self.held: HeldBlocks | None = None  # blocks that stay, if it is and there is a cache of them
         self.fetches: list[Tensor] = []  # of this step, as the host numbers its tokens: (1, heads, k)
         self.n_releases = 0  # oldest tokens of the window that leave before the next token comes
@@ -50,7 +50,10 @@ class Fetching(Slots):
         if placement.n_steps:
             most = home.s_prompt + home.n_new
             assert not layer.meter.has_cache, f"layer {layer.index} has a block cache beside the latest tokens"
-            layer.meter.recent, layer.shelf = RecentTokens(placement.n_steps, most), Shelf(most, placement.n_steps)
+            layer.meter.recent, layer.staging = (
+                RecentTokens(placement.n_steps, most),
+                StagingBuffer(most, placement.n_steps),
+            )
         return layer.from_host(host)
 
     @classmethod
@@ -130,7 +133,7 @@ class Fetching(Slots):
         if counts is None:
             self.meter.count_fetch(idx, idx.numel(), self.n_seen, self.n_ahead, self.n_host)
         else:
-            self.meter.owe_fetch(counts, idx.shape[1])
+            self.meter.count_on_device(counts, idx.shape[1])
 
     def reach(self, idx: Tensor, padded: bool = False) -> Part:
         """The tokens at `idx` of the host, wherever that is, noted but not counted."""
@@ -203,17 +206,17 @@ class Fetching(Slots):
         """Selections whose tokens stay on the device."""
         return 0 if self.meter.recent is None else self.meter.recent.n_steps
 
-    def brings(self, idx: Tensor, padded: bool) -> bool:
+    def copies_first(self, idx: Tensor, padded: bool) -> bool:
         """Whether fetched tokens are copied before attention reads them: not where each is read just once."""
         return padded or idx.shape[1] != self.meter.shape.h_kv or self.meter.has_cache
 
     def held_blocks(self) -> HeldBlocks | None:
         """The cache of blocks, where the layer has one: its memory is taken at the first fetch."""
         if self.meter.blocks is not None and self.held is None:
-            self.held = HeldBlocks(self.meter.blocks, (self.k, self.v), self.shelf.n_tokens, self.n_ahead)
+            self.held = HeldBlocks(self.meter.blocks, (self.k, self.v), self.staging.n_tokens, self.n_ahead)
         return self.held
 
     def allocated_bytes(self) -> int:
-        copies = self.shelf.copies.nbytes if self.n_recent and self.shelf.copies else 0
+        copies = self.staging.copies.nbytes if self.n_recent and self.staging.copies else 0
         near = self.host.held_bytes() if self.host.is_near else 0
         return super().allocated_bytes() + copies + near + (0 if self.held is None else self.held.nbytes)

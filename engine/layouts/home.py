@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.books.meter import Meter
-from kvbench.engine.caches.copies import Shelf
 from kvbench.engine.caches.host import Host
 from kvbench.engine.caches.packed_host import host_of
+from kvbench.engine.caches.staging import StagingBuffer
 from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.layouts.memory import Buffers, Memory, Pair
 from kvbench.engine.passes.streams import sent_home
@@ -31,8 +31,10 @@ class Home:
     meter: Meter
     checked_for: str  # whose selections are looked at before memory is read there; empty: nobody's
     host_code: TokenCode | None  # in which tokens lie on the host
-    shelf: Shelf  # where copies of fetched tokens lie, if the host is another memory
-    made: Pair | None = None  # K and V of the prompt where what stays is not as the model made it (engine/keeping.py)
+    staging: StagingBuffer  # where copies of fetched tokens lie, if the host is another memory
+    made: Pair | None = (
+        None  # K and V of the prompt where what stays is not as the model made it (engine/post_processing.py)
+    )
 
     @property
     def device(self) -> torch.device:

@@ -1,4 +1,4 @@
-"""Keys and values of kept tokens as `engine/keeping.py` says: keys turned until they stand in a row, values merged.
+"""Keys and values of kept tokens as `engine/post_processing.py` says: keys turned until they stand in a row, values merged.
 
 Not here: where they lie (`engine/layouts/slots.py`, `engine/layouts/whole.py`).
 """
@@ -9,26 +9,26 @@ from math import floor
 import torch
 from torch import Tensor
 
-from kvbench.engine.keeping import Keeping, Merging
 from kvbench.engine.passes.session import Turn
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Kept, Placement, Ragged
+from kvbench.engine.post_processing import Merging, PostProcessing
 from kvbench.kernels.topk import top_stable
 
 TILE = 1 << 22  # similarities at a time
 SMALLEST = 1e-6  # of a key's length, and added to a sum of values' lengths
 
 
-def kept_as(keeping: Keeping, trace: Trace, layer: int, kept: Tensor) -> tuple[Tensor, Tensor]:
+def kept_as(post_processing: PostProcessing, trace: Trace, layer: int, kept: Tensor) -> tuple[Tensor, Tensor]:
     """K and V of a layer's prompt with what stays as it is to be, for tokens `kept` (h_kv, s) bool of each head."""
     k, v = trace.keys(layer), trace.values(layer)
     order = (
         kept.byte().sort(dim=-1, descending=True, stable=True).indices
     )  # a head's kept tokens, ascending, come first
     counts = kept.sum(-1)
-    if keeping.dropped == "merged":
-        v = with_merged(k, v, order, counts.tolist(), keeping.merging)
-    if keeping.positions == "contiguous":
+    if post_processing.dropped == "merged":
+        v = with_merged(k, v, order, counts.tolist(), post_processing.merging)
+    if post_processing.positions == "contiguous":
         assert trace.turn is not None, "a model without rotary positions"
         k = moved_up(k, trace.turn[layer], order[:, : int(counts.max())], counts)
     return k, v

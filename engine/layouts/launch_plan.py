@@ -15,28 +15,28 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.attend import Part
+from kvbench.engine.books.pending import PendingSteps
 from kvbench.engine.books.spans import stretches
-from kvbench.engine.books.unwritten import Unwritten
 from kvbench.engine.caches.asked import Asking, alike
-from kvbench.engine.caches.coded import Codec, Packing
-from kvbench.engine.caches.eviction import Learner, Learning
-from kvbench.engine.layouts.coded import CodedLayer
+from kvbench.engine.caches.eviction import Update, UpdatePlan
+from kvbench.engine.caches.quantized import Packing, QuantizedCache
 from kvbench.engine.layouts.fetching import Fetching
 from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.layouts.layer import Layer
+from kvbench.engine.layouts.quantized import QuantizedLayer
 from kvbench.engine.row import Row
-from kvbench.engine.rows import Bringer
+from kvbench.engine.rows import FetchPlan
 from kvbench.engine.search import Search
 from kvbench.engine.softmax import Softmax
 from kvbench.kernels.clock import Clock
 from kvbench.kernels.packed.rows import CodedRows, takes_codes
 from kvbench.kernels.rows.append import Places
-from kvbench.kernels.rows.values import bring_values_triton
+from kvbench.kernels.rows.values import fetch_values_triton
 from kvbench.kernels.rows.weights import Softening
 from kvbench.kernels.scratch import Scratch
 from kvbench.kernels.select_attend import Tokens, attend_table, growing_table
 
-MOST_MISSES = 4  # steps in a row that were told in vain
+MOST_MISSES = 4  # steps in a row that were planned in vain
 MOST_AHEAD = 256  # steps for which there is room
 
 
@@ -46,20 +46,20 @@ class PlannedSearch:
 
     search: Search
     at: slice  # of the batch
-    bringers: list[tuple[Bringer, list[int]]]  # and which of these rows
+    fetch_plans: list[tuple[FetchPlan, list[int]]]  # and which of these rows
     values: Sequence[Tensor] = ()  # of each row, where its values come to lie beside keys that the search makes
 
     def holds(self, age: int) -> bool:
-        for bringer, _ in self.bringers:
-            if not bringer.holds(age):
+        for fetch_plan, _ in self.fetch_plans:
+            if not fetch_plan.holds(age):
                 return False
         return self.search.holds()
 
     def counts(self, age: int) -> list[Tensor | None]:
         """Counts of what was brought for each row at that step."""
         counts: list[Tensor | None] = [None] * len(self.search.idx)
-        for bringer, rows in self.bringers:
-            for i, own in zip(rows, bringer.counts(age).unbind(), strict=True):
+        for fetch_plan, rows in self.fetch_plans:
+            for i, own in zip(rows, fetch_plan.counts(age).unbind(), strict=True):
                 counts[i] = own
         return counts
 
@@ -69,15 +69,15 @@ class LaunchPlan:
 
     def __init__(
         self, groups: Sequence[tuple[type[Row], slice]], rows: Sequence[Row], layer: int, scratch: Scratch,
-        unwritten: Unwritten, clock: Clock,
+        pending: PendingSteps, clock: Clock,
     ) -> None:  # fmt: skip
-        """`unwritten`, `scratch` and `clock` are those of all layers. Nobody else asks for the parts of its steps."""
+        """`pending`, `scratch` and `clock` are those of all layers. Nobody else asks for the parts of its steps."""
         self.groups, self.rows, self.index, self.scratch = groups, rows, layer, scratch
-        self.unwritten, self.n_settled = unwritten, -1
+        self.pending, self.n_flushed = pending, -1
         are_stored = all(row.is_stored and not row.store.checked_for for row in rows)
         self.n_misses = 0 if are_stored else MOST_MISSES
         self.clock, self.start, self.n_steps = clock, 0, 0  # when it was told, and for how many steps that holds
-        self.learner: Learner | None = None
+        self.update_plan: UpdatePlan | None = None
         self.softening: Softening | None = None  # where rows want weights
         self.searches = list[PlannedSearch]()
 
@@ -107,15 +107,15 @@ class LaunchPlan:
         if (found := self.tokens_of(q, parts, growing, fetched)) is None:
             return
         tokens, more = found
-        for told in self.searches:
-            for i, own in enumerate(tokens[told.at]):
-                made = {"k": told.search.keys[i]} if told.values else {"idx": told.search.idx[i]}
+        for planned in self.searches:
+            for i, own in enumerate(tokens[planned.at]):
+                made = {"k": planned.search.keys[i]} if planned.values else {"idx": planned.search.idx[i]}
                 own[-1] = replace(own[-1], **made)
         chosen = [0] * len(self.rows)
-        for told in self.searches:
-            if told.search.more:
-                chosen[told.at] = told.search.more
-                for own, n in zip(more[told.at], told.search.more, strict=True):
+        for planned in self.searches:
+            if planned.search.more:
+                chosen[planned.at] = planned.search.more
+                for own, n in zip(more[planned.at], planned.search.more, strict=True):
                     own[-1] = n
         wants = any(row.wants_weights for row in self.rows)
         # Of a row's parts the last resident one alone grows, so that logits lie next to each other.
@@ -135,7 +135,7 @@ class LaunchPlan:
         turns = [[(0, ring.w) for ring in of_row] for of_row in rings]
         self.rings = Places.of([[ring.place() for ring in of_row] for of_row in rings], q.device, turns)
         self.packing = self.packed_again()
-        limits = [each.n_steps for each in growing] + [told.search.n_steps for told in self.searches]
+        limits = [each.n_steps for each in growing] + [planned.search.n_steps for planned in self.searches]
         if self.searches:  # generated tokens may be chosen once the window is full and has none of the prompt
             stays = zip(self.layers, growing, fetched, strict=True)
             limits += [
@@ -180,15 +180,15 @@ class LaunchPlan:
         return tokens, more
 
     def packed_again(self) -> list[Packing]:
-        """What codecs of each kind pack at steps to come."""
-        kinds: dict[type[Codec], list[int]] = {}
+        """What caches of each kind pack at steps to come."""
+        kinds: dict[type[QuantizedCache], list[int]] = {}
         for i, at in enumerate(self.layers):
-            if isinstance(at, CodedLayer):
-                kinds.setdefault(type(at.codec), []).append(i)
+            if isinstance(at, QuantizedLayer):
+                kinds.setdefault(type(at.quantized), []).append(i)
         found: list[Packing | None] = []
         for kind, rows in kinds.items():
             layers = [self.layers[i] for i in rows]
-            found.append(kind.packing([at.codec for at in layers], [at.newest for at in layers], rows))
+            found.append(kind.packing([at.quantized for at in layers], [at.newest for at in layers], rows))
         return [packing for packing in found if packing is not None]
 
     def room_for_logits(
@@ -203,22 +203,22 @@ class LaunchPlan:
         counts = [sum(ns[: len(ns) - len(got)]) for ns, got in zip(numbers, fetched, strict=True)]
         return room, [x if x is None else x[:, :n] for x, n in zip(room, counts, strict=True)]
 
-    def learn(self) -> None:
+    def plan_update(self) -> None:
         """Tell kernels, after the step that was planned, what rows learn from those to come."""
         if not self.n_steps or self.softening is None:
             return
-        rows, more = list[Learning](), list[int]()
+        rows, more = list[Update](), list[int]()
         for row, x, grows in zip(self.rows, self.logits, self.more, strict=True):
             if x is None:
                 continue
             room = x.as_strided((1, x.shape[0], x.shape[1] + grows), (0, *x.stride()))
-            found = row.learns(self.index, room, 1)
+            found = row.update(self.index, room, 1)
             if found is None:
                 return self.forget()
             rows.append(found)
             more.append(grows)
-        self.learner = Learner(rows, more, self.n_steps)
-        self.n_steps = self.learner.n_steps
+        self.update_plan = UpdatePlan(rows, more, self.n_steps)
+        self.n_steps = self.update_plan.n_steps
         evicting = {id(row.layer) for row in rows if row.evicts}
         self.marks = [(at.start, at.n_seen, int(id(at) in evicting)) for at in self.layers]
 
@@ -240,7 +240,7 @@ class LaunchPlan:
             search = kind.search_rows(rows, self.index, q[at], self.scratch, self.ahead) if alike else None
             if search is None:
                 return None
-            brought = bringers(layers, fetched[at], search.idx, self.ahead)
+            brought = fetch_plans(layers, fetched[at], search.idx, self.ahead)
             if brought and any(search.more):
                 return None
             values = [part.v for (part,) in fetched[at]] if search.keys else ()
@@ -250,13 +250,13 @@ class LaunchPlan:
     @property
     def is_replayable(self) -> bool:
         """Whether a captured graph can do `launch` again: then the host has to do `enter` at each step."""
-        return self.n_steps > 0 and all(told.search.is_replayable for told in self.searches)
+        return self.n_steps > 0 and all(planned.search.is_replayable for planned in self.searches)
 
     @property
     def is_repeatable(self) -> bool:
         """Whether `launch` may be done twice for one step: nothing adds up."""
-        adds_up = self.learner is not None or any(told.bringers for told in self.searches)
-        return not adds_up and all(told.search.is_repeatable for told in self.searches)
+        adds_up = self.update_plan is not None or any(planned.fetch_plans for planned in self.searches)
+        return not adds_up and all(planned.search.is_repeatable for planned in self.searches)
 
     @property
     def is_of_use(self) -> bool:
@@ -271,16 +271,16 @@ class LaunchPlan:
     def forget(self) -> None:
         """The steps to come are others."""
         self.n_steps = 0
-        self.learner = self.softening = None
+        self.update_plan = self.softening = None
 
     def holds(self, q: Tensor) -> bool:
-        """Whether the step at hand may be like the one that was told."""
+        """Whether the step at hand may be like the one that was planned."""
         if self.age > self.n_steps or not q.is_contiguous() or (self.table.is_even and q.data_ptr() % 16):
             return False
-        if self.unwritten.n_settled != self.n_settled and not self.is_as_it_was(self.age - 1):
+        if self.pending.n_flushed != self.n_flushed and not self.is_as_it_was(self.age - 1):
             return False
-        for told in self.searches:
-            if not told.holds(self.age):
+        for planned in self.searches:
+            if not planned.holds(self.age):
                 return False
         return True
 
@@ -299,13 +299,13 @@ class LaunchPlan:
         if self.places is not None:
             self.places.take(k_new, v_new, self.since)
 
-    def take_step(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
+    def take_step(self, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """The whole step, where it holds and rows do nothing but take in their tokens and search as they did."""
-        out = self.launch(q, k, v, soft)
+        out = self.launch(q, k, v, softmax)
         self.enter()
         return out
 
-    def launch(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
+    def launch(self, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
         """What the device does at such a step: the same launches each time, of which the clock alone says which it is.
 
         Where a search is no exception (`is_replayable`).
@@ -314,27 +314,27 @@ class LaunchPlan:
         with stretches(self.index) as begin:
             begin("append")
             self.keep(k, v)
-            for told in self.searches:
+            for planned in self.searches:
                 begin("search")
-                at = told.at
+                at = planned.at
                 is_all = at.stop - at.start == n
-                told.search.find(*((q, k, v) if is_all else (q[at], k[at], v[at])), self.since)
-                for bringer, _ in told.bringers:
+                planned.search.find(*((q, k, v) if is_all else (q[at], k[at], v[at])), self.since)
+                for fetch_plan, _ in planned.fetch_plans:
                     begin("fetch")
-                    bringer.take(self.since)
-                for layer, idx, values in zip(self.layers[at], told.search.idx, told.values, strict=False):
+                    fetch_plan.take(self.since)
+                for layer, idx, values in zip(self.layers[at], planned.search.idx, planned.values, strict=False):
                     begin("fetch")
-                    bring_values_triton(layer.host.v, idx, values)
+                    fetch_values_triton(layer.host.v, idx, values)
             begin("attention")
-            out = self.attend_planned(q, soft)
-            for told in self.searches:
-                if told.search.corrects:
+            out = self.attend_planned(q, softmax)
+            for planned in self.searches:
+                if planned.search.corrects:
                     begin("after")
-                    told.search.correct(out[told.at])
-            if self.learner is not None or self.rings is not None:
+                    planned.search.correct(out[planned.at])
+            if self.update_plan is not None or self.rings is not None:
                 begin("after")
-            if self.learner is not None:
-                self.learner.take(self.since)
+            if self.update_plan is not None:
+                self.update_plan.take(self.since)
             if self.rings is not None:
                 self.rings.take(q, q, self.since)
         self.newest = k, v
@@ -343,15 +343,15 @@ class LaunchPlan:
     def enter(self) -> None:
         """What the host does at such a step, which the clock shows: it is to be in the books."""
         self.enter_searches()
-        self.unwritten.add(self.write, self.age)
-        self.n_settled = self.unwritten.n_settled
+        self.pending.add(self.write, self.age)
+        self.n_flushed = self.pending.n_flushed
 
     def enter_searches(self) -> None:
         """What the host does for searches at such a step."""
-        for told in self.searches:
-            told.search.enter(self.age)
-            for bringer, _ in told.bringers:
-                bringer.enter(self.age)
+        for planned in self.searches:
+            planned.search.enter(self.age)
+            for fetch_plan, _ in planned.fetch_plans:
+                fetch_plan.enter(self.age)
 
     def write(self, age: int) -> None:
         """Bring such a step into the books."""
@@ -362,38 +362,38 @@ class LaunchPlan:
             at.repeat(*self.newest)  # nobody asks for what is newest
             if at.queries is not None:
                 at.queries.take_in()
-        for told in self.searches:
-            at, search = told.at, told.search
+        for planned in self.searches:
+            at, search = planned.at, planned.search
             each = zip(
-                rows[at], self.layers[at], search.costs(age), search.chosen(age), told.counts(age), strict=True
+                rows[at], self.layers[at], search.costs(age), search.chosen(age), planned.counts(age), strict=True
             )  # fmt: skip
             for row, layer, cost, idx, count in each:
                 if not layer.is_over:
                     row.store.spend(index, cost)
                     layer.refetch(idx, count)
-        if self.learner is not None:
-            self.learner.write(age)
+        if self.update_plan is not None:
+            self.update_plan.write(age)
         for row, at in zip(rows, self.layers, strict=True):
             if not at.is_over:
                 row.store.close(index)
 
-    def attend_planned(self, q: Tensor, soft: Softmax) -> Tensor:
-        """Attention of all rows over what kernels were told."""
+    def attend_planned(self, q: Tensor, softmax: Softmax) -> Tensor:
+        """Attention of all rows over what kernels were planned."""
         self.n_misses = 0
         for asking, room in self.asking:
             asking.take(q, room)
-        out, lse = attend_table(q, self.table, soft.scale, soft.cap, self.coded, self.since)
-        if soft.sink is not None:
+        out, lse = attend_table(q, self.table, softmax.scale, softmax.cap, self.coded, self.since)
+        if softmax.sink is not None:
             n = self.table.n_rows
-            out[:n], lse = soft.finish(out[:n], lse)
+            out[:n], lse = softmax.finish(out[:n], lse)
         if self.softening is not None:
             self.softening.take(lse, self.since)
         return out
 
 
-def bringers(
+def fetch_plans(
     layers: Sequence[Layer], fetched: Sequence[Sequence[Part]], selections: Sequence[Tensor], ahead: int
-) -> list[tuple[Bringer, list[int]]]:  # fmt: skip
+) -> list[tuple[FetchPlan, list[int]]]:  # fmt: skip
     """For the rows whose fetched tokens are copied, by how long the copies stay."""
     places: dict[int, list[int]] = {}
     for i, (layer, own) in enumerate(zip(layers, fetched, strict=True)):
@@ -401,7 +401,7 @@ def bringers(
             assert isinstance(layer, Fetching)
             places.setdefault(layer.n_recent, []).append(i)
     return [
-        (Bringer([layers[i] for i in rows], [selections[i] for i in rows], ages, ahead), rows)  # type: ignore[misc]
+        (FetchPlan([layers[i] for i in rows], [selections[i] for i in rows], ages, ahead), rows)  # type: ignore[misc]
         for ages, rows in places.items()
     ]
 

@@ -9,7 +9,7 @@ Not here: a step of a sub_batch (`engine/step.py`).
 
 from collections.abc import Sequence
 
-from kvbench.engine.books.unwritten import Unwritten
+from kvbench.engine.books.pending import PendingSteps
 from kvbench.engine.layouts.launch_plan import LaunchPlan, is_fixed
 from kvbench.engine.row import Row
 from kvbench.kernels.clock import Clock
@@ -24,12 +24,12 @@ class SubBatch:
         self.rows, self.at, self.groups = rows, slice(start, start + len(rows)), runs(rows, apart)
         self.clock = clock
         self.plans: dict[int, LaunchPlan] = {}  # by layer
-        self.scratch, self.unwritten = Scratch(), Unwritten([row.store for row in rows])  # of steps that are alike
+        self.scratch, self.pending = Scratch(), PendingSteps([row.store for row in rows])  # of steps that are alike
 
     def plan_of(self, layer: int) -> LaunchPlan | None:
         """What the layer's kernels were told; None where each step tells them anew."""
         if layer not in self.plans:
-            self.plans[layer] = LaunchPlan(self.groups, self.rows, layer, self.scratch, self.unwritten, self.clock)
+            self.plans[layer] = LaunchPlan(self.groups, self.rows, layer, self.scratch, self.pending, self.clock)
         return self.plans[layer] if self.plans[layer].is_of_use else None
 
 

@@ -189,23 +189,25 @@ class Short(HearsChoices):
         self.calls: list[Asked] = []  # of the prompt
         self.choices = Choices()
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | Chunk | None
+    ) -> Tensor:
         if self.position == 0:
             of_window = window if isinstance(window, int) else None
             self.calls.append(Asked(layer, q.shape[1], k.shape[1], k.shape[3], v.shape[3], k.shape[2], of_window, ()))
             self.held[layer] = k, v
-            return causal(q, k, v, soft, window)[0]
+            return causal(q, k, v, softmax, window)[0]
         if layer in self.owners:
             k, v = self.held[self.owners[layer]]
             rows = [[Part(k[i : i + 1], v[i : i + 1])] for i in range(len(q))]
-            return attend_rows(q, rows, soft, [False] * len(q))[0]
+            return attend_rows(q, rows, softmax, [False] * len(q))[0]
         if layer not in self.compressed:
-            return attend_own(q, k, v, soft, window, self.position)
+            return attend_own(q, k, v, softmax, window, self.position)
         before = (old.expand(len(q), -1, -1, -1) for old in self.held[layer])
         k, v = (torch.cat(each, 2) for each in zip(before, (k, v), strict=True))
         self.held[layer] = k, v
         rows = [[Part(k[i : i + 1], v[i : i + 1])] for i in range(len(q))]
-        return attend_rows(q, rows, soft, [False] * len(q))[0]
+        return attend_rows(q, rows, softmax, [False] * len(q))[0]
 
     def refuse_shapes(self) -> None:
         """Refuse layers whose calls are not of the shape that the configuration told."""

@@ -46,14 +46,14 @@ def marked(numbers: Tensor, n: int) -> Tensor:
     return marks.scatter_(-1, numbers.long().masked_fill(numbers < 0, n), True)[..., :n]
 
 
-def attend_seen(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, seen: Tensor) -> Tensor:
+def attend_seen(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, seen: Tensor) -> Tensor:
     """Output (n, h, s_q, d_v) of queries over the keys that they see."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     seen = seen.repeat_interleave(q.shape[1] // seen.shape[1], 1) if seen.shape[1] > 1 else seen
     outs = []
     for at in range(0, q.shape[2], BLOCK):
-        logits = soft.logits(q[:, :, at : at + BLOCK], k).masked_fill_(~seen[:, :, at : at + BLOCK], -torch.inf)
-        outs.append((soft.weights(logits, (-1, 1)) @ v.float()).to(q.dtype))
+        logits = softmax.logits(q[:, :, at : at + BLOCK], k).masked_fill_(~seen[:, :, at : at + BLOCK], -torch.inf)
+        outs.append((softmax.weights(logits, (-1, 1)) @ v.float()).to(q.dtype))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
 

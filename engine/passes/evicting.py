@@ -22,7 +22,7 @@ from kvbench.engine.books.spans import span
 from kvbench.engine.causal import Chunk, over_past, whole
 from kvbench.engine.layouts.kept import kept_mask
 from kvbench.engine.observe import Observation
-from kvbench.engine.passes.probe import joined
+from kvbench.engine.passes.second_pass import joined
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Placement
 from kvbench.engine.row import Variant
@@ -62,20 +62,22 @@ class Evicting:
             self.trace.shares.append(share)
         return logits
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | Chunk | None
+    ) -> Tensor:
         if layer not in self.compressed:
-            return attend_own_past(q, k, v, soft, window, self.start)
+            return attend_own_past(q, k, v, softmax, window, self.start)
         assert window is None, f"layer {layer} has a window of its own"
-        held = self.take_in(layer, k, v, soft)
+        held = self.take_in(layer, k, v, softmax)
         delay = self.row.delay
         if delay is None:
             with span("attention", layer):
-                out, lse = self.over_held(layer, held, q, k, v, soft)
-            self.observe(layer, q, soft, lse)
+                out, lse = self.over_held(layer, held, q, k, v, softmax)
+            self.observe(layer, q, softmax, lse)
         else:
-            self.observe(layer, q, soft, None)
+            self.observe(layer, q, softmax, None)
             with span("attention", layer):
-                out, _ = self.over_seen(layer, q, soft, self.goes(layer), delay)
+                out, _ = self.over_seen(layer, q, softmax, self.goes(layer), delay)
         self.evict(layer)
         if self.is_last and self.on_layer is not None:
             with span("build", layer):
@@ -84,7 +86,7 @@ class Evicting:
                 self.trace.forget(layer)
         return out
 
-    def take_in(self, layer: int, k: Tensor, v: Tensor, soft: Softmax) -> int:
+    def take_in(self, layer: int, k: Tensor, v: Tensor, softmax: Softmax) -> int:
         """Put a chunk's K and V after what the layer holds: how many slots that is."""
         trace, m = self.trace, k.shape[2]
         new = torch.arange(self.start, self.start + m, device=k.device).expand(1, trace.shape.h_kv, -1)
@@ -93,26 +95,26 @@ class Evicting:
             k, v = (torch.cat(pair, 2) for pair in ((trace.keys(layer), k), (trace.values(layer), v)))
             new = torch.cat([held, new], -1)
         trace.slots[layer] = new
-        trace.add(layer, k, v, soft)
+        trace.add(layer, k, v, softmax)
         return k.shape[2] - m
 
     def over_held(
-        self, layer: int, n_held: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax
+        self, layer: int, n_held: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
     ) -> tuple[Tensor, Tensor]:
         """Attention of a chunk over all that is held before it, and over its own past."""
-        m, parts = q.shape[2], [over_past(q, k, v, soft)]
+        m, parts = q.shape[2], [over_past(q, k, v, softmax)]
         if n_held:
             keys, values = self.trace.keys(layer)[:, :, :n_held], self.trace.values(layer)[:, :, :n_held]
-            parts.insert(0, whole(q, keys, values, soft))
+            parts.insert(0, whole(q, keys, values, softmax))
         self.count(layer, m * n_held + m * (m + 1) // 2)
-        return soft.finish(*joined(parts))
+        return softmax.finish(*joined(parts))
 
     def goes(self, layer: int) -> Tensor:
         """Which of the tokens held will leave, (h_kv, n) bool."""
         with self.trace.as_held(layer), self.trace.apart():
             return self.row.goes(layer)
 
-    def over_seen(self, layer: int, q: Tensor, soft: Softmax, goes: Tensor, delay: int) -> tuple[Tensor, Tensor]:
+    def over_seen(self, layer: int, q: Tensor, softmax: Softmax, goes: Tensor, delay: int) -> tuple[Tensor, Tensor]:
         """Attention of a chunk where tokens that go are hidden once more than `delay` newer ones are there."""
         keys, values, positions = self.trace.keys(layer), self.trace.values(layer), self.trace.slots[layer]
         (_, h, m, _), (_, h_kv, n, _) = q.shape, keys.shape
@@ -126,25 +128,25 @@ class Evicting:
             n_pairs += (~hidden).sum()
             for start in range(0, m, n_rows):
                 rows = slice(start, start + n_rows)
-                logits = soft.logits(q[:, group, rows], keys[:, head : head + 1])
+                logits = softmax.logits(q[:, group, rows], keys[:, head : head + 1])
                 logits = logits.masked_fill_(hidden[rows], -torch.inf)
                 off = logits.logsumexp(-1)
                 weights = (logits - off.unsqueeze(-1)).exp()
                 out[:, group, rows] = (weights @ values[:, head : head + 1].float()).to(q.dtype)
                 lse[:, group, rows] = off
         self.count(layer, int(n_pairs) // h_kv)
-        return soft.finish(out, lse)
+        return softmax.finish(out, lse)
 
     def count(self, layer: int, pairs: int) -> None:
         self.pairs[layer] = self.pairs.get(layer, 0) + pairs
 
-    def observe(self, layer: int, q: Tensor, soft: Softmax, lse: Tensor | None) -> None:
+    def observe(self, layer: int, q: Tensor, softmax: Softmax, lse: Tensor | None) -> None:
         """What methods asked to see, of this chunk and of what is held of earlier ones."""
         trace = self.trace
         with span("observe", layer):
             for what in self.observations:
                 before = trace.seen(what, layer)
-                trace.observe(layer, what, q, trace.keys(layer), soft, lse)
+                trace.observe(layer, what, q, trace.keys(layer), softmax, lse)
                 if what.of_tokens:
                     trace.see(what, layer, what.grown(before, trace.observed(what, layer)))
             trace.inputs.pop(layer, None)

@@ -65,7 +65,7 @@ class ByHeads(ABC):
 
     @abstractmethod
     def attend_heads(
-        self, layer: int, latent: Latent, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, soft: Softmax,
+        self, layer: int, latent: Latent, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, softmax: Softmax,
         window: int | Chunk | None,
     ) -> Tensor:  # fmt: skip
         """Output (n, h, s, d_v) for queries, keys and values of all heads, of the tokens that `rows` are kept of."""

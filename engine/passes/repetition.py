@@ -6,7 +6,7 @@ from any of these queries, request included, over the prompt's prefix, the chunk
 other places take part in the pass and not in this softmax, so that numbers of different chunks mean the same.
 `RepeatedQueries` notes some of the queries themselves.
 
-Not here: the pass itself (`engine/passes/probe.py`), what is kept (`methods/dropping/kvzip.py`).
+Not here: the pass itself (`engine/passes/second_pass.py`), what is kept (`methods/dropping/kvzip.py`).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from torch import Tensor
 from kvbench.engine.budget import Frame
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import spaced
-from kvbench.engine.passes.probe import Pass, Probe
+from kvbench.engine.passes.second_pass import Pass, SecondPass
 from kvbench.engine.softmax import Softmax
 from kvbench.kernels.column_sums import column_maxima
 
@@ -32,7 +32,7 @@ NEXT = "\n\nRepeat the part of the previous context exactly, starting with "
 
 
 @dataclass(frozen=True)
-class Repetition(Probe):
+class Repetition(SecondPass):
     """Most attention of each token between the frame's ends, (1, h_kv, n) float32, above 0 and at most 1."""
 
     chunk: int  # tokens
@@ -53,15 +53,15 @@ class Repetition(Probe):
             found.append(Pass(fed, (*prefix, at)))
         return found
 
-    def observe(self, at: Pass, q: Tensor, near: Tensor, soft: Softmax, lse: Tensor) -> Tensor:
-        return largest_weights(q, near[:, :, near.shape[2] - len(at.near[-1]) :], soft, lse)
+    def observe(self, at: Pass, q: Tensor, near: Tensor, softmax: Softmax, lse: Tensor) -> Tensor:
+        return largest_weights(q, near[:, :, near.shape[2] - len(at.near[-1]) :], softmax, lse)
 
     def join(self, found: Sequence[Tensor]) -> Tensor:
         return torch.cat([*found], -1)
 
 
 @dataclass(frozen=True)
-class RepeatedQueries(Probe):
+class RepeatedQueries(SecondPass):
     """Queries of `n` tokens at even distances while the context is repeated in one pass: (1, h, n, d_h)."""
 
     n: int
@@ -72,7 +72,7 @@ class RepeatedQueries(Probe):
         n_context = len(ids) - self.frame.n_prefix - self.frame.n_suffix
         return Repetition(n_context, 0, self.frame, self.first_ids, self.first_ids).passes(model, ids)
 
-    def observe(self, at: Pass, q: Tensor, near: Tensor, soft: Softmax, lse: Tensor) -> Tensor:
+    def observe(self, at: Pass, q: Tensor, near: Tensor, softmax: Softmax, lse: Tensor) -> Tensor:
         places = spaced(self.n, len(at.ids) - len(at.near[-1]), len(at.ids))
         return q.index_select(2, torch.tensor([*places], device=q.device))
 
@@ -91,10 +91,10 @@ def words_of(model: "Model", text: str) -> tuple[int, ...]:
     return tuple(model.tokenizer.encode(text, add_special_tokens=False))
 
 
-def largest_weights(q: Tensor, keys: Tensor, soft: Softmax, lse: Tensor) -> Tensor:
+def largest_weights(q: Tensor, keys: Tensor, softmax: Softmax, lse: Tensor) -> Tensor:
     """The most that each key (1, h_kv, n, d_h) gets from any query of its group, (1, h_kv, n) float32.
 
     q (1, h, r, d_h) with the log-sum-exp (1, h, r) that makes weights of its logits.
     """
     # Kernels in half precision round log-sum-exps, by which a weight near 1 could come out above it.
-    return column_maxima(q, keys, soft.scale, lse, soft.cap).exp_().clamp_(max=1).unsqueeze(0)
+    return column_maxima(q, keys, softmax.scale, lse, softmax.cap).exp_().clamp_(max=1).unsqueeze(0)

@@ -12,7 +12,7 @@ What is captured is the step just made. Where it may be made twice, it is replay
 the same logits. Where that fails, and where steps differ, they are launched as planned without a graph.
 
 Not here: which steps are alike (`engine/layouts/launch_plan.py`), the books of replayed ones
-(`engine/books/unwritten.py`).
+(`engine/books/pending.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -53,8 +53,10 @@ class Launching:
     def __init__(self, layers: dict[int, LaunchPlan]) -> None:
         self.layers = layers
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
-        return self.layers[layer].launch(q, k, v, soft)
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | Chunk | None
+    ) -> Tensor:
+        return self.layers[layer].launch(q, k, v, softmax)
 
 
 class Replay:
@@ -85,7 +87,7 @@ class Replay:
         self.clock.tick_host()
         for plan in self.searching:
             plan.enter_searches()
-        self.sub_batch.unwritten.add(self.write, self.clock.now)
+        self.sub_batch.pending.add(self.write, self.clock.now)
         self.model.count_token(cache)
         return self.logits if self.at is None else self.logits.index_select(0, self.at)
 
@@ -93,8 +95,8 @@ class Replay:
         """Whether the next step is like the captured one."""
         if self.clock.now >= self.until:
             return False
-        if self.sub_batch.unwritten.n_settled != self.n_settled:
-            self.n_settled = self.sub_batch.unwritten.n_settled
+        if self.sub_batch.pending.n_flushed != self.n_flushed:
+            self.n_flushed = self.sub_batch.pending.n_flushed
             return all(plan.is_as_it_was(plan.age) for plan in self.plans.values())
         return True
 
@@ -104,13 +106,13 @@ class Replay:
             return True
         if not are_last or 2 * len(which) < len(self.which) or not {*which} <= {*self.live}:
             return False
-        self.sub_batch.unwritten.settle()
-        self.n_settled = self.sub_batch.unwritten.n_settled
+        self.sub_batch.pending.flush()
+        self.n_flushed = self.sub_batch.pending.n_flushed
         left = [i for i, one in enumerate(self.which) if one in which]
         if [self.which[i] for i in left] != which:
             return False
         self.live, self.at = list(which), constants(tuple(left), self.model.device)
-        self.sub_batch.unwritten.stores = [self.sub_batch.rows[i].store for i in left]
+        self.sub_batch.pending.stores = [self.sub_batch.rows[i].store for i in left]
         for plan in self.plans.values():
             for i, at in enumerate(plan.layers):
                 at.is_over = i not in left
@@ -165,7 +167,7 @@ class Replay:
     def capture(self, ids: Tensor, position: int | Tensor) -> None:
         """The graph of the step after the one at `position`."""
         model, device = self.model, self.model.device
-        self.ids, self.at, self.n_settled = ids.clone(), None, self.sub_batch.unwritten.n_settled
+        self.ids, self.at, self.n_flushed = ids.clone(), None, self.sub_batch.pending.n_flushed
         self.positions = torch.full_like(ids, position) if isinstance(position, int) else position.clone()
         pool, stream, graph = model.graph_pool, stream_for("capture", device), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))

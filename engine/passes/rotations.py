@@ -46,9 +46,11 @@ class _Plain:
     def __init__(self) -> None:
         self.layers: set[int] = set()
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | Chunk | None
+    ) -> Tensor:
         self.layers.add(layer)
-        return causal(q, k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :], soft, window)[0]
+        return causal(q, k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :], softmax, window)[0]
 
 
 def rotations(model: Runner) -> dict[int, Turn] | None:

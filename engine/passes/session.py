@@ -23,16 +23,18 @@ Turn = Callable[[Tensor, int | Tensor], Tensor]
 class Session(Protocol):
     """Who answers the model's attention calls: the prefill or the batch that decodes."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | Chunk | None
+    ) -> Tensor:
         """Output (n, h, s_q, d_h) for q (n, h, s_q, d_h) and what the cache returned as k and v.
 
-        With a window a query sees so many tokens, itself the last one; with a chunk, those of its own chunk. `soft`
+        With a window a query sees so many tokens, itself the last one; with a chunk, those of its own chunk. `softmax`
         makes weights of products; what it caps and its sinks are part of the output.
         """
         ...
 
 
-class ThinnedSession(Protocol):
+class PruningSession(Protocol):
     """A prefill that tokens leave on their way up."""
 
     positions: Tensor  # of the tokens that are still in it, (n,)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.engine.passes.homes import Homes
+from kvbench.engine.passes.pinned import PinnedBuffers
 
-NO_HOMES = Homes({})
+NO_BUFFERS = PinnedBuffers({})
 
 
 def stream_for(work: str, device: torch.device) -> "torch.cuda.Stream":
@@ -37,7 +37,7 @@ def sent_so_far(device: torch.device) -> "torch.cuda.Event | None":
     return event
 
 
-def sent_home(x: Tensor, homes: Homes = NO_HOMES) -> Tensor:
+def sent_home(x: Tensor, homes: PinnedBuffers = NO_BUFFERS) -> Tensor:
     """A copy in pinned memory, once the device is done; it is made after what was asked of the current stream so far,
     and what is asked of it from now on does not wait for the copy."""
     home, stream = homes.take(x.shape, x.dtype), stream_for("copies", x.device)

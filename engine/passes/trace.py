@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kvbench.engine.books.spans import span
 from kvbench.engine.books.stopwatch import synchronize
-from kvbench.engine.passes.homes import Homes
 from kvbench.engine.passes.latents import Latent
+from kvbench.engine.passes.pinned import PinnedBuffers
 from kvbench.engine.passes.session import Call, Turn
-from kvbench.engine.passes.streams import NO_HOMES, sent_home
+from kvbench.engine.passes.streams import NO_BUFFERS, sent_home
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.kernels.attend_kept import Kept
@@ -34,7 +34,7 @@ class Observer(Hashable, Protocol):
     """What looks at a layer while the prompt is read."""
 
     def observe_layer(
-        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
+        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, softmax: Softmax, lse: Tensor | None
     ) -> Tensor: ...
 
 
@@ -47,8 +47,8 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Probed:
-    """What a probe found of each layer, and how long it took."""
+class SecondPassResult:
+    """What a second pass found of each layer, and how long it took."""
 
     layers: Mapping[int, Tensor]
     seconds: float
@@ -84,10 +84,10 @@ class Trace:
         self.kept: Kept | None = None  # what was computed of the layer at work, where observations are made of it
         self._device: dict[int, tuple[Tensor, Tensor]] = {}
         self._host: dict[int, tuple[Tensor, Tensor]] = {}
-        self._homes = NO_HOMES
+        self._pinned = NO_BUFFERS
         self._held: set[int] = set()
         self._observed: dict[tuple[Hashable, int], Tensor] = {}
-        self.probes: dict[Hashable, Probed] = {}  # what each one found
+        self.second_passes: dict[Hashable, SecondPassResult] = {}  # what each one found
         self.origins: dict[Hashable, Mapping[str, Any]] = {}  # where what is known of the model comes from
         self._shared: dict[Hashable, Any] = {}
         self.latents: dict[int, Latent] = {}  # of layers that cache those
@@ -95,12 +95,12 @@ class Trace:
         self.digests: Sequence[str] = ()  # names of the model's files, its own first; none of one with drawn weights
         self.peak_bytes = 0  # of K and V that the pass over the prompt held at once
 
-    def add(self, layer: int, k: Tensor, v: Tensor, soft: Softmax) -> None:
-        """Take in a layer's K and V, (1, h_kv, s_prompt, d_h); of a thinned layer those that reached it."""
+    def add(self, layer: int, k: Tensor, v: Tensor, softmax: Softmax) -> None:
+        """Take in a layer's K and V, (1, h_kv, s_prompt, d_h); of a pruned layer those that reached it."""
         n = len(self.positions[layer]) if layer in self.positions else self.s_prompt
         n = self.slots[layer].shape[-1] if layer in self.slots else n
         assert k.shape == (1, self.shape.h_kv, n, self.shape.d_h), f"layer {layer}: keys are {tuple(k.shape)}"
-        self.softmax[layer] = soft
+        self.softmax[layer] = softmax
         self.keep(layer, k, v)
 
     def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -185,7 +185,7 @@ class Trace:
             self._copy_to_host(layer)
 
     def _copy_to_host(self, layer: int) -> None:
-        self._host[layer] = move_both(lambda x: sent_home(x, self._homes), *self._device[layer])
+        self._host[layer] = move_both(lambda x: sent_home(x, self._pinned), *self._device[layer])
 
     def make_homes(self, n_layers: int, dtype: torch.dtype) -> None:
         """Pin memory for so many layers that will go to the host tier."""
@@ -194,7 +194,7 @@ class Trace:
         sizes, of_heads = Counter[int](), self.s_prompt * self.shape.h_kv * dtype.itemsize
         for width in (self.shape.d_h,) if self.shape.is_latent else (self.shape.d_h, self.shape.d_v):
             sizes[of_heads * width] += n_layers
-        self._homes = Homes(sizes)
+        self._pinned = PinnedBuffers(sizes)
 
     def hold(self, layer: int) -> None:
         """Say that a variant goes on reading the layer's device tensors while it decodes."""
@@ -233,11 +233,11 @@ class Trace:
         what: Observer,
         q: Tensor,
         k: Tensor,
-        soft: Softmax,
+        softmax: Softmax,
         lse: Tensor | None = None,
     ) -> None:
         """Make one observation of one layer."""
-        self._observed[what, layer] = what.observe_layer(self, layer, q, k, soft, lse)
+        self._observed[what, layer] = what.observe_layer(self, layer, q, k, softmax, lse)
 
     def know(self, what: Hashable, known: Known) -> None:
         """Take in what is known of the model."""
@@ -256,9 +256,9 @@ class Trace:
         """Put this in the place of what was observed."""
         self._observed[what, layer] = found
 
-    def probed(self, what: Hashable, layer: int) -> Tensor:
-        """What a probe found of a layer; only what a method declared is there, once the prompt was read."""
-        return self.probes[what].layers[layer]
+    def of_second_pass(self, what: Hashable, layer: int) -> Tensor:
+        """What a second pass found of a layer; only what a method declared is there, once the prompt was read."""
+        return self.second_passes[what].layers[layer]
 
     def share(self) -> float | None:
         """Which share of all pairs of query and key the pass computed, mean over layers; None where it was exact."""

@@ -59,7 +59,7 @@ class AShape(SparsePrefill):
     def estimate(self, s: int) -> float:
         return 0.0
 
-    def choose(self, q: Tensor, k: Tensor, soft: Softmax, layer: int) -> Kept:
+    def choose(self, q: Tensor, k: Tensor, softmax: Softmax, layer: int) -> Kept:
         s, n_local = k.shape[2], self.near(k.shape[2])
         queries, keys = spans(s, TILE, TILE, q.device)
         first, start = (queries - 1) // TILE * TILE, (keys - 1) // TILE * TILE

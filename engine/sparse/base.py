@@ -94,17 +94,17 @@ class SparsePrefill(ABC):
         """Whether the rule leaves nothing out of a prompt of `s` tokens."""
 
     @abstractmethod
-    def choose(self, q: Tensor, k: Tensor, soft: Softmax, layer: int) -> Kept:
+    def choose(self, q: Tensor, k: Tensor, softmax: Softmax, layer: int) -> Kept:
         """What is computed, for q (1, h, s, d_h) and k (1, h_kv, s, d_h)."""
 
     @abstractmethod
     def estimate(self, s: int) -> float:
         """Multiply-adds of choosing, relative to those of q·k over all causal pairs."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, layer: int = 0) -> Attended:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, layer: int = 0) -> Attended:
         """Causal attention over what is kept."""
         s = k.shape[2]
-        kept = self.choose(q, k, soft, layer)
-        out, lse, pairs = attend_kept(q, k, v, soft.scale, kept, soft.cap)
-        out, lse = soft.finish(out, lse)
+        kept = self.choose(q, k, softmax, layer)
+        out, lse, pairs = attend_kept(q, k, v, softmax.scale, kept, softmax.cap)
+        out, lse = softmax.finish(out, lse)
         return Attended(out, lse, finer(pairs).mean() / (s * (s + 1) // 2), kept)

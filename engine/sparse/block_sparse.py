@@ -49,7 +49,7 @@ class BlockSparse(BlockRule):
     def level(self, layer: int, s: int, like: Tensor) -> Tensor | float:
         return self.top_chunks
 
-    def levels(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def levels(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         s, n = k.shape[2], -(-k.shape[2] // self.block)
         scores = products(*(means(x, self.block, divide_by_block=True) for x in (q, k)))
         scores.masked_fill_(~meets(s, self.block, self.block, q.device), -torch.inf)

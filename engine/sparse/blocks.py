@@ -28,16 +28,16 @@ class BlockRule(SparsePrefill):
         """Queries and keys of a block."""
 
     @abstractmethod
-    def levels(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def levels(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         """(h, blocks of queries, blocks of keys), never NaN."""
 
     @abstractmethod
     def level(self, layer: int, s: int, like: Tensor) -> Tensor | float:
         """The rule's own parameter, as it compares with `levels`."""
 
-    def choose(self, q: Tensor, k: Tensor, soft: Softmax, layer: int) -> Kept:
+    def choose(self, q: Tensor, k: Tensor, softmax: Softmax, layer: int) -> Kept:
         s, (block, block_k) = k.shape[2], self.sides
-        levels = self.levels(q, k, soft).masked_fill(own(s, block, block_k, q.device), -torch.inf)
+        levels = self.levels(q, k, softmax).masked_fill(own(s, block, block_k, q.device), -torch.inf)
         dense_from = s - self.n_dense(s)
         pairs = pairs_of_blocks(s, block, block_k, dense_from, q.device)
         if self.density is None:

@@ -70,27 +70,27 @@ class FlexPrefill(BlockRule):
     def level(self, layer: int, s: int, like: Tensor) -> Tensor | float:
         return float(self.gamma)
 
-    def levels(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def levels(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         s, b = k.shape[2], self.block
         n = -(-s // b)
-        vertical, slash = (x / b for x in votes(q[:, :, -b:], k, soft))  # (h, s), the latter by distance
+        vertical, slash = (x / b for x in votes(q[:, :, -b:], k, softmax))  # (h, s), the latter by distance
         slash = slash.flip(-1)
         of_columns, of_distances = (
             torch.nn.functional.pad(x, (0, n * b - s)).unflatten(-1, (n, b)).sum(-1) for x in (vertical, slash)
         )
-        aware = self.query_aware(q, k, soft, of_columns)
+        aware = self.query_aware(q, k, softmax, of_columns)
         columns = self.taken(vertical, of_columns, aware)
         distances = self.taken(slash.flip(-1), of_distances.flip(-1), aware)
         behind = torch.arange(n, device=q.device).unsqueeze(-1) - torch.arange(n, device=q.device)
         levels = torch.minimum(columns.unsqueeze(1), distances[:, behind.clamp(min=0)])
-        return torch.where(aware[:, None, None], torch.minimum(levels, self.of_means(q, k, soft)), levels)
+        return torch.where(aware[:, None, None], torch.minimum(levels, self.of_means(q, k, softmax)), levels)
 
-    def query_aware(self, q: Tensor, k: Tensor, soft: Softmax, of_columns: Tensor) -> Tensor:
+    def query_aware(self, q: Tensor, k: Tensor, softmax: Softmax, of_columns: Tensor) -> Tensor:
         """Which heads' block means tell what their last queries see: (h,) bool. None of a prompt that is kept whole."""
         if self.keeps_all(k.shape[2]):
             return torch.zeros(q.shape[1], dtype=torch.bool, device=q.device)
         last = q[0, :, -self.block :].float().mean(1, keepdim=True)  # (h, 1, d_h)
-        guess = finer(soft.bent(products(last, means(k, self.block)).squeeze(1)).softmax(-1))
+        guess = finer(softmax.bent(products(last, means(k, self.block)).squeeze(1)).softmax(-1))
         found = finer(of_columns)
         middle = (guess + found) / 2
         # Entropies, so that a block that neither side looks at adds 0, where a quotient would be 0 / 0.
@@ -115,10 +115,10 @@ class FlexPrefill(BlockRule):
         rank = places(scores.sort(dim=-1, descending=True, stable=True).indices)
         return by_rank.gather(-1, rank)
 
-    def of_means(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def of_means(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         """From which gamma on a query-aware head keeps each pair of blocks: all rows of it in one order."""
         n = -(-k.shape[2] // self.block)
-        logits = soft.bent(products(means(q, self.block), means(k, self.block)))
+        logits = softmax.bent(products(means(q, self.block), means(k, self.block)))
         logits.masked_fill_(~meets(k.shape[2], self.block, self.block, q.device), -torch.inf)
         weights = finer(logits.softmax(-1)).flatten(1)
         order = weights.sort(dim=-1, descending=True, stable=True)

@@ -71,7 +71,7 @@ class TopCdf(BlockRule):
         assert self.topk is not None
         return int(self.topk * -(-s // self.block_k))
 
-    def levels(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def levels(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         g, k = q.shape[1] // k.shape[1], k.float()
         if self.smooth_k:
             k = k - k.mean(2, keepdim=True)
@@ -80,7 +80,7 @@ class TopCdf(BlockRule):
         n_q, n_k = alike_q.shape[1], alike_k.shape[1]
         rows, keys = torch.arange(1, n_q + 1, device=q.device).unsqueeze(-1), torch.arange(n_k, device=q.device)
         causal = keys * self.block_k < rows * self.block_q
-        logits = soft.bent(products(means(q, self.block_q), means(k, self.block_k)))
+        logits = softmax.bent(products(means(q, self.block_q), means(k, self.block_k)))
         speaks = causal & alike_k.unsqueeze(1)
         logits.masked_fill_(~speaks, torch.finfo(torch.float32).min)
         order = finer(logits.softmax(-1).masked_fill_(~speaks, 0)).sort(dim=-1, descending=True, stable=True)

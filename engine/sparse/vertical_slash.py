@@ -79,8 +79,8 @@ class VerticalSlash(SparsePrefill):
     def estimate(self, s: int) -> float:
         return min(1.0, 2 * self.n_last / s)
 
-    def choose(self, q: Tensor, k: Tensor, soft: Softmax, layer: int) -> Kept:
-        vertical, slash = votes(q[:, :, -self.n_last :], k, soft)
+    def choose(self, q: Tensor, k: Tensor, softmax: Softmax, layer: int) -> Kept:
+        vertical, slash = votes(q[:, :, -self.n_last :], k, softmax)
         ranks = ranked(vertical, self.n_first), ranked(slash, self.n_near)
         s = k.shape[2]
         if self.density is None:
@@ -111,7 +111,7 @@ class VerticalSlash(SparsePrefill):
         return at(low)
 
 
-def votes(q: Tensor, k: Tensor, soft: Softmax) -> tuple[Tensor, Tensor]:
+def votes(q: Tensor, k: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
     """Attention of the last queries q (1, h, n, d_h), summed over columns and over diagonals: (h, s) float32 each."""
     (_, h, n, _), (_, h_kv, s, _) = q.shape, k.shape
     g = h // h_kv
@@ -122,9 +122,9 @@ def votes(q: Tensor, k: Tensor, soft: Softmax) -> tuple[Tensor, Tensor]:
         transposed = k[0, kv_head].float().mT  # (d_h, s)
         for head in range(kv_head * g, (kv_head + 1) * g, n_heads):
             heads = slice(head, min(head + n_heads, (kv_head + 1) * g))
-            logits = soft.capped((q[0, heads].float() * soft.scale) @ transposed)  # (heads, n, s)
+            logits = softmax.capped((q[0, heads].float() * softmax.scale) @ transposed)  # (heads, n, s)
             logits[..., s - n :].masked_fill_(hidden, -torch.inf)
-            weights = soft.of(heads).weights(logits, (-1, 1))
+            weights = softmax.of(heads).weights(logits, (-1, 1))
             vertical[heads], slash[heads] = weights.sum(1), diagonal_sums(weights)
     return vertical, slash
 

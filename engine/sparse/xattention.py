@@ -135,9 +135,9 @@ class XAttention(BlockRule):
         chunk = self.chunk_size or max(SMALLEST_CHUNK, min(longest, MOST_GROUPED // longest))
         return chunk // self.block
 
-    def levels(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def levels(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         s = k.shape[2]
-        sums = finer(self.block_sums(q, k, soft))  # (h, n, n)
+        sums = finer(self.block_sums(q, k, softmax))  # (h, n, n)
         n = sums.shape[1]
         row = torch.arange(n, device=q.device)
         is_own, is_first = row.unsqueeze(-1) == row, (row == 0).expand(n, n)
@@ -158,7 +158,7 @@ class XAttention(BlockRule):
         taken = torch.where(in_first_chunk, early, late) / sums.sum(-1, keepdim=True)
         return taken.gather(-1, places(order.indices)).masked_fill(always, -torch.inf)
 
-    def block_sums(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def block_sums(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         """Weights of groups, summed over each block: (h, n, n) float32; a row's sum is its groups."""
         (_, h, s, _), h_kv, stride = q.shape, k.shape[1], self.stride
         n, per_block = -(-s // self.block), self.block // stride
@@ -171,7 +171,7 @@ class XAttention(BlockRule):
             stop = min(start + n_rows, n)
             rows, n_seen = group[start * per_block : stop * per_block, None], stop * per_block
             queries = q[0, :, start * self.block : stop * self.block]
-            queries = grouped(queries, stride, len(rows), turned=True) * (soft.scale / stride)
+            queries = grouped(queries, stride, len(rows), turned=True) * (softmax.scale / stride)
             logits = queries.unflatten(0, (h_kv, -1)).flatten(1, 2) @ keys[..., :n_seen]
             logits = logits.unflatten(1, (h // h_kv, -1)).flatten(0, 1)  # (h, groups of queries, n_seen)
             logits.masked_fill_(group[:n_seen] > rows, -torch.inf)

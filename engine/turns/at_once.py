@@ -17,7 +17,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.fetching import Fetching
 from kvbench.engine.layouts.layer import Layer
 from kvbench.engine.layouts.slots import Slots
-from kvbench.engine.passes.probe import joined
+from kvbench.engine.passes.second_pass import joined
 from kvbench.engine.row import Row
 from kvbench.engine.selection import FeedSelection
 from kvbench.engine.softmax import Softmax
@@ -26,7 +26,7 @@ from kvbench.engine.turns.feed import Feed, Moment
 from kvbench.kernels.rows.each import attend_each
 
 
-def read_stretches(row: Row, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
+def read_stretches(row: Row, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
     """A row's tokens (1, h, m, d_h), as many at a time as it may read in one call."""
     outs, start, m = list[Tensor](), 0, q.shape[2]
     while start < m:
@@ -34,11 +34,11 @@ def read_stretches(row: Row, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: 
         n = row.at_once(layer, m - start)
         q_n, k_n, v_n = (x[:, :, start : start + n] for x in (q, k, v))
         if n > 1:
-            feed = Feed(q_n, k_n, v_n, soft, moments(row.store[layer], n))
+            feed = Feed(q_n, k_n, v_n, softmax, moments(row.store[layer], n))
             out = row.read_feed(layer, feed)
             outs.append(read_at_once(row, layer, feed) if out is None else out)
         else:
-            outs.append(attend_groups([(type(row), slice(0, 1))], [row], layer, q_n, k_n, v_n, soft))
+            outs.append(attend_groups([(type(row), slice(0, 1))], [row], layer, q_n, k_n, v_n, softmax))
         start += n
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
@@ -46,14 +46,14 @@ def read_stretches(row: Row, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: 
 def read_at_once(row: Row, layer: int, feed: Feed) -> Tensor:
     """The outputs (1, h, m, d_h) of the tokens, which the layer takes in."""
     at = row.store[layer]
-    parts = [over_past(feed.q, feed.k, feed.v, feed.soft), *past(at, feed)]
+    parts = [over_past(feed.q, feed.k, feed.v, feed.softmax), *past(at, feed)]
     selected = FeedSelection()
     if at.can_fetch:
         at.host.write(at.n_seen - at.s_prompt, feed.k, feed.v)
         selected = row.select_feed(layer, feed)
     if selected.idx is not None:
         parts.append(fetched(at, feed, selected))
-    out, lse = feed.soft.finish(*joined(parts))
+    out, lse = feed.softmax.finish(*joined(parts))
     take_in(row, layer, feed, selected)
     out = row.after_feed(layer, feed, out, lse)
     row.store.close(layer)
@@ -66,7 +66,7 @@ def fetched(at: Fetching, feed: Feed, selected: FeedSelection) -> tuple[Tensor, 
     n_seen, n_window = feed.moments[-1]
     part = at.host.tokens(selected.idx.contiguous(), None, late=n_seen - at.s_prompt > n_window)
     part.bias = selected.bias
-    return attend_each(feed.q, part.tokens(), feed.soft.scale, feed.soft.cap)
+    return attend_each(feed.q, part.tokens(), feed.softmax.scale, feed.softmax.cap)
 
 
 def take_in(row: Row, layer: int, feed: Feed, selected: FeedSelection) -> None:
@@ -90,20 +90,20 @@ def past(at: Slots, feed: Feed) -> list[tuple[Tensor, Tensor]]:
     hides: list[Tensor | None] = [None] * len(parts)
     if hidden is not None:
         hides[-1] = torch.nn.functional.pad(hidden, (parts[-1].n_tokens() - at.n_window, 0))
-    return [over(feed.q, part, feed.soft, hide) for part, hide in zip(parts, hides, strict=True)]
+    return [over(feed.q, part, feed.softmax, hide) for part, hide in zip(parts, hides, strict=True)]
 
 
-def over(q: Tensor, part: Part, soft: Softmax, hide: Tensor | None) -> tuple[Tensor, Tensor]:
+def over(q: Tensor, part: Part, softmax: Softmax, hide: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention of all queries over one part, and the log-sum-exps; `hide` (m, tokens) has -inf on what is hidden."""
     part = part.gathered()
     if part.mask is None and part.bias is None:
         if hide is None:
-            return whole(q, part.k, part.v, soft)
-        if not soft.cap:
-            return fused(q, part.k, part.v, soft.scale, hide)
+            return whole(q, part.k, part.v, softmax)
+        if not softmax.cap:
+            return fused(q, part.k, part.v, softmax.scale, hide)
     groups = q.shape[1] // part.k.shape[1]
     keys, values = (x.repeat_interleave(groups, 1).float() for x in (part.k, part.v))
-    logits = soft.bent(q.float() @ keys.mT)
+    logits = softmax.bent(q.float() @ keys.mT)
     if hide is not None:
         logits = logits + hide
     if part.bias is not None:
@@ -133,7 +133,7 @@ def outgoing(at: Layer, m: int, dtype: torch.dtype) -> Tensor | None:
     return hidden.masked_fill_(age >= at.capacity - t.unsqueeze(1), -torch.inf)
 
 
-def read_dense(row: Row, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax) -> Tensor:
+def read_dense(row: Row, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
     """The output (1, h, 1, d_h) of one token over all that its row's host tier holds: `task.feed=dense`.
 
     The method takes its step all the same, so that its window, codes and counters go on as ever; what it would have
@@ -149,7 +149,7 @@ def read_dense(row: Row, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Soft
     step_rows(kind, [row], layer, q, k, v)
     n_held = at.n_seen - at.n_gone  # that the host numbers, those on the device included
     parts = [Part(k.to(q.device), v.to(q.device)) for k, v in host.held(n_held)]
-    out, _ = attend_rows(q, [parts], soft, [False])
+    out, _ = attend_rows(q, [parts], softmax, [False])
     for _, change in behind_rows(kind, [row], layer, out.clone(), [None]):
         row.store.change(layer, change)
     at.meter.count_whole(n_held - at.n_kept - at.n_window)

@@ -26,7 +26,7 @@ class Feed:
     q: Tensor  # (1, h, m, d_h)
     k: Tensor  # (1, h_kv, m, d_h)
     v: Tensor
-    soft: Softmax
+    softmax: Softmax
     moments: Sequence[Moment]  # of each token
 
     @property

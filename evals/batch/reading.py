@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvbench.engine.books.stopwatch import Stopwatch
 from kvbench.engine.model import Model
-from kvbench.engine.passes.probe import probe
+from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import n_home, prefill
 from kvbench.evals.cells import Cell
@@ -61,18 +61,18 @@ def read(
         progress.advance()
 
     progress.reading(one.sample.id, len(one.packed), len(model.shape.attention_layers))
-    ids, thinning, sparsity = one.prompt.context_ids, variants[0].thinning, cells[0].sparsity
+    ids, pruning, sparsity = one.prompt.context_ids, variants[0].pruning, cells[0].sparsity
     observations = [what for variant in variants for what in variant.observations]
     home = n_home(variants, model.shape)
     chunk, evicts = cells[0].settings.chunk, evicting(cells[0], variants[0])
-    trace = prefill(model, ids, observations, build_beside, thinning, sparsity, chunk, home, evicts)
-    if forced is not None and thinning is sparsity is evicts is None:
+    trace = prefill(model, ids, observations, build_beside, pruning, sparsity, chunk, home, evicts)
+    if forced is not None and pruning is sparsity is evicts is None:
         forced.plain = trace
     prefill_s = trace.seconds - sum(clock.seconds())
     for cell, variant in zip(cells, variants, strict=True):
-        if variant.probes:
+        if variant.second_passes:
             with naming(cell.settings):  # who asks for what cannot be read
-                probe(model, trace, variant.probes)
+                run_second_passes(model, trace, variant.second_passes)
     for wave in waves:
         if wave is not first:
             rows.clear()  # which have answered: their memory is for the next ones
@@ -91,7 +91,7 @@ def evicting(cell: Cell, variant: Variant) -> Variant | None:
 
 def pass_of(cell: Cell, variant: Variant) -> Hashable:
     """Cells for which it is equal can share a pass over a prompt; None: the ordinary one."""
-    return variant.thinning if evicting(cell, variant) is None else id(variant)
+    return variant.pruning if evicting(cell, variant) is None else id(variant)
 
 
 def build(cells: Sequence[Cell], rows: Sequence[SelectiveAttention], layer: int) -> None:

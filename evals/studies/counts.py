@@ -25,7 +25,7 @@ from kvbench.engine.model import Model
 from kvbench.engine.observe import ColumnSums
 from kvbench.engine.passes.rotations import Tables, behind, in_halves, turner
 from kvbench.engine.passes.session import Call
-from kvbench.engine.passes.trace import Probed, Trace
+from kvbench.engine.passes.trace import SecondPassResult, Trace
 from kvbench.engine.selection import Found
 from kvbench.engine.shapes import DRAWN, ModelShape
 from kvbench.engine.softmax import Softmax
@@ -51,7 +51,7 @@ class Counts:
     build_flops: float  # on the host, during the prefill
     observe_flops: float  # on the device, within it
     searched_numbers: float = 0.0  # made on the way to the chosen tokens
-    probed_tokens: float = 0.0  # that the model reads after the prompt before the first step
+    second_pass_tokens: float = 0.0  # that the model reads after the prompt before the first step
 
 
 def count(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, model: ModelShape, s: int) -> Counts:
@@ -60,7 +60,7 @@ def count(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, m
     Of a budget in tokens, what is attended to and fetched grows towards an end, as sets of query heads overlap less and
     less in a longer prompt: a line over 1 / s.
     """
-    if kind.thins:
+    if kind.prunes_prompt:
         raise ConfigError(f"{kind.title} shortens its own prefill, which the simulation does not know")
     if kind.adapts(params):
         raise ConfigError(f"{kind.title} keeps as much as a prompt asks for, and the simulation's keys are random")
@@ -88,7 +88,7 @@ def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest
     """The ledger's counts for one layer of random keys, after enough steps to fill a cache."""
     shape = replace(model, n_layers=LAYER + 1, attention_layers=(LAYER,), window=1 << 20, readers=())
     draw = torch.Generator().manual_seed(0)
-    soft = Softmax(shape.d_h**-0.5)
+    softmax = Softmax(shape.d_h**-0.5)
 
     def normal(heads: int, n: int, width: int = shape.d_h) -> torch.Tensor:
         # As wide as what is counted: of numbers of 16 bits many are equal, which makes a top-k longer.
@@ -100,12 +100,12 @@ def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest
         trace = Trace(shape, s, torch.device("cpu"))
         trace.ids, turn = range(s), turner(in_halves, Tables(angles))
         trace.turn = {LAYER: behind(turn, shape.d_v) if shape.is_latent else turn}
-        trace.add(LAYER, k, v, soft)
+        trace.add(LAYER, k, v, softmax)
         for what in variant.observations:
             if what.of_input:
                 trace.inputs[LAYER] = Call(normal(1, s, shape.d_model)[0], {})
-            trace.observe(LAYER, what, q, k, soft)
-        probed = run_probes(variant, trace, normal, soft)
+            trace.observe(LAYER, what, q, k, softmax)
+        read = run_second_passes(variant, trace, normal, softmax)
         before, period = kind.cycle(variant.plan, s)
         n_steps = max(N_STEPS, before + period)
         row = variant.row(trace, n_steps)
@@ -121,12 +121,12 @@ def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest
         for _ in range(n_steps):
             numbers.n = 0
             new = normal(shape.h, 1), normal(shape.h_kv, 1), normal(shape.h_kv, 1, shape.d_v)
-            attend_group(counting, [row], LAYER, *new, soft)
+            attend_group(counting, [row], LAYER, *new, softmax)
             cut(row)
     last = mean_of(row.store.ledger.entries[-period:])
     build = float(row.reported().get("build_flops", 0.0))
     found = from_entry(last, shape, s, build, any(isinstance(what, ColumnSums) for what in variant.observations))
-    return replace(found, searched_numbers=numbers.n, probed_tokens=probed)
+    return replace(found, searched_numbers=numbers.n, second_pass_tokens=read)
 
 
 def mean_of(entries: Sequence[Entry]) -> Entry:
@@ -139,17 +139,19 @@ def angles(x: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return at.cos(), at.sin()
 
 
-def run_probes(variant: Variant, trace: Trace, normal: Callable[[int, int], torch.Tensor], soft: Softmax) -> int:
-    """Let the trace know what probes find of random queries; how many tokens they read."""
+def run_second_passes(
+    variant: Variant, trace: Trace, normal: Callable[[int, int], torch.Tensor], softmax: Softmax
+) -> int:
+    """Let the trace know what second_passes find of random queries; how many tokens they read."""
     of_words, n_tokens = Model(None, Letters(), trace.shape, torch.bfloat16, trace.device, DRAWN), 0
-    for what in variant.probes:
+    for what in variant.second_passes:
         found = list[torch.Tensor]()
         for at in what.passes(of_words, trace.ids):
             near = torch.cat([trace.keys(LAYER)[:, :, some.start : some.stop] for some in at.near], 2)
             q = normal(trace.shape.h, len(at.ids))
-            found.append(what.observe(at, q, near, soft, torch.full(q.shape[:3], log(trace.s_prompt))))
+            found.append(what.observe(at, q, near, softmax, torch.full(q.shape[:3], log(trace.s_prompt))))
             n_tokens += len(at.ids)
-        trace.probes[what] = Probed({LAYER: what.join(found)}, 0.0)
+        trace.second_passes[what] = SecondPassResult({LAYER: what.join(found)}, 0.0)
     return n_tokens
 
 

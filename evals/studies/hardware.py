@@ -126,9 +126,9 @@ def predict(counts: Counts, layers: Layers, hardware: Hardware, s: int, batch: i
     head = linear(hardware, layers.head_weights, 1)
     ttft = batch * computed + head
     # The first step reaches layer i after i layers' time, and waits there for its clusters.
-    n_probed = counts.probed_tokens
+    n_second_pass = counts.second_pass_tokens
     at, per_layer = ttft, (tpot - parts["head"]) / layers.n_kept
-    at += batch * layers.n_kept * reading(layers, hardware, n_probed, n_probed * (s + n_probed / 2))
+    at += batch * layers.n_kept * reading(layers, hardware, n_second_pass, n_second_pass * (s + n_second_pass / 2))
     for end in ends:
         at = max(at, (batch - 1) * computed + end) + per_layer
     held = layers.n_kept * counts.resident_bytes + layers.shape.left_bytes(s)
@@ -272,9 +272,9 @@ def refuse(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, 
     kind.check_kinds(params, model.shape)
     kind.check(params, request, model.shape)
     kind.check_model(params, model)
-    keeping = kind.own_keeping(params)
-    keeping.check(model.shape)
-    keeping.check_model(model)
+    post_processing = kind.own_post_processing(params)
+    post_processing.check(model.shape)
+    post_processing.check_model(model)
 
 
 def asked_of(name: str, budget: Sequence[str]) -> tuple[type[SelectiveAttention], Any, BudgetRequest]:

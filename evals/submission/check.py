@@ -390,7 +390,7 @@ class Check:
                 yield kind, f"says {key} {row.ledger[key]}, and ledger.parquet says {found[key]} under {exact_of(cell)}"
         whole = line.context * len(shape.attention_layers) * token_bytes(shape)
         peak: Any = row.ledger.get("bytes_prefill_peak", whole)  # which older runs do not say
-        leaves = rules.thins or cell.settings.evicts
+        leaves = rules.prunes_prompt or cell.settings.evicts
         if peak != whole and not (leaves and isinstance(peak, int) and 0 < peak < whole):
             yield "ledger", f"says bytes_prefill_peak {peak}, and a prompt of {line.context:,} tokens takes {whole:,}"
         if found["within_budget"] is False and self.result.within_budget:

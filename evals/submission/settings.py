@@ -14,10 +14,10 @@ import yaml
 from kvbench.engine.budget import BudgetRequest, parse_fraction, parse_memory
 from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.keeping import Merging
+from kvbench.engine.post_processing import Merging
 from kvbench.engine.sampling.spec import Sampling
 from kvbench.evals.overrides import CONF
-from kvbench.evals.settings import USUAL, Choice, GivenKeeping, ModelSpec, Settings
+from kvbench.evals.settings import USUAL, Choice, GivenPostProcessing, ModelSpec, Settings
 from kvbench.evals.typed import build
 from kvbench.methods.allocator import Allocator
 
@@ -79,7 +79,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
         compose=None if run["compose"] is None else choice("method", run["compose"]),
         compose_order=run["compose_order"],
         allocator=None if allocator is None else build(Allocator, dict(allocator), "allocator"),
-        keeping=GivenKeeping(run["positions"], run["dropped"], build(Merging, dict(run["merging"]), "merging")),
+        post_processing=GivenPostProcessing(run["positions"], run["dropped"], build(Merging, dict(run["merging"]), "merging")),
         cache=build(BlockCacheSpec, dict(run.get("cache") or {}), "cache"),
         scope=run.get("compression_scope", ""),
         seed=run.get("seed", 0),

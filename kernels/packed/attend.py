@@ -7,7 +7,7 @@ Paths     C++ on a CPU, which makes numbers of codes in registers, as Triton doe
           else numbers are rebuilt for the length of the call.
 Checks    tests/kernels/test_packed.py, benchmarks/bench_packed.py.
 
-Not here: what is packed when (`engine/caches/coded.py`).
+Not here: what is packed when (`engine/caches/quantized.py`).
 """
 
 from __future__ import annotations

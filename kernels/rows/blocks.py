@@ -1,7 +1,7 @@
 """A cache of blocks that lies on the device: which of a step's tokens it has, and which blocks it takes in.
 
 `look_up_rows` follows `union_rows`: of the distinct tokens of every KV head it finds those whose block is cached, says
-where, and refills the cache as `engine/caches/blocks.py` does; `fill_rows` follows `bring_rows`, which still reads what
+where, and refills the cache as `engine/caches/blocks.py` does; `fill_rows` follows `fetch_rows`, which still reads what
 the cache held before, and copies the blocks that came.
 
 Shapes    blocks (6, n) int32, for each block what `BLOCK` names; slots (2, capacity) int32, what `SLOT` names; state

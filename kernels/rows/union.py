@@ -1,6 +1,6 @@
 """What heads ask for of tokens that lie far away: counted, and each token brought once per KV head.
 
-`union_rows` finds the distinct tokens of every KV head, and which of them earlier steps brought; `bring_rows` copies
+`union_rows` finds the distinct tokens of every KV head, and which of them earlier steps brought; `fetch_rows` copies
 them to where attention reads them, from the copy that is there or from the host. A selection has a number, `epoch`; the
 stamp of a token is twice that of the last selection that had it, and one more where a copy was there before. So no list
 is searched, nothing has to be cleared, and programs look at tokens of one KV head side by side: what any of them writes
@@ -81,7 +81,7 @@ def union_rows_ref(asks: Sequence[Ask], h_kv: int, ages: int) -> Tensor:
     return counts
 
 
-def bring_rows_ref(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -> None:
+def fetch_rows_ref(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -> None:
     """Token by token."""
     for i, (ask, at) in enumerate(zip(asks, far, strict=True)):
         for head in range(len(ask.stamps)):
@@ -135,16 +135,16 @@ def ask_numbers(ask: Ask, h_kv: int) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def bring_rows_triton(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -> None:
+def fetch_rows_triton(asks: Sequence[Ask], far: Sequence[Far], counts: Tensor) -> None:
     """A program for some tokens of a KV head."""
     start = far[0].k_near
     numbers, sizes = far_numbers(asks, far)
-    bring_tokens[bring_grid(asks, start)](
+    fetch_tokens[fetch_grid(asks, start)](
         start, upload(numbers, start.device), counts, *now(start.device), 0, 0, counts.shape[2], *sizes
     )
 
 
-def bring_grid(asks: Sequence[Ask], start: Tensor) -> tuple[int, int, int]:
+def fetch_grid(asks: Sequence[Ask], start: Tensor) -> tuple[int, int, int]:
     return cdiv(max(ask.tokens.shape[1] for ask in asks), tokens_at_once(start)), start.shape[1], len(asks)
 
 
@@ -153,7 +153,7 @@ def tokens_at_once(start: Tensor) -> int:
 
 
 def far_numbers(asks: Sequence[Ask], far: Sequence[Far]) -> tuple[list[int], tuple[int, ...]]:
-    """What `bring_tokens` reads of each row, and its sizes."""
+    """What `fetch_tokens` reads of each row, and its sizes."""
     start, (_, h_kv, _, d_h) = far[0].k_near, far[0].k_near.shape
     d_v, numbers = apart(far[0].k_near, far[0].v_near), []
     for ask, at in zip(asks, far, strict=True):
@@ -175,7 +175,7 @@ def far_numbers(asks: Sequence[Ask], far: Sequence[Far]) -> tuple[list[int], tup
     return numbers, (d_h, d_v, h_kv, fields, tokens_at_once(start), *widths, lanes)
 
 
-class Bringing:
+class FetchLaunch:
     """What both launches are told of rows that ask at every step, from where they asked: `epochs` later each time."""
 
     def __init__(self, asks: Sequence[Ask], far: Sequence[Far], ages: int, epochs: int, ahead: int) -> None:
@@ -184,14 +184,14 @@ class Bringing:
         device, numbers = self.start.device, [number for ask in asks for number in ask_numbers(ask, h_kv)]
         self.asked, (told, self.sizes) = upload(numbers, device), far_numbers(asks, far)
         self.told, self.ages, self.epochs = upload(told, device), ages, epochs
-        self.grids = union_grid(asks, h_kv), bring_grid(asks, self.start)
+        self.grids = union_grid(asks, h_kv), fetch_grid(asks, self.start)
         self.counts = torch.zeros(ahead + 1, len(asks), h_kv, 3 + ages, dtype=torch.int32, device=device)  # by step
 
     def take(self, since: Since) -> None:
         """Bring what is asked for by now, and count it."""
         counts, ages, moves = self.counts, self.ages, (self.epochs, self.counts.stride(0))
         union_tokens[self.grids[0]](self.asked, counts, *since, *moves, ages, power_of_2(ages + 1), ASK, TILE)
-        bring_tokens[self.grids[1]](self.start, self.told, counts, *since, *moves, 3 + ages, *self.sizes)
+        fetch_tokens[self.grids[1]](self.start, self.told, counts, *since, *moves, 3 + ages, *self.sizes)
 
 
 @jit(unspecialized=("start", "epochs", "n_counted"))
@@ -230,7 +230,7 @@ def union_tokens(
 
 
 @jit(unspecialized=("start", "epochs", "n_counted"))
-def bring_tokens(
+def fetch_tokens(
     origin, asks, counts, clock, start, epochs, n_counted, n_counts, d_h, d_v, h_kv,
     FIELDS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip

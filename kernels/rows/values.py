@@ -22,14 +22,14 @@ from kvbench.kernels.jit import cdiv, distance, jit, power_of_2, tl
 TOKENS = 16  # that one program copies
 
 
-def bring_values(values: Tensor, idx: Tensor) -> Tensor:
+def fetch_values(values: Tensor, idx: Tensor) -> Tensor:
     """Rows of `values` at `idx`."""
     if takes(STEP, idx.device):
-        return bring_values_triton(values, idx)
+        return fetch_values_triton(values, idx)
     return gather_tokens(values, idx.to(values.device)).to(idx.device)
 
 
-def bring_values_triton(values: Tensor, idx: Tensor, out: Tensor | None = None) -> Tensor:
+def fetch_values_triton(values: Tensor, idx: Tensor, out: Tensor | None = None) -> Tensor:
     """A program for some tokens of a KV head; into `out`, where it is given."""
     (_, h_kv, _, d_h), k = values.shape, idx.shape[-1]
     assert values.stride()[2:] == (d_h, 1) and idx.stride(-1) == 1 and idx.dtype == torch.int64, values.stride()

@@ -97,10 +97,12 @@ class _Watched:
         self.model, self.look = model, look
         self.compressed = frozenset(model.shape.attention_layers)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | Chunk | None
+    ) -> Tensor:
         if layer in self.compressed:
             self.look(layer, Seen(q.float(), k.float(), self.turned_back(layer, q), self.turned_back(layer, k)))
-        return causal(q, k, v, soft, window)[0]
+        return causal(q, k, v, softmax, window)[0]
 
     def turned_back(self, layer: int, x: Tensor) -> Tensor:
         """Queries or keys (1, heads, n, d_h) as they were before rotary embedding."""

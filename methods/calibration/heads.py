@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvbench.engine.budget import NO_FRAME
 from kvbench.engine.model import Model
-from kvbench.engine.passes.probe import probe
 from kvbench.engine.passes.repetition import Repetition, largest_weights
+from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.prefill import prefill
 from kvbench.engine.softmax import Softmax
 from kvbench.methods.calibration.base import Kind
@@ -33,14 +33,14 @@ class Heads(Kind):
         return {"heads": torch.stack([largest(model, stretch) for stretch in stretches]).amax(0)}
 
     def of_layer(self, q: Tensor, k: Tensor) -> Mapping[str, Tensor]:
-        soft = Softmax(q.shape[-1] ** -0.5)
+        softmax = Softmax(q.shape[-1] ** -0.5)
         h_kv = k.shape[1]
-        logits = (q.float().unflatten(1, (h_kv, -1)) @ k.float().unsqueeze(2).mT) * soft.scale
-        return {"heads": largest_weights(q, k, soft, logits.logsumexp(-1).flatten(1, 2))[0].amax(-1)}
+        logits = (q.float().unflatten(1, (h_kv, -1)) @ k.float().unsqueeze(2).mT) * softmax.scale
+        return {"heads": largest_weights(q, k, softmax, logits.logsumexp(-1).flatten(1, 2))[0].amax(-1)}
 
 
 def largest(model: Model, ids: Sequence[int]) -> Tensor:
     """The largest weight that a token of each KV head gets in one stretch of text, (layers, h_kv) float32."""
     trace, what = prefill(model, ids), Repetition(len(ids), OVERLAP, NO_FRAME)
-    probe(model, trace, [what])
-    return torch.cat([trace.probed(what, layer).amax(-1) for layer in model.shape.attention_layers])
+    run_second_passes(model, trace, [what])
+    return torch.cat([trace.of_second_pass(what, layer).amax(-1) for layer in model.shape.attention_layers])

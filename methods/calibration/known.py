@@ -51,7 +51,7 @@ class Calibrated(ModelFact):
         origin = found.about.origin() | ({"file": str(self.file)} if self.file else {})
         return Known(dict(zip(found.about.layers, array, strict=True)), origin)
 
-    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         kind = kind_of(self.kind)
         return kind.of_layer(q[:, :, : kind.n_tokens], k[:, :, : kind.n_tokens])[self.array]
 

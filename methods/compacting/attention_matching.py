@@ -40,8 +40,8 @@ from kvbench.engine.budget import ELEMENT_BYTES, NO_FRAME, Budget, BudgetRequest
 from kvbench.engine.checks import each_one_of, whole_number, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import Observation, SpacedQueries
-from kvbench.engine.passes.probe import Probe
 from kvbench.engine.passes.repetition import RepeatedQueries
+from kvbench.engine.passes.second_pass import SecondPass
 from kvbench.engine.placement import Made
 from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.methods.base import SelectiveAttention
@@ -206,7 +206,7 @@ class AttentionMatching(SelectiveAttention):
         return (SpacedQueries(plan.n_queries, frame.n_prefix, frame.n_suffix, params.queries == "moved"),)
 
     @classmethod
-    def probes(cls, params: Params, plan: Plan) -> tuple[Probe, ...]:
+    def second_passes(cls, params: Params, plan: Plan) -> tuple[SecondPass, ...]:
         if params.queries != "repeat":
             return ()
         return (RepeatedQueries(plan.n_queries, plan.frame, params.first_ids),)
@@ -220,9 +220,10 @@ class AttentionMatching(SelectiveAttention):
     def arrange_rest(self) -> Mapping[int, Made]:
         if self.params.queries != "repeat":
             return {}
-        (what,) = self.variant.probes
+        (what,) = self.variant.second_passes
         return {
-            layer: self.compact(layer, self.trace.probed(what, layer)) for layer in self.trace.shape.attention_layers
+            layer: self.compact(layer, self.trace.of_second_pass(what, layer))
+            for layer in self.trace.shape.attention_layers
         }
 
     def compact(self, layer: int, q: Tensor) -> Made:
@@ -268,9 +269,9 @@ class AttentionMatching(SelectiveAttention):
 
     def part(self, q: Tensor, keys: Tensor, values: Tensor, layer: int, start: int, end: int, t: int) -> Compacted:
         """`t` keys for those from `start` to `end` of one KV head: q (n, d_h), keys and values (s, d_h)."""
-        params, soft = self.params, self.trace.softmax[layer]
+        params, softmax = self.params, self.trace.softmax[layer]
         near, own = keys[start:end].float(), values[start:end].float()
-        goal = target(q, near, soft)
+        goal = target(q, near, softmax)
         rule = BiasRule(*params.bounds, params.n_steps)
         if params.select == "highest":
             idx = highest_keys(goal, t, params.score)

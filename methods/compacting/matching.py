@@ -47,15 +47,15 @@ class BiasRule(NamedTuple):
     n_steps: int
 
 
-def target(q: Tensor, keys: Tensor, soft: Softmax) -> Target:
+def target(q: Tensor, keys: Tensor, softmax: Softmax) -> Target:
     """The target of a match: without a mask, so that queries see all keys, later ones included.
 
     Without sinks, which join the kept tokens as they joined all of them: exactly, and never fitted.
     """
-    scaled, turned = q.new_empty(len(keys), len(q)), (q * soft.scale).mT
+    scaled, turned = q.new_empty(len(keys), len(q)), (q * softmax.scale).mT
     for start in range(0, len(keys), FEW):
         torch.mm(keys[start : start + FEW], turned, out=scaled[start : start + FEW])
-    logits = soft.capped(scaled)  # (s, n)
+    logits = softmax.capped(scaled)  # (s, n)
     exps = logits.sub_(logits.amax(0)).exp_()
     return Target(exps.mT, exps.sum(0))
 

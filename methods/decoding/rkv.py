@@ -40,7 +40,7 @@ SIMILAR = 0.5  # cosine above which the code calls two keys alike
 LEAST_NORM = 1e-8
 
 
-def window_importance(q: Tensor, keys: Tensor, soft: Softmax, w: int, kernel: int) -> Tensor:
+def window_importance(q: Tensor, keys: Tensor, softmax: Softmax, w: int, kernel: int) -> Tensor:
     """Weights that queries (1, h, n_q, d_h) give keys (1, h_kv, n, d_h) but the last `w`: (1, h_kv, n - w) float32.
 
     A group's logits become one by their maximum, before the softmax, which is over the keys that are scored alone; its
@@ -48,9 +48,9 @@ def window_importance(q: Tensor, keys: Tensor, soft: Softmax, w: int, kernel: in
     """
     n, scores, g = keys.shape[2], [], q.shape[1] // keys.shape[1]
     for i, (queries, head) in enumerate(zip(q[0].float().unflatten(0, (keys.shape[1], -1)), keys[0], strict=True)):
-        logits = soft.bent(queries @ head[: n - w].float().mT).amax(0)  # (n_q, n - w), of g heads
-        sinks = soft.of(slice(i * g, (i + 1) * g)).sink
-        own = Softmax(soft.scale, soft.cap, None if sinks is None else sinks.amax(0, keepdim=True))
+        logits = softmax.bent(queries @ head[: n - w].float().mT).amax(0)  # (n_q, n - w), of g heads
+        sinks = softmax.of(slice(i * g, (i + 1) * g)).sink
+        own = Softmax(softmax.scale, softmax.cap, None if sinks is None else sinks.amax(0, keepdim=True))
         scores.append(own.weights(logits, (1,)).mean(0))
     return pool_scores(torch.stack(scores).unsqueeze(0), kernel, "max")
 

@@ -20,10 +20,10 @@ from kvbench.methods.decoding.cutting import CuttingMethod, best_first, in_place
 from kvbench.methods.decoding.schedule import WhenToCut
 
 
-def query_weights(q: Tensor, keys: Tensor, soft: Softmax) -> Tensor:
+def query_weights(q: Tensor, keys: Tensor, softmax: Softmax) -> Tensor:
     """Weights of one query per head (1, h, 1, d_h) on keys (1, h_kv, n, d_h), mean over heads: (n,) float32."""
     queries = q[0, :, 0].unflatten(0, (keys.shape[1], -1))  # (h_kv, g, d_h)
-    return soft.weights(soft.logits(queries, keys[0]), (keys.shape[1], -1)).mean((0, 1))
+    return softmax.weights(softmax.logits(queries, keys[0]), (keys.shape[1], -1)).mean((0, 1))
 
 
 class TOVADecode(CuttingMethod):

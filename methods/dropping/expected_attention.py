@@ -109,10 +109,10 @@ def expected_logits(mean: Tensor, covariance: Tensor | None, keys: Tensor, scale
     return logits
 
 
-def expected_scores(logits: Tensor, values: Tensor, eps: float, value_norm: bool, soft: Softmax) -> Tensor:
+def expected_scores(logits: Tensor, values: Tensor, eps: float, value_norm: bool, softmax: Softmax) -> Tensor:
     """Scores of tokens, (1, h_kv, n): expected attention, the group's mean, times the norm of values
     (h_kv, n, d_h)."""
-    attention = soft.weights(logits, (-1,)).unflatten(0, (len(values), -1)).mean(1)  # (h_kv, n)
+    attention = softmax.weights(logits, (-1,)).unflatten(0, (len(values), -1)).mean(1)  # (h_kv, n)
     if value_norm:
         attention = (attention + eps) * values.float().norm(dim=-1)
     return attention.unsqueeze(0)

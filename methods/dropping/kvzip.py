@@ -36,8 +36,8 @@ from torch import Tensor
 from kvbench.engine.budget import Budget, BudgetRequest, Frame
 from kvbench.engine.checks import whole_number
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.passes.probe import Probe
 from kvbench.engine.passes.repetition import Repetition
+from kvbench.engine.passes.second_pass import SecondPass
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.allocator import Allocator
 from kvbench.methods.dropping.allocators import Counts
@@ -127,7 +127,7 @@ class KVzip(ScoringMethod):
         return Allocator("global")
 
     @classmethod
-    def probes(cls, params: Params, plan: Plan) -> tuple[Probe, ...]:
+    def second_passes(cls, params: Params, plan: Plan) -> tuple[SecondPass, ...]:
         return (Repetition(params.chunk, params.overlap, plan.frame, params.first_ids, params.next_ids),)
 
     def ends(self) -> tuple[int, int]:
@@ -137,11 +137,11 @@ class KVzip(ScoringMethod):
         return self.plan.n_free
 
     def scorer(self) -> Hashable:
-        return self.probes(self.params, self.plan)
+        return self.second_passes(self.params, self.plan)
 
     def scores(self, layer: int) -> Tensor:
-        (what,) = self.probes(self.params, self.plan)
-        return self.trace.probed(what, layer)
+        (what,) = self.second_passes(self.params, self.plan)
+        return self.trace.of_second_pass(what, layer)
 
     def counts(self) -> Sequence[Counts]:
         if not self.params.match_published or self.variant.allocator.of_layers != "global":

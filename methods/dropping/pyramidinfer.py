@@ -34,7 +34,7 @@ from kvbench.engine.budget import Budget, BudgetRequest, show
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import MeanWeights, Observation, query_lse
 from kvbench.engine.placement import Change, Stay, Whole
-from kvbench.engine.prefill import Thinning
+from kvbench.engine.prefill import TokenPruning
 from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
@@ -150,19 +150,19 @@ def rising_weights(n: int, last: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Course(Thinning):
+class Course(TokenPruning):
     """A prefill for itself: who goes on after each layer."""
 
     plan: "PyramidInfer.Plan"
 
-    def going_on(self, layer: int, q: Tensor, k: Tensor, soft: Softmax) -> Tensor | None:
+    def going_on(self, layer: int, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor | None:
         n = k.shape[2]
         if self.plan.n_going_on(layer, n) == n - self.plan.tail:
             return None
         recent = q[:, :, -self.plan.tail :]
         rising = rising_weights(self.plan.tail, self.plan.distance_weight).to(q.device)
-        lse = None if soft.is_plain else query_lse(recent, k, soft)
-        sums = column_sums(recent, k, soft.scale, rising, lse, soft.cap)  # (h_kv, g, n)
+        lse = None if softmax.is_plain else query_lse(recent, k, softmax)
+        sums = column_sums(recent, k, softmax.scale, rising, lse, softmax.cap)  # (h_kv, g, n)
         return self.survivors(layer, sums.flatten(0, 1).mean(0) / self.plan.tail)
 
     def survivors(self, layer: int, votes: Tensor) -> Tensor:
@@ -177,9 +177,9 @@ class Course(Thinning):
 class PyramidInfer(SelectiveAttention):
     title = "PyramidInfer"
     version = 2
-    no_growth = "thins the pass over the context itself, and a feed is read in full"
+    no_growth = "prunes_prompt the pass over the context itself, and a feed is read in full"
     drops = True
-    thins = True
+    prunes_prompt = True
 
     @dataclass(frozen=True)
     class Params:
@@ -276,7 +276,7 @@ class PyramidInfer(SelectiveAttention):
         return name.replace(cls.title, f"{cls.title}*") if varies else name
 
     @classmethod
-    def thinning(cls, plan: Plan | None) -> Course | None:
+    def pruning(cls, plan: Plan | None) -> Course | None:
         return None if plan is None else Course(plan)
 
     def setup(self) -> None:

@@ -63,14 +63,14 @@ class GateScores(Observation):
     gate: str
     digest: str | None = None  # of the file, so that another one of the same name is another observation
 
-    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         raise AssertionError("a gate reads the attention's input")
 
     def grown(self, before: Tensor | None, now: Tensor) -> Tensor:
         return now if before is None else torch.cat([before, now], -1)
 
     def observe_layer(
-        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
+        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, softmax: Softmax, lse: Tensor | None
     ) -> Tensor:
         return self.of(trace.inputs[layer].x, layer, trace)
 

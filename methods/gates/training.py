@@ -18,8 +18,8 @@ from torch import Tensor
 from kvbench.engine.budget import NO_FRAME
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import Observation
-from kvbench.engine.passes.probe import probe
 from kvbench.engine.passes.repetition import Repetition
+from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.prefill import prefill
 from kvbench.engine.softmax import Softmax
 
@@ -40,11 +40,11 @@ class Inputs(Observation):
 
     of_input: ClassVar[bool] = True
 
-    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         raise AssertionError("it is no function of queries and keys")
 
     def observe_layer(
-        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
+        self, trace: "Trace", layer: int, q: Tensor, k: Tensor, softmax: Softmax, lse: Tensor | None
     ) -> Tensor:
         return trace.inputs[layer].x[0].float().clone()
 
@@ -95,9 +95,9 @@ def looked_at(model: "Model", prompt: Sequence[int]) -> Iterator[tuple[int, Tens
     """For each layer the attention's inputs (s, D) and the logarithms of KVzip's scores (h_kv, s)."""
     inputs, repeats = Inputs(), Repetition(CHUNK, OVERLAP, NO_FRAME)
     trace = prefill(model, prompt, (inputs,))
-    probe(model, trace, (repeats,))
+    run_second_passes(model, trace, (repeats,))
     for layer in model.shape.attention_layers:
-        yield layer, trace.observed(inputs, layer), trace.probed(repeats, layer)[0].clamp(min=SMALLEST).log()
+        yield layer, trace.observed(inputs, layer), trace.of_second_pass(repeats, layer)[0].clamp(min=SMALLEST).log()
 
 
 def with_one(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""`QuantisingMethod`: every token is kept and attended to, as codes that a codec makes.
+"""`QuantisingMethod`: every token is kept and attended to, as codes that a quantized makes.
 
-Not here: any codec of a method; a layer of codes (`engine/caches/coded.py`).
+Not here: any quantized of a method; a layer of codes (`engine/caches/quantized.py`).
 """
 
 from abc import abstractmethod
@@ -12,7 +12,7 @@ from typing import Any
 from kvbench.engine.books.footprint import Footprint, too_small
 from kvbench.engine.budget import Budget, BudgetRequest, resolve
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.placement import Coded, Coder
+from kvbench.engine.placement import Coded, Quantize
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.base import SelectiveAttention
 
@@ -67,8 +67,8 @@ class QuantisingMethod(SelectiveAttention):
 
     @classmethod
     @abstractmethod
-    def coder(cls, params: Any, plan: Any) -> Coder:
+    def quantize(cls, params: Any, plan: Any) -> Quantize:
         """The quantizer that makes codes of a layer's K and V."""
 
     def arrange(self, layer: int) -> Coded:
-        return Coded(self.coder(self.params, self.plan))
+        return Coded(self.quantize(self.params, self.plan))

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from kvbench.engine.attend import Part
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.caches.coded import Codec
+from kvbench.engine.caches.quantized import QuantizedCache
 from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.checks import one_of, whole_number
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.growing import Growing
-from kvbench.engine.placement import Coder
+from kvbench.engine.placement import Quantize
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.packed.attend import Packed, Side
 from kvbench.kernels.packed.codes import BY_TOKEN, Quantised, quantise_tokens
@@ -37,7 +37,7 @@ from kvbench.methods.quantising.base import QuantisingMethod
 from kvbench.methods.quantising.kivi import packed_bytes
 
 
-class WholeCodec(Codec):
+class RequantizedCache(QuantizedCache):
     """A prefix that is packed as a whole, and exact tokens after it."""
 
     def __init__(self, plan: "HFQuantizedCache.Plan", k: Tensor, v: Tensor, n_new: int) -> None:
@@ -63,9 +63,9 @@ class WholeCodec(Codec):
 
     @classmethod
     def append_rows(
-        cls, codecs: Sequence[Codec], k_new: Sequence[Tensor], v_new: Sequence[Tensor]
+        cls, caches: Sequence[QuantizedCache], k_new: Sequence[Tensor], v_new: Sequence[Tensor]
     ) -> list[list[Place]]:
-        return [codec.places() for codec in cast("Sequence[WholeCodec]", codecs)]
+        return [quantized.places() for quantized in cast("Sequence[RequantizedCache]", caches)]
 
     def places(self) -> list[Place]:
         """Where the current token is to be written."""
@@ -90,7 +90,7 @@ class WholeCodec(Codec):
     def part(self) -> Part:
         return replace(self.nothing, packed=Packed(*self.sides(), self.n))
 
-    def settle(self) -> None:
+    def pack_due(self) -> None:
         if self.n - self.n_packed >= self.plan.residual:
             self.pack(*(side.rebuilt(self.n) for side in self.sides()))
 
@@ -173,8 +173,8 @@ class HFQuantizedCache(QuantisingMethod):
         return f"{report['bits']} bit"
 
     @classmethod
-    def coder(cls, params: Params, plan: Plan) -> Coder:
-        return lambda k, v, n_new, _: WholeCodec(plan, k, v, n_new)
+    def quantize(cls, params: Params, plan: Plan) -> Quantize:
+        return lambda k, v, n_new, _: RequantizedCache(plan, k, v, n_new)
 
     def report(self) -> dict[str, Any]:
         return {"bits": self.plan.bits, "group": self.plan.group}

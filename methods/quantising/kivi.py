@@ -26,12 +26,12 @@ from torch import Tensor
 
 from kvbench.engine.attend import Part
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
-from kvbench.engine.caches.coded import Codec, Packing, Packings, Rows
+from kvbench.engine.caches.quantized import LatestTokens, Packing, Packings, QuantizedCache
 from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.checks import whole_number
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.growing import Growing
-from kvbench.engine.placement import Coder
+from kvbench.engine.placement import Quantize
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.fast import takes
 from kvbench.kernels.gather import is_within
@@ -46,7 +46,7 @@ BITS = (2, 4, 8)
 SETTINGS = ((8, 8, 32), (4, 4, 32), (4, 4, 64), (4, 4, 128), (4, 2, 32), (2, 2, 32), (2, 2, 64), (2, 2, 128))
 
 
-class KIVICodec(Codec):
+class KIVICache(QuantizedCache):
     """Keys in whole blocks and a rest, values one by one and a window. Of latents the keys are all that there is."""
 
     def __init__(self, plan: "KIVI.Plan", k: Tensor, v: Tensor, n_new: int) -> None:
@@ -57,11 +57,11 @@ class KIVICodec(Codec):
         room = self.n + n_new
         keys = quantise_channels(k[0, :, : self.n_k], plan.key_bits, plan.group)
         self.keys = with_room(keys, BY_CHANNEL, room // plan.group + 1)
-        self.late_k = Rows(k[:, :, self.n_k :], plan.residual, spare=0)
+        self.late_k = LatestTokens(k[:, :, self.n_k :], plan.residual, spare=0)
         if not self.joint:
             values = quantise_tokens(v[0, :, : self.n_v], plan.value_bits, plan.group)
             self.values = with_room(values, BY_TOKEN, room)
-            self.late_v = Rows(v[:, :, self.n_v :], plan.residual)
+            self.late_v = LatestTokens(v[:, :, self.n_v :], plan.residual)
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         self.pack_aged()
@@ -72,17 +72,19 @@ class KIVICodec(Codec):
 
     @classmethod
     def append_rows(
-        cls, codecs: Sequence[Codec], k_new: Sequence[Tensor], v_new: Sequence[Tensor]
+        cls, caches: Sequence[QuantizedCache], k_new: Sequence[Tensor], v_new: Sequence[Tensor]
     ) -> list[list[Place]]:
         """Values that aged in the step before are packed in one launch."""
-        mine = cast("Sequence[KIVICodec]", codecs)
-        packing = [codec for codec in mine if codec.has_aged and codec.packs_in_kernels]
-        tokens = [(codec, Ageing(codec.late_v.leave(1), codec.values, codec.n_v)) for codec in packing]
+        mine = cast("Sequence[KIVICache]", caches)
+        packing = [quantized for quantized in mine if quantized.has_aged and quantized.packs_in_kernels]
+        tokens = [
+            (quantized, Ageing(quantized.late_v.leave(1), quantized.values, quantized.n_v)) for quantized in packing
+        ]
         for form, some in by_form(tokens).items():
             RangePacking(some, *form).pack()
-        for codec in packing:
-            codec.n_v += 1
-        return [codec.places() for codec in mine]
+        for quantized in packing:
+            quantized.n_v += 1
+        return [quantized.places() for quantized in mine]
 
     def places(self) -> list[Place]:
         """Where the current token is to be written."""
@@ -109,12 +111,12 @@ class KIVICodec(Codec):
 
     @classmethod
     def packing(
-        cls, codecs: Sequence[Codec], newest: Sequence[tuple[Tensor, Tensor]], rows: Sequence[int]
+        cls, caches: Sequence[QuantizedCache], newest: Sequence[tuple[Tensor, Tensor]], rows: Sequence[int]
     ) -> Packing | None:
         """Packs the oldest exact value of each row that has more than it holds."""
         ageing = by_form(
-            (codec, Ageing(codec.late_v.view()[:, :, :1], codec.values, codec.n_v))
-            for codec in cast("Sequence[KIVICodec]", codecs) if codec.has_aged
+            (quantized, Ageing(quantized.late_v.view()[:, :, :1], quantized.values, quantized.n_v))
+            for quantized in cast("Sequence[KIVICache]", caches) if quantized.has_aged
         )  # fmt: skip
         return Packings([RangePacking(tokens, *form) for form, tokens in ageing.items()]) if ageing else None
 
@@ -126,7 +128,7 @@ class KIVICodec(Codec):
         v = Side(BY_TOKEN, plan.value_bits, plan.group, self.n_v, self.values, self.late_v.view())
         return replace(self.nothing, packed=Packed(k, v, self.n, grows=(0, int(self.has_aged))))
 
-    def settle(self) -> None:
+    def pack_due(self) -> None:
         plan = self.plan
         if self.late_k.n == plan.residual:
             block = quantise_channels(self.late_k.leave(plan.residual)[0], plan.key_bits, plan.group)
@@ -166,11 +168,11 @@ class KIVICodec(Codec):
         return own if self.joint else [*own, *self.values, self.late_v.buffer]
 
 
-def by_form(tokens: Iterable[tuple[KIVICodec, Ageing]]) -> dict[tuple[int, int], list[Ageing]]:
+def by_form(tokens: Iterable[tuple[KIVICache, Ageing]]) -> dict[tuple[int, int], list[Ageing]]:
     """Values that are packed in one launch, by the bits and the group of their codes."""
     found: dict[tuple[int, int], list[Ageing]] = {}
-    for codec, token in tokens:
-        found.setdefault((codec.plan.value_bits, codec.plan.group), []).append(token)
+    for quantized, token in tokens:
+        found.setdefault((quantized.plan.value_bits, quantized.plan.group), []).append(token)
     return found
 
 
@@ -265,8 +267,8 @@ class KIVI(QuantisingMethod):
         return bits_words(report["key_bits"], report["value_bits"])
 
     @classmethod
-    def coder(cls, params: Params, plan: Plan) -> Coder:
-        return lambda k, v, n_new, _: KIVICodec(plan, k, v, n_new)
+    def quantize(cls, params: Params, plan: Plan) -> Quantize:
+        return lambda k, v, n_new, _: KIVICache(plan, k, v, n_new)
 
     def report(self) -> dict[str, Any]:
         plan = self.plan

@@ -29,12 +29,12 @@ from torch import Tensor
 from kvbench.engine.attend import Part
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
 from kvbench.engine.caches.asked import Reordered
-from kvbench.engine.caches.coded import Codec
+from kvbench.engine.caches.quantized import QuantizedCache
 from kvbench.engine.checks import one_of, tokens, whole_number
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.observe import LastQueries, Observation
-from kvbench.engine.placement import Coder
+from kvbench.engine.placement import Quantize
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.rows.append import NO_RING, Place
 from kvbench.kernels.scratch import finer
@@ -58,7 +58,7 @@ def kept_channels(scores: Tensor, n_dropped: int) -> Tensor:
     return (d_h - 1 - top_stable(scores.flip(1), d_h - n_dropped)).sort(dim=-1).values
 
 
-class ThinCodec(Codec):
+class ThinKCache(QuantizedCache):
     """Thin keys and whole values of the prompt's first tokens; the latest and all that come are whole."""
 
     def __init__(self, plan: "ThinK.Plan", k: Tensor, v: Tensor, n_new: int, q: Tensor) -> None:
@@ -101,12 +101,12 @@ class ThinCodec(Codec):
 
     @classmethod
     def append_rows(
-        cls, codecs: Sequence[Codec], k_new: Sequence[Tensor], v_new: Sequence[Tensor]
+        cls, caches: Sequence[QuantizedCache], k_new: Sequence[Tensor], v_new: Sequence[Tensor]
     ) -> list[list[Place]]:
         places: list[list[Place]] = []
-        for codec in cast("Sequence[ThinCodec]", codecs):
-            places.append([(codec.late_k, codec.late_v, codec.n_late)])
-            codec.n += 1
+        for quantized in cast("Sequence[ThinKCache]", caches):
+            places.append([(quantized.late_k, quantized.late_v, quantized.n_late)])
+            quantized.n += 1
         return places
 
     def growing(self) -> Growing | None:
@@ -125,7 +125,7 @@ class ThinCodec(Codec):
     def wide(self) -> Tensor:
         """Keys of d_h numbers, of which queries in the order of `asks` meet the stored ones first, and zeros then.
 
-        Rows overlap: nothing is copied.
+        LatestTokens overlap: nothing is copied.
         """
         h_kv, n, m, d_h = len(self.channels), self.n_thin, self.width, self.d_h
         return self.thin.as_strided((1, h_kv, n, d_h), (h_kv * n * m, n * m, m, 1))
@@ -140,7 +140,7 @@ class ThinCodec(Codec):
         late = slice(0, self.n_late)
         return torch.cat([first, self.late_k[:, :, late]], 2), torch.cat([self.v, self.late_v[:, :, late]], 2)
 
-    def settle(self) -> None:
+    def pack_due(self) -> None:
         """Do nothing: no key is thinned later."""
 
     def counted_bytes(self) -> int:
@@ -238,9 +238,9 @@ class ThinK(QuantisingMethod):
         return f"({report['dropped_channels']} channels less)"
 
     @classmethod
-    def coder(cls, params: Params, plan: Plan) -> Coder:
+    def quantize(cls, params: Params, plan: Plan) -> Quantize:
         queries = LastQueries(params.window)
-        return lambda k, v, n_new, seen: ThinCodec(plan, k, v, n_new, seen(queries))
+        return lambda k, v, n_new, seen: ThinKCache(plan, k, v, n_new, seen(queries))
 
     def report(self) -> dict[str, Any]:
         """How many channels go, which the budget may choose, and how many tokens are old enough to lose them."""

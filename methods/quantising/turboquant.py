@@ -32,11 +32,11 @@ from kvbench.engine.attend import Part
 from kvbench.engine.books.footprint import Footprint
 from kvbench.engine.budget import Budget, BudgetRequest
 from kvbench.engine.caches.asked import Rotated
-from kvbench.engine.caches.coded import Codec, Packing, Packings
+from kvbench.engine.caches.quantized import Packing, Packings, QuantizedCache
 from kvbench.engine.checks import each_one_of, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.growing import Growing
-from kvbench.engine.placement import Coder
+from kvbench.engine.placement import Quantize
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.fast import takes
 from kvbench.kernels.packed.attend import Packed, Side
@@ -99,7 +99,7 @@ def book_of(params: "TurboQuant.Params", plan: "TurboQuant.Plan", d_h: int) -> B
     return Book(rotation, table, codebooks.midpoints(table), value_table, gaussian)
 
 
-class TurboQuantCodec(Codec):
+class TurboQuantCache(QuantizedCache):
     """Keys and values packed token by token; there are no exact ones."""
 
     def __init__(
@@ -186,20 +186,20 @@ class TurboQuantCodec(Codec):
 
     @classmethod
     def append_rows(
-        cls, codecs: Sequence[Codec], k_new: Sequence[Tensor], v_new: Sequence[Tensor]
+        cls, caches: Sequence[QuantizedCache], k_new: Sequence[Tensor], v_new: Sequence[Tensor]
     ) -> list[list[Place]]:
         """Codecs that make codes alike do so in one launch."""
-        mine = cast("Sequence[TurboQuantCodec]", codecs)
-        for codec, k, v in zip(mine, k_new, v_new, strict=True):
-            if not codec.packs_in_kernels:
-                codec.append(k, v)
+        mine = cast("Sequence[TurboQuantCache]", caches)
+        for quantized, k, v in zip(mine, k_new, v_new, strict=True):
+            if not quantized.packs_in_kernels:
+                quantized.append(k, v)
         for some in alike(mine):
-            keys = [Ageing(k_new[i], codec.keys, codec.n) for i, codec in some]
-            values = [Ageing(v_new[i], codec.values, codec.n) for i, codec in some]
+            keys = [Ageing(k_new[i], quantized.keys, quantized.n) for i, quantized in some]
+            values = [Ageing(v_new[i], quantized.values, quantized.n) for i, quantized in some]
             UnitPacking(keys, values, some[0][1].book).pack(k_new[some[0][0]], v_new[some[0][0]])
-            for _, codec in some:
-                codec.n += 1
-        return [[] for _ in codecs]
+            for _, quantized in some:
+                quantized.n += 1
+        return [[] for _ in caches]
 
     def part(self) -> Part:
         key_kind = BY_UNIT_TABLE if self.is_rotated else BY_TABLE
@@ -226,17 +226,17 @@ class TurboQuantCodec(Codec):
 
     @classmethod
     def packing(
-        cls, codecs: Sequence[Codec], newest: Sequence[tuple[Tensor, Tensor]], rows: Sequence[int]
+        cls, caches: Sequence[QuantizedCache], newest: Sequence[tuple[Tensor, Tensor]], rows: Sequence[int]
     ) -> Packing | None:
         """Every token's key and value."""
         return Packings(
             [
                 UnitPacking(
-                    [Ageing(newest[i][0], codec.keys, codec.n - 1) for i, codec in some],
-                    [Ageing(newest[i][1], codec.values, codec.n - 1) for i, codec in some],
+                    [Ageing(newest[i][0], quantized.keys, quantized.n - 1) for i, quantized in some],
+                    [Ageing(newest[i][1], quantized.values, quantized.n - 1) for i, quantized in some],
                     some[0][1].book, rows[some[0][0]],
                 )
-                for some in alike(cast("Sequence[TurboQuantCodec]", codecs))
+                for some in alike(cast("Sequence[TurboQuantCache]", caches))
             ]
         )  # fmt: skip
 
@@ -244,7 +244,7 @@ class TurboQuantCodec(Codec):
     def book(self) -> TokenBook:
         return TokenBook(self.rotation, self.midpoints, self.plan.key_bits, self.plan.value_bits, TINY)
 
-    def settle(self) -> None:
+    def pack_due(self) -> None:
         """Do nothing: no token waits to be packed."""
 
     def counted_bytes(self) -> int:
@@ -255,12 +255,14 @@ class TurboQuantCodec(Codec):
         return list({x.data_ptr(): x for x in (*self.keys, *self.values)}.values())
 
 
-def alike(codecs: Sequence[TurboQuantCodec]) -> list[list[tuple[int, TurboQuantCodec]]]:
+def alike(caches: Sequence[TurboQuantCache]) -> list[list[tuple[int, TurboQuantCache]]]:
     """Codecs, and their places, whose tokens kernels pack in one launch."""
-    found: dict[Hashable, list[tuple[int, TurboQuantCodec]]] = {}
-    for i, codec in enumerate(codecs):
-        if codec.packs_in_kernels:
-            found.setdefault((codec.plan, codec.params.rotation, codec.params.seed), []).append((i, codec))
+    found: dict[Hashable, list[tuple[int, TurboQuantCache]]] = {}
+    for i, quantized in enumerate(caches):
+        if quantized.packs_in_kernels:
+            found.setdefault((quantized.plan, quantized.params.rotation, quantized.params.seed), []).append(
+                (i, quantized)
+            )
     return [*found.values()]
 
 
@@ -353,8 +355,8 @@ class TurboQuant(QuantisingMethod):
         return f"({preset_words(report['preset'])})"
 
     @classmethod
-    def coder(cls, params: Params, plan: Plan) -> Coder:
-        return lambda k, v, n_new, _: TurboQuantCodec(params, plan, book_of(params, plan, k.shape[3]), k, v, n_new)
+    def quantize(cls, params: Params, plan: Plan) -> Quantize:
+        return lambda k, v, n_new, _: TurboQuantCache(params, plan, book_of(params, plan, k.shape[3]), k, v, n_new)
 
     def skipped_layers(self) -> Sequence[int]:
         return sorted(boundary(self.params, self.trace.shape))

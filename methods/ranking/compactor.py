@@ -50,7 +50,7 @@ class TwoWay(Observation):
     n_last: int
     is_filled: bool
 
-    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         (_, h, s, _), g = q.shape, q.shape[1] // k.shape[1]
         end = s - self.n_last
         sums = torch.empty(1, h, end - self.n_first, device=q.device)

@@ -57,11 +57,11 @@ class OutputProjection(ModelFact):
         layers = model.shape.attention_layers
         return Known({layer: projection(model.attentions[layer], model, layer) for layer in layers})
 
-    def observe(self, q: Tensor, k: Tensor, soft: Softmax) -> Tensor:
+    def observe(self, q: Tensor, k: Tensor, softmax: Softmax) -> Tensor:
         raise AssertionError("a projection is as wide as values, which the trace has")
 
     def observe_layer(
-        self, trace: Trace, layer: int, q: Tensor, k: Tensor, soft: Softmax, lse: Tensor | None
+        self, trace: Trace, layer: int, q: Tensor, k: Tensor, softmax: Softmax, lse: Tensor | None
     ) -> Tensor:
         """An identity where there is no model: heads' outputs stay as they are."""
         return torch.eye(trace.values(layer).shape[-1], device=q.device).repeat(1, q.shape[1])

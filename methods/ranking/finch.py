@@ -12,7 +12,7 @@ Budget    the question inside; a budget that leaves nothing besides it is refuse
 Per step  moved: nothing; resident: the budget's tokens and generated ones, 4 * d_h bytes each per KV head.
 Differs   - where the question begins is what the task says; kvpress marks it by a token of its own in the vocabulary.
             What the chat template and the task put after the question, up to the answer, is part of it.
-          - the text goes on at its own position, and keys move up to it (`engine/keeping.py`): the same distances.
+          - the text goes on at its own position, and keys move up to it (`engine/post_processing.py`): the same distances.
           - with `chunk` no token of the question is dropped; `match_published` is kvpress' rule, which may.
           - the authors read the context in segments, each followed by the question and preceded by what was kept. Here
             it is read once (method=finch_paper). Their normalised weights are computed and never used.
@@ -32,9 +32,9 @@ from torch import Tensor
 from kvbench.engine.budget import Budget, BudgetRequest
 from kvbench.engine.checks import each_one_of, whole_numbers
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.keeping import Keeping
 from kvbench.engine.observe import LastQueries, Observation, window_scores
 from kvbench.engine.placement import Placement
+from kvbench.engine.post_processing import PostProcessing
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.dropping.allocators import Counts
 from kvbench.methods.ranking.chunkkv import published_counts, shares
@@ -78,8 +78,8 @@ class Finch(ScoringMethod):
         return params.window is None
 
     @classmethod
-    def own_keeping(cls, params: Params) -> Keeping:
-        return Keeping("contiguous")
+    def own_post_processing(cls, params: Params) -> PostProcessing:
+        return PostProcessing("contiguous")
 
     @classmethod
     def evicts(cls, params: Params) -> str:

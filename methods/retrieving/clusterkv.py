@@ -320,7 +320,7 @@ class ClusterKV(Indexed):
         return cluster_tokens(order, *owned, self.plan.k) + self.plan.n_sink
 
     @classmethod
-    def told(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None, ahead: int) -> ClusterSearch:
+    def plan_search(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None, ahead: int) -> ClusterSearch:
         return ClusterSearch(rows, layer, scratch, ahead)
 
     def kind(self, layer: int) -> Hashable:

@@ -43,7 +43,7 @@ from torch import Tensor
 from kvbench.engine.attend import Part
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
-from kvbench.engine.caches.eviction import Learning
+from kvbench.engine.caches.eviction import Update
 from kvbench.engine.checks import refuse_cap, tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import BandLogits, BandSums, Observation
@@ -294,9 +294,9 @@ class InfLLM(Indexed):
 
     @classmethod
     def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor], ahead: int) -> Launch:
-        told, found = blocks_of([row.index[layer] for row in rows]), keys()
+        planned, found = blocks_of([row.index[layer] for row in rows]), keys()
         n_blocks, per_head = rows[0].n_blocks[layer], rows[0].params.per_head
-        return lambda q, k_new, v_new, since: block_keys(q, told, n_blocks, per_head, found)
+        return lambda q, k_new, v_new, since: block_keys(q, planned, n_blocks, per_head, found)
 
     def has_kernel(self, layer: int) -> bool:
         return super().has_kernel(layer) and self.n_blocks[layer] > 0
@@ -353,7 +353,7 @@ class InfLLM(Indexed):
         n_sink, n_local, stop = self.plan.n_sink, self.plan.n_local, self.store[layer].n_window
         window = self.store[layer].resident()[0].k[0, :, n_sink : n_sink + stop].float()  # (h_kv, n, d_h)
         grouped = feed.q[0].float().unflatten(0, (len(window), -1))  # (h_kv, g, m, d_h)
-        logits = feed.soft.bent(grouped @ window.mT.unsqueeze(1))
+        logits = feed.softmax.bent(grouped @ window.mT.unsqueeze(1))
         weights = (logits - lse[0].view(*grouped.shape[:3], 1)).exp()
         place, end = torch.arange(stop), torch.tensor([n_window for _, n_window in feed.moments]).unsqueeze(1)
         is_local = (place < end) & (place >= end - n_local)  # (m, n)
@@ -373,13 +373,13 @@ class InfLLM(Indexed):
             self.scores[layer][:, start:stop] += local
         return self.form_block(layer) if self.n_to_block(layer) <= 0 else None
 
-    def learns(self, layer: int, weights: Tensor, ahead: int = 0) -> Learning | None:
+    def update(self, layer: int, weights: Tensor, ahead: int = 0) -> Update | None:
         """Let a kernel add up what local tokens got, as `behind` does."""
         if layer not in self.scores:
             return None
         at, n_sink, sums = self.store[layer], self.plan.n_sink, self.scores[layer].unsqueeze(0)
         stop = at.n_window + ahead
-        return Learning(
+        return Update(
             at, weights[..., n_sink : n_sink + stop], len(self.scores[layer]), "sum", sums[..., : stop - 1], sums=sums,
             first=stop - self.plan.n_local,
         )  # fmt: skip

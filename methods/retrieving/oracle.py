@@ -38,11 +38,11 @@ from kvbench.methods.indexed import Indexed
 AGGREGATES = ("group_sum", "query_head", "group_max", "group_logit_mean")
 
 
-def token_scores(logits: Tensor, agg: str, soft: Softmax) -> Tensor:
+def token_scores(logits: Tensor, agg: str, softmax: Softmax) -> Tensor:
     """One score per token from logits (n, h_kv, g, s): (n, h_kv, s), or (n, h, s) for `query_head`."""
     if agg == "group_logit_mean":
         return logits.mean(2)
-    weights = soft.weights(logits, (logits.shape[1], -1))  # over all tokens, before any restriction
+    weights = softmax.weights(logits, (logits.shape[1], -1))  # over all tokens, before any restriction
     if agg == "query_head":
         return weights.flatten(1, 2)
     return weights.sum(2) if agg == "group_sum" else weights.amax(2)
@@ -138,12 +138,12 @@ class Oracle(Indexed):
             at, units = row.store[layer], row.units(layer)
             late = at.host.late[0]
             searched.append(Searched(row.seen(layer), late, at.n_seen, units.start, units.stop, at.slides))
-        soft, agg = rows[0].trace.softmax[layer], rows[0].params.agg
-        told = table_of(searched, searched[0].k.device, ahead)
+        softmax, agg = rows[0].trace.softmax[layer], rows[0].params.agg
+        planned = table_of(searched, searched[0].k.device, ahead)
 
         def launch(q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> Tensor:
-            logits, lses = token_logits(q, told, soft.scale, soft.cap, soft.sink, since)
-            return weigh_logits(logits, lses, told, agg, since)
+            logits, lses = token_logits(q, planned, softmax.scale, softmax.cap, softmax.sink, since)
+            return weigh_logits(logits, lses, planned, agg, since)
 
         return launch
 

@@ -344,9 +344,9 @@ class PQCache(Indexed):
 
     def best(self, layer: int, tables: Tensor, n: int) -> Tensor:
         """Positions of the best of the first `n` candidates by inner products (h, m, c)."""
-        plan, soft = self.plan, self.trace.softmax[layer]
+        plan, softmax = self.plan, self.trace.softmax[layer]
         idx = pq_top(
-            tables, self.index[layer].codes, n, plan.k, soft.scale, self.params.group_merge, soft.cap, soft.sink
+            tables, self.index[layer].codes, n, plan.k, softmax.scale, self.params.group_merge, softmax.cap, softmax.sink
         )  # fmt: skip
         return idx + plan.n_sink
 
@@ -389,9 +389,11 @@ class PQCache(Indexed):
 
     @classmethod
     def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor], ahead: int) -> Launch:
-        told = table_of([row.coded(layer) for row in rows], rows[0].store[layer].device, ahead)
-        soft = rows[0].trace.softmax[layer]
-        return lambda q, k_new, v_new, since: pq_keys_triton(q, k_new, told, soft.scale, soft.cap, soft.sink, since)
+        planned = table_of([row.coded(layer) for row in rows], rows[0].store[layer].device, ahead)
+        softmax = rows[0].trace.softmax[layer]
+        return lambda q, k_new, v_new, since: pq_keys_triton(
+            q, k_new, planned, softmax.scale, softmax.cap, softmax.sink, since
+        )
 
     def coded(self, layer: int) -> Coded:
         """The candidates' codes as kernels take them."""

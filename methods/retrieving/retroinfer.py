@@ -143,14 +143,14 @@ def append_index(old: Index, new: Index) -> Index:
     )  # fmt: skip
 
 
-def cluster_ranking(q: Tensor, index: Index, soft: Softmax) -> Tensor:
+def cluster_ranking(q: Tensor, index: Index, softmax: Softmax) -> Tensor:
     """Clusters by falling score, for queries (n, h, 1, d_h): (n, h_kv, c), on a GPU as keys.
 
     No size takes part: a cluster is ranked by its mass per token. Those without tokens come last.
     """
     if takes("clusters", q.device):
-        return sort_keys(mass_keys_triton(q, index.ranked, index.sizes, soft.scale, soft.cap, soft.sink))
-    return cluster_order(mass_scores(q, index.ranked, index.sizes, soft.scale, soft.cap, soft.sink))
+        return sort_keys(mass_keys_triton(q, index.ranked, index.sizes, softmax.scale, softmax.cap, softmax.sink))
+    return cluster_order(mass_scores(q, index.ranked, index.sizes, softmax.scale, softmax.cap, softmax.sink))
 
 
 def fitting(order: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:

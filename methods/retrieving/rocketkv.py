@@ -91,7 +91,7 @@ def take_in(bounds: Tensor, key: Tensor, place: int, chunk: int) -> None:
         torch.minimum(low, key, out=low)
 
 
-def chunk_scores(q: Tensor, bounds: Tensor, r: int, sizes: Tensor, soft: Softmax) -> Tensor:
+def chunk_scores(q: Tensor, bounds: Tensor, r: int, sizes: Tensor, softmax: Softmax) -> Tensor:
     """Mean over the group of softmaxes of chunks' bounds, each token's share: q (1, h, 1, d_h) -> (h_kv, chunks).
 
     A channel's maximum counts where the group's summed query is positive, its minimum elsewhere; `sizes` (chunks,) says
@@ -100,13 +100,13 @@ def chunk_scores(q: Tensor, bounds: Tensor, r: int, sizes: Tensor, soft: Softmax
     h_kv, both, _ = bounds.shape
     d_h, n_chunks = both // 2, len(sizes)
     channels = top_components(q, h_kv, r)  # (1, h_kv, r)
-    weights = query_weights(q, channels, soft.scale)[0]  # (h_kv, g, r)
+    weights = query_weights(q, channels, softmax.scale)[0]  # (h_kv, g, r)
     grouped = q.reshape(h_kv, -1, d_h).float().sum(1)  # (h_kv, d_h)
     turned = grouped.gather(-1, channels[0]) <= 0
     rows = channels[0] + d_h * turned + torch.arange(0, h_kv * both, both, device=q.device).unsqueeze(1)
     read = bounds.view(h_kv * both, -1)[:, :n_chunks].index_select(0, rows.flatten()).view(h_kv, r, n_chunks)
-    logits = soft.capped(weights @ read.float())  # (h_kv, g, chunks)
-    lse = soft.lse(logits + sizes.log(), (h_kv, -1)).unsqueeze(-1)
+    logits = softmax.capped(weights @ read.float())  # (h_kv, g, chunks)
+    lse = softmax.lse(logits + sizes.log(), (h_kv, -1)).unsqueeze(-1)
     return (logits - lse).exp().mean(1)
 
 
@@ -283,9 +283,11 @@ class RocketKV(Indexed):
     @classmethod
     def launch(cls, rows: Sequence[Self], layer: int, keys: Callable[[], Tensor], ahead: int) -> Launch:
         counts = [row.counted(layer) for row in rows]
-        told = table_of(chunked(rows, layer, counts), rows[0].index[layer].device, ahead)
-        soft = rows[0].trace.softmax[layer]
-        return lambda q, k_new, v_new, since: chunk_keys(q, k_new, told, soft.scale, soft.cap, soft.sink, since)
+        planned = table_of(chunked(rows, layer, counts), rows[0].index[layer].device, ahead)
+        softmax = rows[0].trace.softmax[layer]
+        return lambda q, k_new, v_new, since: chunk_keys(
+            q, k_new, planned, softmax.scale, softmax.cap, softmax.sink, since
+        )
 
     def cost(self, layer: int) -> Cost:
         return self.counted(layer).cost

@@ -131,12 +131,12 @@ def landmarks_of(keys: Tensor, chunk: int, n_outliers: int) -> Landmarks:
     return Landmarks(chosen if takes("landmarks", chosen.device) else chosen.float(), outliers)
 
 
-def most_likely(logits: Tensor, soft: Softmax) -> Tensor:
+def most_likely(logits: Tensor, softmax: Softmax) -> Tensor:
     """The most that any query head of a group gives to landmarks, of their logits (n, h_kv, g, c): (n, h_kv, c).
 
     Logarithms of probabilities, which do not underflow; each query head's are its own.
     """
-    return (logits - soft.lse(logits, (logits.shape[1], -1)).unsqueeze(-1)).amax(2)
+    return (logits - softmax.lse(logits, (logits.shape[1], -1)).unsqueeze(-1)).amax(2)
 
 
 def tokens_of(chunks: Tensor, length: int) -> Tensor:
@@ -349,7 +349,7 @@ class ShadowKV(Indexed):
         return super().has_kernel(layer) and self.turns_pairs(layer)
 
     @classmethod
-    def told(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None, ahead: int) -> ChunkSearch:
+    def plan_search(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None, ahead: int) -> ChunkSearch:
         return ChunkSearch(rows, layer, scratch)
 
     def selects_feeds(self, layer: int) -> bool:
@@ -398,8 +398,8 @@ class ChunkSearch(KernelSearch):
 
     def __init__(self, rows: Sequence[ShadowKV], layer: int, scratch: Scratch | None) -> None:
         trace, chunks = rows[0].trace, [row.chunks(layer) for row in rows]
-        soft, rotation = trace.softmax[layer], trace.rotation(layer)
-        self.making = KeyMaking(chunks, trace.shape.h, rotation, soft.scale, soft.cap, soft.sink, scratch)
+        softmax, rotation = trace.softmax[layer], trace.rotation(layer)
+        self.making = KeyMaking(chunks, trace.shape.h, rotation, softmax.scale, softmax.cap, softmax.sink, scratch)
         self.rows, self.layer, self.idx, self.keys = rows, layer, self.making.idx, self.making.keys
 
     def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:

@@ -87,7 +87,7 @@ def columns_at(index: Tensor, components: Tensor) -> Tensor:
     return index.reshape(-1, s).index_select(0, where.flatten()).view(n, h_kv, r, s)
 
 
-def covered_mass(logits: Tensor, idx: Tensor, start: int, stop: int, soft: Softmax) -> Tensor:
+def covered_mass(logits: Tensor, idx: Tensor, start: int, stop: int, softmax: Softmax) -> Tensor:
     """Share of the softmax over all tokens, (n, h_kv, g, s), on `idx` (n, h_kv, k) and outside `start` to `stop`.
 
     (n, h_kv, g) float32. A sink is attended to.
@@ -95,7 +95,7 @@ def covered_mass(logits: Tensor, idx: Tensor, start: int, stop: int, soft: Softm
     fetched = logits.gather(-1, idx.unsqueeze(2).expand(-1, -1, logits.shape[2], -1))
     attended = torch.cat([logits[..., :start], fetched, logits[..., stop:]], -1)
     heads = logits.shape[1], -1
-    return (soft.lse(attended, heads) - soft.lse(logits, heads)).exp().clamp(max=1.0)
+    return (softmax.lse(attended, heads) - softmax.lse(logits, heads)).exp().clamp(max=1.0)
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class SparQ(Indexed):
         return self.plan.r, self.params.layout, self.params.reallocate, of_prompt
 
     @classmethod
-    def told(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None, ahead: int) -> ColumnSearch:
+    def plan_search(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None, ahead: int) -> ColumnSearch:
         searched: list[Columns] = []
         for row in rows:
             at, units = row.store[layer], row.units(layer)
@@ -363,25 +363,25 @@ class ColumnSearch(KernelSearch):
 
     covered: Tensor  # (rows, h), -1 where nothing is missing
 
-    def __init__(self, rows: Sequence[SparQ], layer: int, told: Table, scratch: Scratch | None) -> None:
+    def __init__(self, rows: Sequence[SparQ], layer: int, planned: Table, scratch: Scratch | None) -> None:
         super().__init__(rows, layer, self.find_keys, scratch)
-        self.told, self.r, self.soft = told, rows[0].plan.r, rows[0].trace.softmax[layer]
+        self.planned, self.r, self.softmax = planned, rows[0].plan.r, rows[0].trace.softmax[layer]
         self.h_kv, self.corrects = rows[0].trace.shape.h_kv, rows[0].params.reallocate
 
     def find_keys(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> Tensor:
-        q, soft = q.contiguous(), self.soft
-        found = find_components(q, v_new.contiguous(), self.told, self.r, soft.scale, since)
-        keys, *self.sums = component_keys(q, *found, self.told, soft.cap, since)
+        q, softmax = q.contiguous(), self.softmax
+        found = find_components(q, v_new.contiguous(), self.planned, self.r, softmax.scale, since)
+        keys, *self.sums = component_keys(q, *found, self.planned, softmax.cap, since)
         return keys
 
     def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:
         super().find(q, k_new, v_new, since)
         if self.corrects:
             logits, lses = self.sums
-            self.covered = cover(self.tokens, logits, lses, self.told, self.soft.sink, since)
+            self.covered = cover(self.tokens, logits, lses, self.planned, self.softmax.sink, since)
 
     def correct(self, out: Tensor) -> None:
-        blend(out, self.covered, self.told, self.h_kv)
+        blend(out, self.covered, self.planned, self.h_kv)
 
 
 def prompt_columns(trace: Trace, layer: int) -> Tensor:

@@ -16,7 +16,7 @@ from kvbench.results.names import known, own_methods
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden"
 PART = re.compile(r"^(Paper|Symbols|Per step|Differs|Fails|Figures) +(.*(?:\n +\S.*)*)", re.MULTILINE)
 TRAITS = {  # of a class, as its file or those that it builds on declare them
-    "thins": "own prefill",
+    "prunes_prompt": "own prefill",
     "of_answers": "compresses while it answers",
     "is_question_free": "never sees the question",
 }

@@ -41,7 +41,7 @@ class Asking:
                 f"task.mode={self.mode} takes back what was read, which this method cannot (rolls_back=False); use "
                 "task.mode=dialogue or task.mode=query_aware with it"
             )
-        if self.feed == "dense" and (rules.drops or rules.thins):
+        if self.feed == "dense" and (rules.drops or rules.prunes_prompt):
             raise ConfigError(
                 "task.feed=dense reads questions through the whole context, which this method no longer holds; use "
                 "compressed or tokenwise"

@@ -89,11 +89,11 @@ def test_rows_that_want_weights_get_them_beside_others(dtype: torch.dtype, cap: 
     weighty = Part(k, v, bias=draw(1, 2, 600, seed=8))
     rows = [others[:1], [others[0], chosen], [weighty, others[2]], others[:3], others]
     wants, q = [False, True, True, True, True], draw(5, 6, 1, 16, dtype=dtype)
-    soft = Softmax(0.25, cap, draw(6, seed=9) if has_sink else None)
-    out, weights = attend_rows(q, rows, soft, wants)
+    softmax = Softmax(0.25, cap, draw(6, seed=9) if has_sink else None)
+    out, weights = attend_rows(q, rows, softmax, wants)
     assert weights[0] is None
     for i, parts in enumerate(rows[1:], 1):
-        expected, of_each = attend_weights(q[i : i + 1], parts, soft)
+        expected, of_each = attend_weights(q[i : i + 1], parts, softmax)
         found = weights[i]
         assert found is not None and found.dtype == torch.float32
         torch.testing.assert_close(found, of_each, rtol=1e-5, atol=1e-7)
@@ -126,9 +126,9 @@ def test_a_part_that_rows_have_in_common_is_read_once(dtype: torch.dtype, monkey
     rows = [[common, own[0]], [own[1], Part(common.k, common.v)], [Part(k, v)], [common], [common, own[2]]]
     q, lengths = draw(5, 6, 1, 16, seed=9, dtype=dtype), list[int]()
 
-    def counted(q: Tensor, part: Part, soft: Softmax) -> tuple[Tensor, Tensor]:
+    def counted(q: Tensor, part: Part, softmax: Softmax) -> tuple[Tensor, Tensor]:
         lengths.append(part.n_tokens())
-        return partial(q, part, soft)
+        return partial(q, part, softmax)
 
     monkeypatch.setattr(engine_attend, "partial", counted)
     monkeypatch.setattr(engine_attend, "native_takes", lambda *_: False)

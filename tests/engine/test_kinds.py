@@ -426,7 +426,7 @@ def test_a_wrong_model_is_refused_in_half_precision_too(monkeypatch: pytest.Monk
     config = config_of("granitemoehybrid")
     hf = model_of(config, 1).to(torch.bfloat16)
     made = load.made(hf, None, shape_of(config, "half"), torch.bfloat16, "half")
-    monkeypatch.setattr(agreement, "causal", lambda q, k, v, soft, window: causal(q, k, v.flip(2), soft, window))
+    monkeypatch.setattr(agreement, "causal", lambda q, k, v, softmax, window: causal(q, k, v.flip(2), softmax, window))
     with pytest.raises(ConfigError, match="answers differently"):
         check_attention(made)
 

@@ -92,15 +92,15 @@ def test_an_answer_without_a_step_has_a_summary_too() -> None:
 
 
 def test_counts_that_are_owed_are_filled_in_once_when_somebody_reads() -> None:
-    class Debt:
+    class PendingCounts:
         n_calls = 0
 
-        def settle(self, entries: list[Entry]) -> None:
+        def fill(self, entries: list[Entry]) -> None:
             self.n_calls += 1
             entries[0] = entries[0]._replace(cache_hits=7)
 
-    ours, debt = ledger(entry(1, 0, 5), entry(2, 0, 5)), Debt()
-    ours.debt = debt
+    ours, pending_counts = ledger(entry(1, 0, 5), entry(2, 0, 5)), PendingCounts()
+    ours.pending_counts = pending_counts
     assert ours.totals("cache_hits") == [7, 0]
     assert ours.columns()["cache_hits"] == [7, 0]
-    assert debt.n_calls == 1
+    assert pending_counts.n_calls == 1

@@ -17,8 +17,8 @@ from kvbench.tests.conformance import accepted, ours, watched
 SHAPE = ModelShape("small", 1, 4, 2, 8, 100, (0,))
 PER_TOKEN = 2 * 8 * 2  # K and V of one token of one KV head, at 16 bits
 COUNTERS = {
-    *("counts", "owed", "came", "beside_bytes", "host_meta_bytes", "far_bytes", "moves"),  # of a meter
-    *("written", "debt", "rebuilt_bytes"),  # of a ledger
+    *("counts", "device_counts", "came", "beside_bytes", "host_meta_bytes", "far_bytes", "moves"),  # of a meter
+    *("written", "pending_counts", "rebuilt_bytes"),  # of a ledger
 }
 
 
@@ -90,7 +90,10 @@ def test_nobody_but_the_books_writes_into_a_counter() -> None:
     files = [path for part in ("engine", "methods", "tasks", "evals") for path in (root / part).rglob("*.py")]
     outside = {path: written_outside(path.read_text()) for path in files if path.parent.name != "books"}
     assert {path.name: names for path, names in outside.items() if names} == {}
-    assert written_outside('at.meter.counts["attended"], x.meter.owed = 1, None') == ["counts", "owed"]
+    assert written_outside('at.meter.counts["attended"], x.meter.device_counts = 1, None') == [
+        "counts",
+        "device_counts",
+    ]
     assert written_outside("ledger.rebuilt_bytes += 3") == ["rebuilt_bytes"]
 
 

@@ -13,7 +13,7 @@ from kvbench.engine.checkpoints.header import wrong_stop
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.workers.limited import Limited
 from kvbench.evals.runner import run_cells
-from kvbench.evals.settings import partner
+from kvbench.evals.settings import composed_with
 from kvbench.run import main
 from kvbench.tasks.prompt import render, tokenizing
 from kvbench.tests.tasks.test_needle import STRINGS
@@ -222,7 +222,7 @@ def test_a_template_that_raises_is_one_sentence() -> None:
 @pytest.mark.parametrize("name", ["../model/any", "../method/kivi", "/etc/passwd", "kivi.yaml", "kivi/", ".", "\0"])
 def test_only_a_method_by_its_name_is_composed_with(name: str) -> None:
     with pytest.raises(ConfigError, match="no method to compose with"):
-        partner(name)
+        composed_with(name)
 
 
 def test_such_a_run_ends_with_code_2_and_no_traceback(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

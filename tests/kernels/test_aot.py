@@ -42,7 +42,7 @@ def test_attention_reads_keys_in_loads_of_128_bits() -> None:
 @pytest.mark.parametrize(
     ("site", "of_query"),
     [
-        ("rows", {"bring_tokens": 0, "fill": 0}),
+        ("rows", {"fetch_tokens": 0, "fill": 0}),
         ("landmarks", {"score_landmarks": 1}),
         pytest.param("search", {"weigh": 1, "multiply_tokens": 1, "multiply_blocks": 1}, marks=pytest.mark.slow),
     ],

@@ -7,7 +7,7 @@ from kvbench.engine.caches.blocks import BlockCache, BlockCacheSpec
 from kvbench.engine.caches.held import HeldBlocks
 from kvbench.kernels.jit import triton
 from kvbench.kernels.rows.blocks import BLOCK, fill_rows_triton, look_up_rows_triton
-from kvbench.kernels.rows.union import Ask, Far, bring_rows_triton, union_rows_triton
+from kvbench.kernels.rows.union import Ask, Far, fetch_rows_triton, union_rows_triton
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 H, H_KV, S, N_LATE, N_AHEAD, ROOM = 4, 2, 60, 20, 3, 40
@@ -87,7 +87,7 @@ def test_it_holds_and_counts_what_the_books_say(policy: str, d_h: int, d_v: int,
         counts = union_rows_triton(asks, H_KV, 0)
         found = look_up_rows_triton(cached[1:], counts, [1, 2])
         found = torch.cat([look_up_rows_triton(cached[:1], counts, [0]), found])
-        bring_rows_triton(asks, far, counts)
+        fetch_rows_triton(asks, far, counts)
         fill_rows_triton(cached, far)
         expected = [
             row.counted(idx, (n_seen - N_AHEAD) // row.held.spec.block_len)

@@ -26,8 +26,8 @@ def test_rows_with_chunks_of_their_own_are_searched_as_on_a_cpu(
     q = torch.randn(len(sizes), h, 1, d_h, generator=draw).to(dtype)
     keys = [torch.randn(1, h_kv, n, d_h, generator=draw).to(dtype) for n, *_ in sizes]
     rows, expected, bounds = [], [], []
-    soft = Softmax(scale, cap, None if about is None else torch.randn(h, generator=draw) + about)
-    there = None if soft.sink is None else soft.sink.to(GPU)
+    softmax = Softmax(scale, cap, None if about is None else torch.randn(h, generator=draw) + about)
+    there = None if softmax.sink is None else softmax.sink.to(GPU)
     for i, (n, chunk, r, k) in enumerate(sizes):
         room = -(-n // chunk) + 3
         mine = chunk_bounds(keys[i][:, :, :-1], chunk, room)
@@ -35,7 +35,7 @@ def test_rows_with_chunks_of_their_own_are_searched_as_on_a_cpu(
         take_in(mine, keys[i][0, :, -1], n - 1, chunk)
         bounds.append(mine)
         lengths = torch.tensor([float(min(chunk, n - at)) for at in range(0, n, chunk)])
-        scores = chunk_scores(q[i : i + 1], mine, r, lengths, soft)
+        scores = chunk_scores(q[i : i + 1], mine, r, lengths, softmax)
         expected.append(top_tokens(scores, chunk, n, k).sort(-1).values)
     newest = torch.cat([each[:, :, -1:] for each in keys])
     told = table_of([row._replace(n=row.n - age) for row in rows], torch.device(GPU), age + 2)

@@ -78,12 +78,12 @@ def test_rows_find_their_chunks_and_make_their_keys(
         rows.append(Chunks(means, outliers.to(GPU), factors, basis, chunk, n_selected))
     rotation = None if turn is None else rotation_of(turn, s, d, torch.device(GPU))
     cap, about = kind
-    soft = Softmax(scale, cap, None if about is None else torch.randn(H, generator=draw).to(GPU) + about)
-    making = KeyMaking(rows, H, rotation, scale, cap, soft.sink)
+    softmax = Softmax(scale, cap, None if about is None else torch.randn(H, generator=draw).to(GPU) + about)
+    making = KeyMaking(rows, H, rotation, scale, cap, softmax.sink)
     making.take(q)
     for i, ((idx, keys), row) in enumerate(zip(zip(making.idx, making.keys, strict=True), rows, strict=True)):
         logits = q[i : i + 1].float().view(1, H_KV, -1, d) @ row.means.float().mT
-        scores = most_likely(soft.bent(logits), soft)[0]
+        scores = most_likely(softmax.bent(logits), softmax)[0]
         landmarks = Landmarks(row.means, row.outliers)
         expected = tokens_of(landmarks.numbers(top_stable(scores, row.n_selected)), row.chunk)
         assert torch.equal(idx.sort(-1).values, expected.sort(-1).values)

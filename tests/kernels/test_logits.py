@@ -118,19 +118,19 @@ def test_all_tokens(agg: str, dtype: torch.dtype, cap: float, about: float | Non
     q, prompt = draw(N, H, 1, D, seed=0, dtype=dtype), draw(1, H_KV, 130, D, seed=1, dtype=dtype)
     late = [draw(1, H_KV, 9, D, seed=2 + i, dtype=dtype) for i in range(N)]
     rows = [Searched(prompt, late[i], 136, 4, 100 + 20 * i) for i in range(N)]
-    soft = Softmax(0.3, cap, None if about is None else draw(H, seed=9) + about)
+    softmax = Softmax(0.3, cap, None if about is None else draw(H, seed=9) + about)
     earlier = [row._replace(n=row.n - age, stop=row.stop - age * i, grows=i > 0) for i, row in enumerate(rows)]
     told = searches.table_of(earlier, q.device, age + 2)
     since = aged(age, GPU)
-    logits, lses = token_logits(q, told, 0.3, cap, soft.sink, since)
+    logits, lses = token_logits(q, told, 0.3, cap, softmax.sink, since)
     ours = weigh_logits(logits, lses, told, agg, since)
     for i, row in enumerate(rows):
         keys = torch.cat([prompt, late[i][:, :, :6]], 2).float()
-        right = soft.bent(q[i : i + 1].float().view(1, H_KV, -1, D) @ keys.mT)
+        right = softmax.bent(q[i : i + 1].float().view(1, H_KV, -1, D) @ keys.mT)
         torch.testing.assert_close(logits[i, :, :136], right[0].flatten(0, 1), rtol=1e-5, atol=1e-5)
         assert logits.shape[2] == 138 and (logits[i, :, 136:] == -torch.inf).all()  # tokens that are still to come
-        torch.testing.assert_close(lses[i].logsumexp(-1), soft.lse(right[0].flatten(0, 1), (-1,)))
-        scores = token_scores(right, agg, soft)[0, :, row.start : row.stop]
+        torch.testing.assert_close(lses[i].logsumexp(-1), softmax.lse(right[0].flatten(0, 1), (-1,)))
+        scores = token_scores(right, agg, softmax)[0, :, row.start : row.stop]
         mine = ours[i, :, row.start : row.stop]
         same_order(mine, pack_keys_ref(scores, torch.arange(row.start, row.stop, device=GPU)))
         assert (ours[i].int() == -1).sum(-1).tolist() == [138 - (row.stop - row.start)] * len(mine)
@@ -190,7 +190,7 @@ def test_codes_of_rows_and_of_their_newest_tokens(
 @pytest.mark.parametrize("age", [0, 3])
 def test_components(layout: str, cap: float, about: float | None, age: int) -> None:
     """So many steps behind the one that was told: every row has as many tokens more, the second as many candidates."""
-    soft = Softmax(0.3, cap, None if about is None else draw(H, seed=10) + about)
+    softmax = Softmax(0.3, cap, None if about is None else draw(H, seed=10) + about)
     q, values = draw(N, H, 1, D, seed=0), draw(N, H_KV, 1, D, seed=1)
     prompt, s, n, r = draw(1, H_KV, 300, D, seed=2), 300, 305, 3
     late = [draw(1, H_KV, 8, D, seed=3 + i) for i in range(N)]
@@ -204,7 +204,7 @@ def test_components(layout: str, cap: float, about: float | None, age: int) -> N
     components, weights = find_components(q, values, told, r, 0.3, since)
     keys, logits, lses = component_keys(q, components, weights, told, cap, since)
     best = best_keys(keys, 60).contiguous()
-    covered, out = cover(best, logits, lses, told, soft.sink, since), draw(N, H, 1, D, seed=9)
+    covered, out = cover(best, logits, lses, told, softmax.sink, since), draw(N, H, 1, D, seed=9)
     before = out.clone()
     blend(out, covered, told, H_KV)
     chosen = top_components(q, H_KV, r)
@@ -214,13 +214,13 @@ def test_components(layout: str, cap: float, about: float | None, age: int) -> N
         torch.testing.assert_close(means[i], taken[i])
         whole = torch.cat([prompt, late[i][:, :, : n - s]], 2)[0].mT  # (h_kv, d_h, n)
         read = whole.gather(1, chosen[i].unsqueeze(-1).expand(-1, -1, n))
-        own = soft.capped(right[i] @ read)  # (h_kv, g, n)
+        own = softmax.capped(right[i] @ read)  # (h_kv, g, n)
         torch.testing.assert_close(logits[i, :, :n], own.flatten(0, 1), rtol=1e-4, atol=1e-5)
         assert logits.shape[2] == n + 2 and (logits[i, :, n:] == -torch.inf).all()
         scores = own.sum(1)[:, row.start : row.stop]
         idx = top_stable_ref(scores, row.k) + row.start
         assert torch.equal(best[i, :, : row.k].int().long(), idx)
-        share = covered_mass(own.unsqueeze(0), idx.unsqueeze(0), row.start, row.stop, soft)[0]  # (h_kv, g)
+        share = covered_mass(own.unsqueeze(0), idx.unsqueeze(0), row.start, row.stop, softmax)[0]  # (h_kv, g)
         torch.testing.assert_close(covered[i], share.flatten())
         mean = taken[i][0].repeat_interleave(H // H_KV, 0)
         torch.testing.assert_close(out[i], torch.lerp(mean, before[i], share.view(H, 1, 1)))

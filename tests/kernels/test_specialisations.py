@@ -11,7 +11,7 @@ from kvbench.kernels.jit import triton
 from kvbench.kernels.pq_codes import PackedCodes
 from kvbench.kernels.pq_scores import Coded, pq_keys_triton, table_of
 from kvbench.kernels.rows import chunks, columns, logits
-from kvbench.kernels.rows.union import Ask, Bringing, Far
+from kvbench.kernels.rows.union import Ask, Far, FetchLaunch
 from kvbench.tests.kernels.clocks import aged
 from kvbench.tests.specialisations import noting
 
@@ -110,8 +110,8 @@ def bring() -> Step:
     stamps, slots, tokens, sources = torch.zeros(4, H_KV, S, dtype=torch.int32)
     ask = Ask(positions(1, H, 20), stamps, slots, tokens, sources, 1, 2)
     k = torch.zeros(1, H_KV, S, D)
-    bringing = Bringing([ask], [Far(k, k, (k, k), k, k)], 0, 3, N_STEPS)
-    return lambda age: bringing.take(aged(age, "cpu"))
+    launch = FetchLaunch([ask], [Far(k, k, (k, k), k, k)], 0, 3, N_STEPS)
+    return lambda age: launch.take(aged(age, "cpu"))
 
 
 SITES = {

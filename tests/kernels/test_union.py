@@ -8,10 +8,10 @@ from kvbench.kernels.jit import triton
 from kvbench.kernels.rows.union import (
     TILE,
     Ask,
-    Bringing,
     Far,
-    bring_rows_ref,
-    bring_rows_triton,
+    FetchLaunch,
+    fetch_rows_ref,
+    fetch_rows_triton,
     union_rows_ref,
     union_rows_triton,
 )  # fmt: skip
@@ -68,8 +68,8 @@ def test_triton_counts_and_brings_what_sets_do(ages: int, d_v: int) -> None:
         asked = selections(t)
         counts = []
         for rows, union, bring in (
-            (theirs, union_rows_ref, bring_rows_ref),
-            (ours, union_rows_triton, bring_rows_triton),
+            (theirs, union_rows_ref, fetch_rows_ref),
+            (ours, union_rows_triton, fetch_rows_triton),
         ):
             asks = [row.ask(idx) for row, idx in zip(rows, asked, strict=True)]
             here = [
@@ -97,12 +97,12 @@ def test_rows_ask_later_from_where_they_asked(ages: int) -> None:
     epochs = 1 if ages else 3  # where copies last for a step, layers ask with epochs of their own
     ours.epoch += 1
     far = Far(k.to(GPU), v.to(GPU), None, ours.k, ours.v)
-    told = Bringing([ours.asked(there)], [far], ages, epochs, n_steps)
+    told = FetchLaunch([ours.asked(there)], [far], ages, epochs, n_steps)
     for t in range(n_steps):
         idx = selections(t)[0]
         asked = theirs.ask(idx)
         expected = union_rows_ref([asked], H_KV, ages)
-        bring_rows_ref([asked], [Far(k, v, None, theirs.k, theirs.v)], expected)
+        fetch_rows_ref([asked], [Far(k, v, None, theirs.k, theirs.v)], expected)
         there.copy_(idx)
         told.take(aged(t, GPU))
         assert torch.equal(told.counts[t].cpu(), expected) and not told.counts[t + 1 :].any()

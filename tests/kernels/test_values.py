@@ -3,7 +3,7 @@ import torch
 
 from kvbench.kernels.gather import gather_tokens
 from kvbench.kernels.jit import triton
-from kvbench.kernels.rows.values import bring_values, bring_values_triton
+from kvbench.kernels.rows.values import fetch_values, fetch_values_triton
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 
@@ -17,9 +17,9 @@ def test_triton_brings_what_a_gather_does(dtype: torch.dtype, h_kv: int, s: int,
     idx = torch.randint(s, (1, h_kv, k), generator=draw)
     with_scores = idx + (torch.randint(1 << 20, idx.shape, generator=draw) << 32)  # as a GPU's keys have them
     far = values.pin_memory() if GPU == "cuda" else values
-    assert torch.equal(bring_values_triton(far, with_scores.to(GPU)).cpu(), gather_tokens(values, idx))
+    assert torch.equal(fetch_values_triton(far, with_scores.to(GPU)).cpu(), gather_tokens(values, idx))
 
 
 def test_where_both_tiers_are_one_memory_rows_are_gathered() -> None:
     values, idx = torch.arange(24.0).view(1, 2, 6, 2), torch.tensor([[[5, 0], [1, 1]]])
-    assert bring_values(values, idx).tolist() == [[[[10, 11], [0, 1]], [[14, 15], [14, 15]]]]
+    assert fetch_values(values, idx).tolist() == [[[[10, 11], [0, 1]], [[14, 15], [14, 15]]]]

@@ -17,7 +17,7 @@ import kvbench.engine.batch
 from kvbench.benchmarks.pretend.cuda import Machine
 from kvbench.engine.books.ledger import Entry
 from kvbench.engine.caches import rolling
-from kvbench.engine.caches.eviction import Learner
+from kvbench.engine.caches.eviction import UpdatePlan
 from kvbench.engine.decode import decode
 from kvbench.engine.layouts.launch_plan import LaunchPlan
 from kvbench.engine.row import Row
@@ -203,11 +203,11 @@ def test_who_asks_for_books_finds_all_of_them(machine: Machine, names: Sequence[
 
     def ask(n_steps: int, rows: Sequence[Row]) -> None:
         row = rows[0]
-        waiting.append(row.store.unwritten is not None)
+        waiting.append(row.store.pending is not None)
         if n_steps % 2:
             n_layers = len(row.trace.shape.attention_layers)
             n_seen = {row.store[layer].n_seen for layer in row.trace.shape.attention_layers}
-            assert n_seen == {row.trace.s_prompt + n_steps} and row.store.unwritten is None
+            assert n_seen == {row.trace.s_prompt + n_steps} and row.store.pending is None
             found.append((len(row.store.ledger.entries), n_steps * n_layers))
 
     ids, books, _ = steps(machine, *names, asks=ask)
@@ -342,11 +342,11 @@ def test_rows_learn_and_evict_as_they_were_told(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, names: Sequence[str]
 ) -> None:
     """Sums and positions are written over, and a search beside them goes on."""
-    ages, take = list[int](), Learner.take
+    ages, take = list[int](), UpdatePlan.take
 
-    def noting(learner: Learner, since: Since) -> None:
+    def noting(update_plan: UpdatePlan, since: Since) -> None:
         ages.append(int(since.clock.cpu()) - since.start)
-        take(learner, since)
+        take(update_plan, since)
 
     held = dict[int, list[Tensor]]()
 
@@ -355,7 +355,7 @@ def test_rows_learn_and_evict_as_they_were_told(
             layers = [row.store[layer] for row in rows for layer in row.trace.shape.attention_layers]
             held[n_steps] = [x.clone() for at in layers for x in (at.positions(), at.keys())]
 
-    monkeypatch.setattr(Learner, "take", noting)
+    monkeypatch.setattr(UpdatePlan, "take", noting)
     ids, books, sent = steps(machine, *names)
     assert max(ages) >= 3 and sent[-2:] == [0, 0], (ages, sent)
     assert (ids, books) == steps(machine, *names, asks=hold)[:2]

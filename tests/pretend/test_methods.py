@@ -20,7 +20,7 @@ from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.decode import Decoded, decode
 from kvbench.engine.model import Model
 from kvbench.engine.passes import replay
-from kvbench.engine.passes.probe import probe
+from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.prefill import prefill
 from kvbench.evals.overrides import config_groups
 from kvbench.kernels.pq_fit import Fit, pq_fit
@@ -62,8 +62,8 @@ def answer(
             row.build(layer)
 
     with model.hooked():
-        trace = prefill(model, prompt(conformance.S), variant.observations, build, variant.thinning)
-        probe(model, trace, variant.probes)
+        trace = prefill(model, prompt(conformance.S), variant.observations, build, variant.pruning)
+        run_second_passes(model, trace, variant.second_passes)
         for row in rows:
             row.complete()
         trace.settle()

@@ -34,15 +34,15 @@ def test_every_prefill_is_counted() -> None:
 
 def test_what_torch_does_in_blocks_takes_few_of_them_on_a_gpu(machine: Machine, monkeypatch) -> None:
     """By a CPU's size of a block these are 100 of 4 queries for each of 2 KV heads."""
-    (s, r), g, h_kv, soft = (400, 399), 2, 2, Softmax(0.3, 5.0)
+    (s, r), g, h_kv, softmax = (400, 399), 2, 2, Softmax(0.3, 5.0)
     monkeypatch.setattr(column_sums, "COLUMN_BLOCK_BYTES", 4 * 4 * g * s)
     draw = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, s, 8, generator=draw) for heads in (g * h_kv, h_kv))
 
     def found(q: Tensor, k: Tensor) -> list[Tensor]:
-        out, lse = causal(q, k, k, soft)
-        sums = column_sums.column_sums_torch(q, k, soft.scale, torch.ones(s, device=q.device), lse, soft.cap)
-        return [out, lse, query_lse(q[:, :, s - r :], k, soft), sums]
+        out, lse = causal(q, k, k, softmax)
+        sums = column_sums.column_sums_torch(q, k, softmax.scale, torch.ones(s, device=q.device), lse, softmax.cap)
+        return [out, lse, query_lse(q[:, :, s - r :], k, softmax), sums]
 
     expected = found(q, k)
     with machine.counting() as counts:

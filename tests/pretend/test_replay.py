@@ -119,7 +119,7 @@ def test_rows_of_a_conversation_are_replayed_and_go_on_where_they_ended(machine:
             batch = Batch(model, trace, rows)
             first = batch.answer(batch.read([[5, 6], [8]]), [N_NEW, 4])
             second = batch.answer(batch.read([[7], [9, 3, 2]]), [4, N_NEW])
-            batch.settle()
+            batch.flush()
             return [x.ids for x in (*first, *second)], [x.store.ledger.entries for x in rows], batch.n_replayed
 
     ids, books, n_replayed = said("cuda:0")

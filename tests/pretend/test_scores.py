@@ -39,7 +39,7 @@ def test_a_kernel_scores_units_as_the_formula_does(
     def both(cls: type[Indexed], rows: Sequence[Any], layer: int, q: Tensor) -> Any:
         found = by_kernel(cls, rows, layer, q)
         k, v = (torch.cat([row.store[layer].newest[i] for row in rows]) for i in (0, 1))
-        keys = cls.told(rows, layer, None, 0).launch(q, k, v, now(q.device)).cpu()
+        keys = cls.plan_search(rows, layer, None, 0).launch(q, k, v, now(q.device)).cpu()
         for row in () if cls.takes_newest else rows:  # whose kernel takes the token in
             row.append(layer)
         for i, (row, (ranking, _)) in enumerate(zip(rows, cls.scored(rows, layer, q), strict=True)):

@@ -26,7 +26,7 @@ def build(name: str) -> None:
             rows[0].build(layer)
 
         with model.hooked():
-            trace = prefill(model, prompt(conformance.S, seed), variant.observations, place, variant.thinning)
+            trace = prefill(model, prompt(conformance.S, seed), variant.observations, place, variant.pruning)
             rows[0].complete()
             trace.settle()
 

@@ -104,7 +104,7 @@ class Session:
     engine: Pretend
     turn: Turn
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: Any) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: Any) -> Tensor:
         turn, pages = self.turn, self.engine.desk.pages[layer]
         trace = turn.reader.trace
         slots = torch.arange(turn.first, turn.seen)
@@ -112,13 +112,13 @@ class Session:
         pages.write(torch.arange(len(pages.v)), slots.unsqueeze(0), k, v)
         if turn.is_step and turn.reader.is_still:  # what vLLM's kernel would do
             held = pages.read(trace.table, torch.arange(turn.n_attended).unsqueeze(0))
-            out, _ = attend_rows(q, [[Part(*held)]], soft, [False])
+            out, _ = attend_rows(q, [[Part(*held)]], softmax, [False])
             turn.reader.count(layer)
             return out
         out = torch.full_like(q, torch.nan)
         if turn.n_prompt:
             past = pages.read(trace.table, torch.arange(turn.first + turn.n_prompt).unsqueeze(0))
-            out[:, :, : turn.n_prompt] = causal(q[:, :, : turn.n_prompt], *past, soft)[0]
+            out[:, :, : turn.n_prompt] = causal(q[:, :, : turn.n_prompt], *past, softmax)[0]
         own_q, own_k, own_v = (x[0].transpose(0, 1) for x in (q, k, v))
         given = out[0].transpose(0, 1).contiguous()
         self.engine.desk.read(layer, turn, own_q, own_k, own_v, given)

@@ -146,15 +146,15 @@ def test_a_run_says_that_the_model_chooses(tmp_path: Path) -> None:
 # --- the plain formula ---
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, soft: Softmax, seen: Any) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, seen: Any) -> Tensor:
     """Query by query, over the keys that `seen(row, head, query)` lists."""
     out = torch.zeros(*q.shape[:3], v.shape[3])
     for n, h, i in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
         group, at = h // (q.shape[1] // k.shape[1]), seen(n, h, i)
-        logits = k[n, group, at] @ q[n, h, i] * soft.scale
-        if soft.cap:
-            logits = soft.cap * (logits / soft.cap).tanh()
-        weights = logits.exp() / (logits.exp().sum() + (0 if soft.sink is None else soft.sink[h].exp()))
+        logits = k[n, group, at] @ q[n, h, i] * softmax.scale
+        if softmax.cap:
+            logits = softmax.cap * (logits / softmax.cap).tanh()
+        weights = logits.exp() / (logits.exp().sum() + (0 if softmax.sink is None else softmax.sink[h].exp()))
         out[n, h, i] = weights @ v[n, group, at]
     return out
 
@@ -169,7 +169,7 @@ def test_attention_to_a_choice_is_the_plain_formula(seed: int) -> None:
     groups, g, s, d, d_v, block = number(1, 4), number(1, 4), number(1, 40), number(1, 9), number(1, 9), number(1, 9)
     n, h, s_q = number(1, 3), groups * g, s if seed % 2 else number(1, s + 1)
     q, k, v = (torch.randn(n, *size, generator=draw) for size in ((h, s_q, d), (groups, s, d), (groups, s, d_v)))
-    soft = Softmax(0.4, (0.0, 2.0)[seed % 2], torch.randn(h, generator=draw) if seed % 3 else None)
+    softmax = Softmax(0.4, (0.0, 2.0)[seed % 2], torch.randn(h, generator=draw) if seed % 3 else None)
     past = torch.arange(s) <= torch.arange(s - s_q, s).unsqueeze(1)
     mask = torch.zeros(n, 1, s_q, s).masked_fill_(~past, torch.finfo(torch.float32).min)
     indices = torch.rand(n, s_q, s, generator=draw).argsort(-1)[..., : number(1, s + 1)].clone()
@@ -188,8 +188,8 @@ def test_attention_to_a_choice_is_the_plain_formula(seed: int) -> None:
         return [j for j in range(s - s_q + i + 1) if j // block in mine]
 
     for others, seen in (({"indices": indices}, by_indices), ({"block_indices": blocks}, by_blocks)):
-        found = attend_seen(q, k, v, soft, seen_by(k, mask, others, block))
-        torch.testing.assert_close(found, plain(q, k, v, soft, seen), atol=1e-5, rtol=1e-5)
+        found = attend_seen(q, k, v, softmax, seen_by(k, mask, others, block))
+        torch.testing.assert_close(found, plain(q, k, v, softmax, seen), atol=1e-5, rtol=1e-5)
 
 
 def test_a_long_prompt_is_read_in_blocks_of_queries() -> None:

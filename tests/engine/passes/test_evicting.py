@@ -77,12 +77,12 @@ class Masked:
         self.tokens: dict[int, tuple[Tensor, Tensor]] = {}
         self.weights: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Any, window: Any) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Any, window: Any) -> Tensor:
         if layer not in self.seen:
-            return causal(q, k, v, soft, window)[0]
+            return causal(q, k, v, softmax, window)[0]
         g = q.shape[1] // k.shape[1]
         self.tokens[layer] = k, v
-        logits = soft.logits(q, k.repeat_interleave(g, 1)).double()
+        logits = softmax.logits(q, k.repeat_interleave(g, 1)).double()
         logits = logits.masked_fill(~self.seen[layer].repeat_interleave(g, 0), -torch.inf)
         self.weights[layer] = logits.softmax(-1)
         return (self.weights[layer] @ v.repeat_interleave(g, 1).double()).to(q.dtype)
@@ -93,8 +93,8 @@ def noting(seen: dict[int, Tensor], delay: int | None, chunk: int) -> Iterator[N
     """Write down which tokens each query of each layer and KV head sees: (h_kv, S, S) bool."""
     take_in, goes = evicting.Evicting.take_in, evicting.Evicting.goes
 
-    def noted(self: Any, layer: int, k: Tensor, v: Tensor, soft: Any) -> int:
-        held = take_in(self, layer, k, v, soft)
+    def noted(self: Any, layer: int, k: Tensor, v: Tensor, softmax: Any) -> int:
+        held = take_in(self, layer, k, v, softmax)
         mask = seen.setdefault(layer, torch.zeros(k.shape[1], S, S, dtype=torch.bool))
         for head, positions in enumerate(self.trace.slots[layer][0].tolist()):
             for i in range(self.start, self.start + k.shape[2]):

@@ -53,10 +53,10 @@ def test_absorbed_equals_naive_in_float64(h: int, d_nope: int, d_r: int, d_v: in
     module, rows = drawn(h, d_nope, d_r, d_v, d_c, s, torch.float64)
     latent = Latent(module, d_c, d_r, rows)
     q = torch.randn(1, h, s, d_nope + d_r, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    soft = Softmax(0.2)
+    softmax = Softmax(0.2)
     k, v = module.expand_kv(rows[..., :d_c], rows[..., d_c:])
-    right, right_lse = causal(q, k, v, soft)
-    found, lse = causal(latent.absorbed(q), rows, rows[..., :d_c], soft)
+    right, right_lse = causal(q, k, v, softmax)
+    found, lse = causal(latent.absorbed(q), rows, rows[..., :d_c], softmax)
     torch.testing.assert_close(latent.head_values(found), right, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(lse.double(), right_lse.double(), rtol=1e-6, atol=1e-6)
     assert all(torch.equal(a, b) for a, b in zip(latent.heads(rows), (k, v), strict=True))
@@ -98,12 +98,12 @@ def run_vectors(path: Path) -> list[Check]:
         checks.append((f"absorbed query {dtype}", says))
         for i, keep in enumerate(arrays["keep"]):
             held = rows[:, :, torch.from_numpy(keep[0])]
-            part, soft = Part(held, held[..., : latent.d_c]), Softmax(meta["scale"])
-            out, lse = partial(asking, part, soft)
+            part, softmax = Part(held, held[..., : latent.d_c]), Softmax(meta["scale"])
+            out, lse = partial(asking, part, softmax)
             found = latent.head_values(out.reshape(1, -1, 1, latent.d_c))[0, :, 0]
             checks.append((f"set {i} {dtype}", differs(found, arrays["out_f64"][i], apart)))
             checks.append((f"set {i} {dtype} log-sum-exp", differs(lse.flatten(), arrays["lse_f64"][i], 1e-5)))
-            joined = attend(asking, [part], soft) if dtype == torch.float32 else out.reshape(1, -1, 1, latent.d_c)
+            joined = attend(asking, [part], softmax) if dtype == torch.float32 else out.reshape(1, -1, 1, latent.d_c)
             checks.append(
                 (f"set {i} {dtype} joined", differs(latent.head_values(joined)[0, :, 0], arrays["out"][i], 1e-5))
             )

@@ -61,25 +61,25 @@ def run_vectors(path: Path) -> list[Check]:
     """Masks exactly at and below the diagonal, output to 1e-4, density to 1e-9."""
     meta, arrays = load(path)
     q, k, v = (torch.from_numpy(arrays[name]) for name in "qkv")
-    s, soft, rule = k.shape[2], Softmax(k.shape[3] ** -0.5), rule_of(path.parent.name, meta)
-    kept = rule.choose(q, k, soft, 0)
+    s, softmax, rule = k.shape[2], Softmax(k.shape[3] ** -0.5), rule_of(path.parent.name, meta)
+    kept = rule.choose(q, k, softmax, 0)
     if rule.is_exact(0, s):
-        out, density = causal(q, k, v, soft)[0], np.ones(q.shape[1])
+        out, density = causal(q, k, v, softmax)[0], np.ones(q.shape[1])
     else:
-        out, _, mean, kept = rule.attend(q, k, v, soft)
+        out, _, mean, kept = rule.attend(q, k, v, softmax)
         density = kept.seen().sum((1, 2)).double().numpy() / (s * (s + 1) / 2)
         problem = differs("share", mean.item(), arrays["density"].mean(), atol=1e-9)
         if problem:
             return [(path.stem, problem)]
     problem = first(
-        masks(rule, kept, q, k, soft, arrays),
+        masks(rule, kept, q, k, softmax, arrays),
         differs("out", out.numpy(), arrays["out"], atol=1e-4),
         differs("density", density, arrays["density"], atol=1e-9),
     )
     return [(path.stem, problem)]
 
 
-def masks(rule: Any, kept: Any, q: Tensor, k: Tensor, soft: Softmax, arrays: dict[str, np.ndarray]) -> str | None:
+def masks(rule: Any, kept: Any, q: Tensor, k: Tensor, softmax: Softmax, arrays: dict[str, np.ndarray]) -> str | None:
     """What differs of the masks that a vector has."""
     s, problems = k.shape[2], []
     if isinstance(rule, AShape):
@@ -94,16 +94,16 @@ def masks(rule: Any, kept: Any, q: Tensor, k: Tensor, soft: Softmax, arrays: dic
         with_own = theirs | own(s, block, block_k, q.device) if isinstance(rule, TopCdf) else theirs
         problems.append(differs("block_mask", kept.blocks & causal_blocks, with_own))
     if isinstance(rule, TopCdf):
-        levels = rule.levels(q, k, soft)
+        levels = rule.levels(q, k, softmax)
         problems.append(differs("authors' mask", (levels <= rule.level(0, s, levels)) & causal_blocks, theirs))
     if isinstance(rule, FlexPrefill):
-        vertical = votes(q[:, :, -block:], k, soft)[0] / block
+        vertical = votes(q[:, :, -block:], k, softmax)[0] / block
         n = causal_blocks.shape[0]
         of_columns = pad(vertical, (0, n * block - s)).unflatten(-1, (n, block)).sum(-1)
-        problems.append(differs("query_aware", rule.query_aware(q, k, soft, of_columns), arrays["query_aware"]))
+        problems.append(differs("query_aware", rule.query_aware(q, k, softmax, of_columns), arrays["query_aware"]))
     if isinstance(rule, XAttention):
-        problems.append(differs("block_sums", rule.block_sums(q, k, soft).numpy(), arrays["block_sums"], atol=1e-4))
-        by_paper = XAttention(**{**vars(rule), "select": "paper"}).choose(q, k, soft, 0).blocks
+        problems.append(differs("block_sums", rule.block_sums(q, k, softmax).numpy(), arrays["block_sums"], atol=1e-4))
+        by_paper = XAttention(**{**vars(rule), "select": "paper"}).choose(q, k, softmax, 0).blocks
         assert by_paper is not None
         if not rule.keeps_all(s):
             problems.append(

@@ -250,7 +250,7 @@ def test_the_pairs_and_what_comes_out_are_those_of_a_second_implementation(name:
         q, k, v = (
             torch.randn(1, n, s, 8, generator=draw) + rng.choice([0, 2]) * towards for n in (g * h_kv, h_kv, h_kv)
         )
-        rule, soft = kind(**given, **COMMON), Softmax(8**-0.5)
+        rule, softmax = kind(**given, **COMMON), Softmax(8**-0.5)
         plain = {key: float(x) if isinstance(x, Fraction) else x for key, x in given.items()}
         want = np.stack(
             [second(q[0, head].double().numpy(), k[0, head // g].double().numpy(), **plain) for head in range(g * h_kv)]
@@ -259,7 +259,7 @@ def test_the_pairs_and_what_comes_out_are_those_of_a_second_implementation(name:
             assert want.sum() == g * h_kv * s * (s + 1) / 2, (case, given, s)
             n_exact += 1
             continue
-        out, _, density, kept = rule.attend(q, k, v, soft)
+        out, _, density, kept = rule.attend(q, k, v, softmax)
         assert np.array_equal(kept.seen().numpy(), want), (case, given, s)
         assert density.item() == pytest.approx(want.sum() / (g * h_kv * s * (s + 1) / 2), abs=1e-12)
         logits = q.double().unflatten(1, (h_kv, g)) @ k.double().unsqueeze(2).mT * 8**-0.5

@@ -83,7 +83,7 @@ def test_numbers_are_counted_of_searches_alone_and_grow_with_what_is_scored() ->
 
 
 def test_tokens_that_are_read_once_more_are_waited_for_before_the_second_token() -> None:
-    bare, more = (predict(replace(NOTHING, probed_tokens=n), LAYERS, PLAIN, 4096) for n in (0, 4096))
+    bare, more = (predict(replace(NOTHING, second_pass_tokens=n), LAYERS, PLAIN, 4096) for n in (0, 4096))
     assert more.ttft_s == bare.ttft_s and more.tpot_s == bare.tpot_s
     # As many tokens as the prompt has, each of which sees the whole prompt and half of its own kind: thrice the pairs.
     layers, pairs = 2 * 4096 * 500_000, 2 * 4 * 8 * 4096**2
@@ -198,7 +198,7 @@ def budget_of(name: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("budget", sorted({*map(budget_of, METHODS)}), ids=" ".join)
 def test_every_method_has_a_row_or_one_sentence_that_says_why_not(budget: tuple[str, ...], small: str) -> None:
-    """Some ended in a traceback: no probe was run, no gate was there, no rotation, and nothing was cut."""
+    """Some ended in a traceback: no second pass was run, no gate was there, no rotation, and nothing was cut."""
     names = [name for name in METHODS if budget_of(name) == budget]
     rows, left_out = answer(Question(["h100"], small, names, [2048], budget, 1))
     why = dict(line.split(": ", 1) for line in left_out)

@@ -41,16 +41,16 @@ def run_vectors(path: Path) -> list[Check]:
     if "cache_len" in x:
         row = start(RKV, params, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), meta["S"], meta["budget"])
         return [(path.stem, replay(row, x))]
-    n, n_last, soft = k.shape[2], meta["window"], Softmax(k.shape[-1] ** -0.5)
+    n, n_last, softmax = k.shape[2], meta["window"], Softmax(k.shape[-1] ** -0.5)
     trace = trace_of(k, v, q.shape[1])
     trace._observed[LastQueries(n_last), 0] = q  # fewer than the window in one case
     spares_first = meta["retain_direction"] == "first"
     row = on(trace, SparesFirst if spares_first else RKV, params, meta["budget"])
     if not meta["compressed"]:
         return [(path.stem, differs("kept", row.store[0].resident()[0].k, x["k_out"]))]
-    raw = window_importance(q, k, soft, n_last, 1)
+    raw = window_importance(q, k, softmax, n_last, 1)
     redundant = row.redundancy(k)[..., : n - n_last]
-    pooled = window_importance(q, k, soft, n_last, kernel)
+    pooled = window_importance(q, k, softmax, n_last, kernel)
     problem = first(
         differs("importance before pooling", raw, x["importance_raw"], 1e-6),
         differs("importance", pooled, x["importance"], 1e-6),

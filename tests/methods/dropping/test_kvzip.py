@@ -15,8 +15,8 @@ from kvbench.engine.checkpoints.load import shape_of
 from kvbench.engine.decode import decode
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.model import Model, register_attention
-from kvbench.engine.passes.probe import probe
 from kvbench.engine.passes.repetition import FIRST, NEXT, Repetition, largest_weights
+from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
 from kvbench.engine.softmax import Softmax
@@ -116,9 +116,9 @@ def check_end_to_end(meta: dict[str, Any], x: dict[str, np.ndarray]) -> str | No
     variant = Given.variant_for(params, request(tokens=len(ids) - 1), model.shape, len(ids), frame=frame)
     with model.hooked():
         trace = prefill(model, ids)
-    (what,) = variant.probes
-    probe(model, trace, [what])
-    scores = torch.stack([trace.probed(what, layer)[0] for layer in range(meta["layers"])])
+    (what,) = variant.second_passes
+    run_second_passes(model, trace, [what])
+    scores = torch.stack([trace.of_second_pass(what, layer)[0] for layer in range(meta["layers"])])
     fed = [each.ids for each in what.passes(model, ids)]
     theirs = [tuple(x[f"repeat_ids_{i}"].tolist()) for i in range(len(fed))]
     masks = {ratio: above_threshold(scores, int(scores.numel() * ratio)) for ratio in meta["ratios"]}
@@ -174,7 +174,7 @@ def zipped(
     """One variant on the tiny model's prompt."""
     model = tiny()
     variant = KVzip.variant_for(params, request(tokens=tokens), model.shape, trace.s_prompt, None, allocator, frame)
-    probe(model, trace, variant.probes)
+    run_second_passes(model, trace, variant.second_passes)
     return built(variant.row(trace, 8))
 
 
@@ -195,8 +195,8 @@ def test_heads_and_layers_share_exactly_the_budget_and_all_keep_the_frame(tokens
     kept = kept_of(row)
     assert int(kept.sum()) == 3 * 2 * tokens
     assert kept[..., :5].all() and kept[..., -3:].all()
-    (what,) = row.variant.probes
-    scores = torch.stack([row.trace.probed(what, layer)[0] for layer in range(3)])
+    (what,) = row.variant.second_passes
+    scores = torch.stack([row.trace.of_second_pass(what, layer)[0] for layer in range(3)])
     chosen = kept[..., 5:-3]
     assert scores.shape == chosen.shape
     assert scores[chosen].min() >= scores[~chosen].max()
@@ -216,8 +216,8 @@ def test_one_order_keeps_the_most_score_then_one_in_each_head() -> None:
     sums = []
     for allocator in (None, Allocator("head_mix", alpha=0), Allocator("uniform")):  # type: ignore[arg-type]
         row = zipped(25, trace, allocator=allocator)
-        (what,) = row.variant.probes
-        scores = torch.stack([trace.probed(what, layer)[0] for layer in range(3)])
+        (what,) = row.variant.second_passes
+        scores = torch.stack([trace.of_second_pass(what, layer)[0] for layer in range(3)])
         assert int(kept_of(row).sum()) == 6 * 25
         sums.append(float(scores[kept_of(row)[..., 5:-3]].sum()))
     assert sums[0] >= sums[1] >= sums[2]
@@ -227,9 +227,9 @@ def test_variants_share_the_second_pass_and_the_whole_budget_takes_none() -> Non
     trace = read()
     for tokens in (20, 30):
         zipped(tokens, trace)
-    assert len(trace.probes) == 1
+    assert len(trace.second_passes) == 1
     full = KVzip.variant_for(PARAMS, request(tokens=60), tiny().shape, 60)
-    assert full.is_full and full.probes == ()
+    assert full.is_full and full.second_passes == ()
 
 
 def test_two_questions_are_answered_from_one_compressed_context() -> None:

@@ -106,7 +106,7 @@ def test_pyramidinfer_agrees_with_reference_vectors(path: Path) -> None:
 def read(kind: str, s: int, course: PyramidInfer.Plan | None, seed: int = 0) -> Trace:
     model = tiny(kind)
     with model.hooked():
-        return prefill(model, prompt(s, seed), thinning=PyramidInfer.thinning(course))
+        return prefill(model, prompt(s, seed), pruning=PyramidInfer.pruning(course))
 
 
 def course_for(s: int, share: float, n_layers: int, **changes: Any) -> PyramidInfer.Plan:
@@ -144,7 +144,7 @@ class Hiding:
         self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, soft: Softmax, window: Any
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax, window: Any
     ) -> torch.Tensor:
         self.seen[layer] = (k, v)
         visible = torch.zeros(self.s, dtype=torch.bool)
@@ -153,7 +153,7 @@ class Hiding:
         mask |= torch.eye(self.s, dtype=torch.bool)  # whoever left still needs a row
         g = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(g, 1), v.repeat_interleave(g, 1)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=soft.scale)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax.scale)
 
 
 def test_votes_are_the_mean_over_heads_of_weighted_attention() -> None:
@@ -218,7 +218,7 @@ def test_small_budgets_take_one_share_for_all_layers() -> None:
 def test_equal_courses_share_a_prefill_and_others_do_not() -> None:
     shape = ModelShape("m", 30, 9, 3, 64, 8192, tuple(range(30)))
     courses = [
-        PyramidInfer.thinning(PyramidInfer.plan_for(PARAMS, budget(ratio, 4000), shape))
+        PyramidInfer.pruning(PyramidInfer.plan_for(PARAMS, budget(ratio, 4000), shape))
         for ratio in ("0.5", "0.5", "0.4", "1")
     ]
     assert courses[0] == courses[1] != courses[2]
@@ -250,7 +250,7 @@ def test_generated_tokens_are_thinned_in_blocks_and_the_books_know() -> None:
     course = fit_course(params, s, 60, model.shape.n_layers)
     observations = PyramidInfer.observations(params, course)
     with model.hooked():
-        trace = prefill(model, prompt(s), observations, thinning=Course(course))
+        trace = prefill(model, prompt(s), observations, pruning=Course(course))
     row = built(row_for(PyramidInfer, params, request(tokens=60), trace, n_new))
     expected = {layer: course.lengths()[layer] for layer in range(3)}
     base = dict(expected)

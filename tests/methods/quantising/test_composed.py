@@ -8,11 +8,11 @@ import torch
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.asked import coding_of, rules_and_params
+from kvbench.evals.asked import quantizer_of, rules_and_params
 from kvbench.evals.settings import from_words
 from kvbench.kernels.packed.codes import quantise_channels, quantise_tokens, rebuild_channels, rebuild_tokens
 from kvbench.methods.quantising.kivi import KIVI
-from kvbench.methods.rules import Coding
+from kvbench.methods.rules import Quantizer
 from kvbench.tests.conformance import answers, model, ours
 from kvbench.tests.vectors import built, step, trace_of
 
@@ -38,27 +38,27 @@ def in_bytes(memory: str, ratio: str | None = None) -> BudgetRequest:
 def test_tokens_follow_from_memory_and_bits(
     shape: ModelShape, s: int, bits: int, residual: int, tokens: tuple[int, int, int]
 ) -> None:
-    coding = Coding(KIVI, KIVI.Params(bits, bits, 32, residual))
+    quantizer = Quantizer(KIVI, KIVI.Params(bits, bits, 32, residual))
     for memory, n in zip(("1/4", "1/8", "1/16"), tokens, strict=True):
-        budget, _, _ = SNAPKV.kind.planned(SNAPKV.params, in_bytes(memory), shape, s, partner=coding)
+        budget, _, _ = SNAPKV.kind.planned(SNAPKV.params, in_bytes(memory), shape, s, quantizer=quantizer)
         assert budget.tokens == n, (memory, budget.tokens)
 
 
 def test_memory_follows_from_ratio_and_bits() -> None:
-    coding = Coding(KIVI, KIVI.Params(4, 4, 32, 128))
+    quantizer = Quantizer(KIVI, KIVI.Params(4, 4, 32, 128))
     half = BudgetRequest(Fraction(1, 2), None, Fraction(0))
-    budget, _, _ = SNAPKV.kind.planned(SNAPKV.params, half, LARGE, 10_000, partner=coding)
-    plan = KIVI.plan_for(coding.params, budget, LARGE)
+    budget, _, _ = SNAPKV.kind.planned(SNAPKV.params, half, LARGE, 10_000, quantizer=quantizer)
+    plan = KIVI.plan_for(quantizer.params, budget, LARGE)
     assert KIVI.code_bytes(plan, budget.tokens, LARGE) == 6_591_488
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "keydiff_kvpress", "lagkv"])
 def test_a_composition_decodes_within_its_bytes(name: str) -> None:
     one = ours(name)
-    coding = Coding(KIVI, KIVI.Params(4, 4, 8, 16))
+    quantizer = Quantizer(KIVI, KIVI.Params(4, 4, 8, 16))
     if one.kind.uncodable(one.params):
         pytest.skip(one.kind.uncodable(one.params))
-    variant = one.kind.variant_for(one.params, in_bytes("2/5"), model().shape, 240, partner=coding)
+    variant = one.kind.variant_for(one.params, in_bytes("2/5"), model().shape, 240, quantizer=quantizer)
     (said,) = answers([variant])
     ledger = said.row.store.ledger
     assert ledger.within_memory(variant.budget, model().shape, with_index=False)
@@ -67,8 +67,8 @@ def test_a_composition_decodes_within_its_bytes(name: str) -> None:
 
 
 def test_the_whole_memory_is_exact() -> None:
-    coding = Coding(KIVI, KIVI.Params(2, 2, 8, 16))
-    variant = SNAPKV.kind.variant_for(SNAPKV.params, in_bytes("1"), model().shape, 240, partner=coding)
+    quantizer = Quantizer(KIVI, KIVI.Params(2, 2, 8, 16))
+    variant = SNAPKV.kind.variant_for(SNAPKV.params, in_bytes("1"), model().shape, 240, quantizer=quantizer)
     assert variant.is_full
     alike = SNAPKV.kind.variant_for(SNAPKV.params, BudgetRequest(Fraction(1), None, Fraction(0)), model().shape, 240)
     said, full = answers([variant, alike])
@@ -81,8 +81,8 @@ def test_selection_is_on_exact_keys_and_codes_are_of_kept_tokens_in_order() -> N
     torch.manual_seed(0)
     k, v = torch.randn(2, 1, 2, 96, 16)
     trace, request = trace_of(k, v, 4), BudgetRequest(None, 48, Fraction(0))
-    coding = Coding(KIVI, KIVI.Params(4, 4, 16, 16))
-    variant = streaming.kind.variant_for(params, request, trace.shape, 96, partner=coding)
+    quantizer = Quantizer(KIVI, KIVI.Params(4, 4, 16, 16))
+    variant = streaming.kind.variant_for(params, request, trace.shape, 96, quantizer=quantizer)
     row = built(variant.row(trace, 4))
     kept = torch.cat([torch.arange(4), torch.arange(52, 96)])
     assert row.store[0].positions()[0, 0].tolist() == kept.tolist()
@@ -114,12 +114,12 @@ def test_selection_is_on_exact_keys_and_codes_are_of_kept_tokens_in_order() -> N
 def test_what_cannot_be_composed_is_one_sentence(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         settings = from_words(words)
-        coding_of(settings, *rules_and_params(settings.method))
+        quantizer_of(settings, *rules_and_params(settings.method))
     assert "\n" not in str(caught.value)
 
 
 def test_a_preset_has_its_own_bits() -> None:
     settings = from_words(["method=snapkv", "compose=kivi_2bit", "memory=1/8"])
-    coding = coding_of(settings, *rules_and_params(settings.method))
-    assert coding is not None and coding.title(drops=True) == "KIVI 2 bit"
+    quantizer = quantizer_of(settings, *rules_and_params(settings.method))
+    assert quantizer is not None and quantizer.title(drops=True) == "KIVI 2 bit"
     assert settings.resolved()["compose"]["params"]["key_bits"] == 2

@@ -9,7 +9,7 @@ from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.packed.codes import quantise_tokens, rebuild_tokens, unpack
-from kvbench.methods.quantising.hf_quantized_cache import HFQuantizedCache, WholeCodec
+from kvbench.methods.quantising.hf_quantized_cache import HFQuantizedCache, RequantizedCache
 from kvbench.tests.vectors import row_of, step, trace_of
 
 WHOLE = BudgetRequest(Fraction(1), None, Fraction(0))
@@ -63,11 +63,11 @@ def test_bytes_are_the_formula(h_kv: int) -> None:
         formula(n, 0) for n in range(1, 3001)
     ]
     k = torch.randn(1, h_kv, 50, 32)
-    codec = WholeCodec(plan, k, k, 30)
+    quantized = RequantizedCache(plan, k, k, 30)
     for t in range(1, 31):
-        codec.append(k[:, :, :1], k[:, :, :1])
-        codec.settle()
-        assert codec.counted_bytes() == formula(50 + t - t % 7, t % 7)
+        quantized.append(k[:, :, :1], k[:, :, :1])
+        quantized.pack_due()
+        assert quantized.counted_bytes() == formula(50 + t - t % 7, t % 7)
 
 
 def test_the_page_s_example() -> None:

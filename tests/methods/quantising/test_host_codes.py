@@ -13,26 +13,26 @@ from kvbench.engine.caches.packed_host import PackedHost, host_of
 from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.turns.state import fork_of
-from kvbench.evals.asked import coding_of, rules_and_params
+from kvbench.evals.asked import quantizer_of, rules_and_params
 from kvbench.evals.settings import from_words
 from kvbench.kernels.packed.codes import quantise_tokens, rebuild_tokens
 from kvbench.methods.quantising.hf_quantized_cache import HFQuantizedCache
 from kvbench.methods.quantising.kivi import KIVI
-from kvbench.methods.rules import Coding
+from kvbench.methods.rules import Quantizer
 from kvbench.tests.conformance import answers, model, ours
 from kvbench.tests.vectors import built, request, step, trace_of
 
-FOUR, EIGHT = (Coding(KIVI, KIVI.Params(bits, bits, 8, 16)) for bits in (4, 8))
+FOUR, EIGHT = (Quantizer(KIVI, KIVI.Params(bits, bits, 8, 16)) for bits in (4, 8))
 D = model().shape.d_h
 EXACT, PACKED = 4 * D, D + D  # bytes of a token of a KV head: at 16 bits, at 4 in groups of 8
 NAMES = ("pqcache", "clusterkv")
 
 
-def composed(name: str, coding: Coding | None, asked: BudgetRequest, **params: Any) -> Any:
+def composed(name: str, quantizer: Quantizer | None, asked: BudgetRequest, **params: Any) -> Any:
     """The method on the tiny model's prompt, composed or not."""
     one = ours(name)
     own = replace(one.params, **({"full_layers": 0} if one.kind.skips else {}), **params)
-    return one.kind.variant_for(own, asked, model().shape, 240, partner=coding)
+    return one.kind.variant_for(own, asked, model().shape, 240, quantizer=quantizer)
 
 
 @pytest.mark.parametrize("d_h, bits, group, expected", [(128, 4, 32, 160), (128, 2, 32, 96), (64, 4, 64, 72)])
@@ -66,7 +66,7 @@ def test_fetched_tokens_are_rebuilt_and_resident_ones_exact() -> None:
     torch.manual_seed(0)
     k, v = torch.randn(2, 1, 2, 97, 16)
     trace, one = trace_of(k, v, 4, 96), ours("pqcache")
-    variant = one.kind.variant_for(one.params, request(tokens=40, comm="1/16"), trace.shape, 96, partner=FOUR)
+    variant = one.kind.variant_for(one.params, request(tokens=40, comm="1/16"), trace.shape, 96, quantizer=FOUR)
     row = built(variant.row(trace, 4))
     q = torch.randn(1, 4, 1, 16)
     out = step(row, q, k[:, :, 96:], v[:, :, 96:])
@@ -85,7 +85,7 @@ def test_fetched_tokens_are_rebuilt_and_resident_ones_exact() -> None:
 def test_moved_and_host_bytes_are_those_of_codes(name: str) -> None:
     """Eight bits change few selections, and none of the first step in the first layer."""
     asked = BudgetRequest(Fraction(1, 5), None, Fraction(1, 16))
-    exact, packed = answers([composed(name, coding, asked) for coding in (None, FOUR)])
+    exact, packed = answers([composed(name, quantizer, asked) for quantizer in (None, FOUR)])
     entries = [said.row.store.ledger.entries for said in (exact, packed)]
     for one, other in zip(*entries, strict=True):
         assert one.resident_host_bytes * PACKED == other.resident_host_bytes * EXACT
@@ -111,7 +111,9 @@ def test_the_buffer_holds_what_codes_are_rebuilt_to(name: str) -> None:
 
 def test_tokens_that_leave_the_window_are_released_as_codes() -> None:
     asked = BudgetRequest(Fraction(1, 5), None, Fraction(1, 16))
-    exact, packed = answers([composed("pqcache", coding, asked, budget_rule="official") for coding in (None, FOUR)])
+    exact, packed = answers(
+        [composed("pqcache", quantizer, asked, budget_rule="official") for quantizer in (None, FOUR)]
+    )
     entries = [said.row.store.ledger.entries for said in (exact, packed)]
     saved = {(a.step > 1, a.released_bytes - b.released_bytes) for a, b in zip(*entries, strict=True)}
     assert saved == {(False, 0), (True, model().shape.h_kv * (EXACT - PACKED))}, "a token of each step but the first"
@@ -121,7 +123,7 @@ def test_generated_tokens_that_left_are_fetched_as_codes() -> None:
     """Clusters of 6 generated tokens leave at a time, and are all fetched: 8 bits change next to nothing."""
     asked = BudgetRequest(Fraction(239, 240), None, Fraction(1, 16))
     params = {"decode_period": 6, "decode_clusters": 2, "n_sink": 2}
-    exact, packed = answers([composed("clusterkv", coding, asked, **params) for coding in (None, EIGHT)])
+    exact, packed = answers([composed("clusterkv", quantizer, asked, **params) for quantizer in (None, EIGHT)])
     assert any((idx >= 240).any() for step in packed.steps for idx in step.fetched), "no generated token was fetched"
     assert packed.ids == exact.ids
 
@@ -138,7 +140,7 @@ def test_a_tier_of_codes_holds_the_bytes_alone_and_beside_others(name: str) -> N
 
 def test_recent_clusters_stay_as_codes_and_leave_room_for_more() -> None:
     asked = BudgetRequest(None, None, Fraction(1, 16), memory=Fraction(3, 4))
-    plans = [composed("clusterkv", coding, asked, agg="group_mean").plan for coding in (None, FOUR)]
+    plans = [composed("clusterkv", quantizer, asked, agg="group_mean").plan for quantizer in (None, FOUR)]
     assert plans[1].k > plans[0].k
 
 
@@ -146,7 +148,8 @@ def test_a_block_cache_holds_more_blocks_of_codes() -> None:
     asked, one = BudgetRequest(Fraction(1, 10), None, Fraction(1, 16), memory=Fraction(1, 2)), ours("pqcache")
     cache = BlockCacheSpec(240, 8, 4, "lfu")
     sizes = [
-        one.kind.planned(one.params, asked, model().shape, 240, cache, partner=coding)[2] for coding in (None, FOUR)
+        one.kind.planned(one.params, asked, model().shape, 240, cache, quantizer=quantizer)[2]
+        for quantizer in (None, FOUR)
     ]
     assert sizes[0] is not None and sizes[1] is not None and 0 < sizes[0].tokens < sizes[1].tokens <= 240
 
@@ -156,7 +159,7 @@ def test_going_back_forgets_what_was_written() -> None:
     k, v = torch.randn(2, 1, 2, 100, 16)
     trace, one = trace_of(k, v, 4, 96), ours("pqcache")
     params = replace(one.params, budget_rule="official")
-    variant = one.kind.variant_for(params, request(tokens=40, comm="1/16"), trace.shape, 96, partner=FOUR)
+    variant = one.kind.variant_for(params, request(tokens=40, comm="1/16"), trace.shape, 96, quantizer=FOUR)
     with torch.inference_mode():
         row = built(variant.row(trace, 4))
         mark, q = fork_of(row), torch.randn(1, 4, 4, 16)
@@ -184,14 +187,14 @@ def test_the_whole_prompt_is_full_attention_with_nothing_on_the_host() -> None:
 )
 def test_the_label_names_the_tier_and_its_bits(compose: str, label: str) -> None:
     settings = from_words(["method=pqcache", f"compose={compose}"])
-    coding = coding_of(settings, *rules_and_params(settings.method))
-    assert coding is not None and coding.title(drops=False) == label
+    quantizer = quantizer_of(settings, *rules_and_params(settings.method))
+    assert quantizer is not None and quantizer.title(drops=False) == label
 
 
 def test_a_quantiser_that_packs_no_single_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="use compose=kivi") as caught:
         settings = from_words(["method=pqcache", "compose=turboquant"])
-        coding_of(settings, *rules_and_params(settings.method))
+        quantizer_of(settings, *rules_and_params(settings.method))
     assert "\n" not in str(caught.value)
 
 
@@ -203,15 +206,19 @@ def test_quantise_first_scores_and_keeps_what_codes_give_back() -> None:
     torch.manual_seed(0)
     k, v = torch.randn(2, 1, 2, 96, 16)
     one, asked = ours("keydiff_kvpress"), request(tokens=48)
-    coding = Coding(HFQuantizedCache, HFQuantizedCache.Params("quanto", 2, group=16, residual=128, axis_key=0))
+    quantizer = Quantizer(HFQuantizedCache, HFQuantizedCache.Params("quanto", 2, group=16, residual=128, axis_key=0))
     made_k, made_v = (rebuild_tokens(quantise_tokens(x[0], 2, 16), 2, 16).unsqueeze(0) for x in (k, v))
 
-    def kept(k: torch.Tensor, v: torch.Tensor, partner: Coding) -> tuple[list[Any], torch.Tensor]:
+    def kept(k: torch.Tensor, v: torch.Tensor, quantizer: Quantizer) -> tuple[list[Any], torch.Tensor]:
         trace = trace_of(k, v, 4)
-        row = built(one.kind.variant_for(one.params, asked, trace.shape, 96, partner=partner).row(trace, 4))
+        row = built(one.kind.variant_for(one.params, asked, trace.shape, 96, quantizer=quantizer).row(trace, 4))
         return row.store[0].positions().tolist(), row.store[0].resident()[0].gathered().k
 
-    first, rebuilt, last = kept(k, v, coding._replace(first=True)), kept(made_k, made_v, coding), kept(k, v, coding)
+    first, rebuilt, last = (
+        kept(k, v, quantizer._replace(first=True)),
+        kept(made_k, made_v, quantizer),
+        kept(k, v, quantizer),
+    )
     assert first[0] == rebuilt[0] != last[0]
     assert torch.equal(first[1], rebuilt[1])
 
@@ -220,7 +227,7 @@ def test_quantise_first_leaves_what_the_prefill_observed() -> None:
     asked = BudgetRequest(Fraction(1, 2), None, Fraction(0))
     snapkv = ours("snapkv")
     first, last = answers([
-        snapkv.kind.variant_for(snapkv.params, asked, model().shape, 240, partner=FOUR._replace(first=first))
+        snapkv.kind.variant_for(snapkv.params, asked, model().shape, 240, quantizer=FOUR._replace(first=first))
         for first in (True, False)
     ])  # fmt: skip
     for a, b in zip(first.steps[:3], last.steps[:3], strict=True):
@@ -233,7 +240,7 @@ def test_both_orders_share_a_prefill_and_nothing_that_follows_from_keys() -> Non
     asked = BudgetRequest(Fraction(1, 2), None, Fraction(0))
     one = ours("keydiff_kvpress")
     variants = [
-        one.kind.variant_for(one.params, asked, model().shape, 240, partner=FOUR._replace(first=first))
+        one.kind.variant_for(one.params, asked, model().shape, 240, quantizer=FOUR._replace(first=first))
         for first in (True, False)
     ]
     together = answers(variants)

@@ -12,7 +12,7 @@ from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.packed.codes import quantise_channels, quantise_tokens, rebuild_channels, rebuild_tokens, unpack
-from kvbench.methods.quantising.kivi import KIVI, KIVICodec
+from kvbench.methods.quantising.kivi import KIVI, KIVICache
 from kvbench.tests.conformance import answers, model, ours, variant
 from kvbench.tests.vectors import Check, differs, first, load, row_of, step, trace_of
 
@@ -64,31 +64,31 @@ def traced(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> str | None:
     params = KIVI.Params(meta["k_bits"], meta["v_bits"], group, meta["residual"])
     k, v = (torch.from_numpy(arrays[name]).unsqueeze(0) for name in "kv")
     row = row_of(KIVI, params, trace_of(k, v, meta["Hq"]), WHOLE, n_new=n)
-    codec: KIVICodec = row.store[0].codec
-    counts = [[codec.n_k, codec.late_k.n, codec.n_v, codec.late_v.n]]
+    quantized: KIVICache = row.store[0].quantized
+    counts = [[quantized.n_k, quantized.late_k.n, quantized.n_v, quantized.late_v.n]]
     outs = []
     for t in range(n):
         q, k_new, v_new = (torch.from_numpy(arrays[f"{name}_step"][t])[None, :, None] for name in "qkv")
         outs.append(step(row, q, k_new, v_new, t + 1)[0, :, 0])
-        counts.append([codec.n_k, codec.late_k.n, codec.n_v, codec.late_v.n])
+        counts.append([quantized.n_k, quantized.late_k.n, quantized.n_v, quantized.late_v.n])
         entry = row.store.ledger.entries[-1]
         if entry.attended != meta["Hq"] * (s + t + 1):
             return f"step {t + 1} attends to {entry.attended} tokens of query heads"
-    h_kv, d, filled = meta["Hk"], meta["d"], codec.n_k // group
-    k_codes = unpack(codec.keys.codes[:, :filled], params.key_bits, group).transpose(2, 3).reshape(h_kv, -1, d)
-    v_codes = unpack(codec.values.codes[:, : codec.n_v], params.value_bits, d)
+    h_kv, d, filled = meta["Hk"], meta["d"], quantized.n_k // group
+    k_codes = unpack(quantized.keys.codes[:, :filled], params.key_bits, group).transpose(2, 3).reshape(h_kv, -1, d)
+    v_codes = unpack(quantized.values.codes[:, : quantized.n_v], params.value_bits, d)
     problems = [
         differs("counts", counts, arrays["counts"]),
         differs("out", torch.stack(outs), arrays["out"], 1e-5),
         differs("key codes", k_codes, arrays["k_code"]),
-        differs("key scales", codec.keys.scales[:, :filled].transpose(1, 2), arrays["k_scale"]),
-        differs("key zeros", codec.keys.zeros[:, :filled].transpose(1, 2), arrays["k_zero"]),
+        differs("key scales", quantized.keys.scales[:, :filled].transpose(1, 2), arrays["k_scale"]),
+        differs("key zeros", quantized.keys.zeros[:, :filled].transpose(1, 2), arrays["k_zero"]),
         differs("value codes", v_codes, arrays["v_code"]),
-        differs("value scales", codec.values.scales[:, : codec.n_v], arrays["v_scale"]),
-        differs("value zeros", codec.values.zeros[:, : codec.n_v], arrays["v_zero"]),
+        differs("value scales", quantized.values.scales[:, : quantized.n_v], arrays["v_scale"]),
+        differs("value zeros", quantized.values.zeros[:, : quantized.n_v], arrays["v_zero"]),
     ]
     if "k_hat" in arrays:
-        seen = codec.part().gathered()
+        seen = quantized.part().gathered()
         problems += [differs(f"{name} as seen", getattr(seen, name)[0], arrays[f"{name}_hat"], 1e-6) for name in "kv"]
     return first(*problems)
 
@@ -104,7 +104,7 @@ def test_vectors(path: Path) -> None:
 def test_bytes_are_the_formula_at_every_length(
     h: int, h_kv: int, bits: tuple[int, int], group: int, residual: int
 ) -> None:
-    """In the rules for lengths 1 to 3,000; as the codec counts them for some, and as generated tokens come."""
+    """In the rules for lengths 1 to 3,000; as the quantized counts them for some, and as generated tokens come."""
     d, plan, shape = 32, KIVI.Plan(*bits, group, residual), shape_of(h, h_kv, 32)
 
     def formula(n: int) -> Fraction:
@@ -117,12 +117,12 @@ def test_bytes_are_the_formula_at_every_length(
     assert [KIVI.code_bytes(plan, n, shape) for n in range(1, 3001)] == [formula(n) for n in range(1, 3001)]
     k = torch.randn(1, h_kv, 3000, d)
     for n in (1, residual - 1, residual, residual + 1, 777, 3000):
-        codec = KIVICodec(plan, k[:, :, :n], k[:, :, :n], 80)
-        assert codec.counted_bytes() == formula(n)
+        quantized = KIVICache(plan, k[:, :, :n], k[:, :, :n], 80)
+        assert quantized.counted_bytes() == formula(n)
         for t in range(1, 81, 1):
-            codec.append(k[:, :, :1], k[:, :, :1])
-            codec.settle()
-            assert codec.counted_bytes() == formula(n + t)
+            quantized.append(k[:, :, :1], k[:, :, :1])
+            quantized.pack_due()
+            assert quantized.counted_bytes() == formula(n + t)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from kvbench.engine.causal import causal
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.asked import ask, coding_of, rules_and_params
+from kvbench.evals.asked import ask, quantizer_of, rules_and_params
 from kvbench.evals.settings import from_words
-from kvbench.methods.quantising.think import ThinCodec, ThinK, channel_scores, kept_channels
-from kvbench.methods.rules import Coding
+from kvbench.methods.quantising.think import ThinK, ThinKCache, channel_scores, kept_channels
+from kvbench.methods.rules import Quantizer
 from kvbench.tests.conformance import answers, model, ours
 from kvbench.tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
 
@@ -89,7 +89,7 @@ def test_a_channel_of_zeros_goes_first_and_changes_nothing(per: str) -> None:
     k[..., 5] = 0
     params = replace(PARAMS, share=Fraction(1, 16), per=per)
     row = row_with(k, v, q, params)
-    assert row.store[0].codec.width == 15 and 5 not in row.store[0].codec.channels
+    assert row.store[0].quantized.width == 15 and 5 not in row.store[0].quantized.channels
     torch.testing.assert_close(stepped(row), stepped(row_with(k, v, q, replace(params, share=Fraction(0)))))
 
 
@@ -97,7 +97,7 @@ def test_a_factor_between_queries_and_keys_changes_no_set() -> None:
     k, v, q = drawn()
     factor = torch.linspace(0.2, 5, 16)
     one, other = row_with(k, v, q), row_with(k * factor, v, q / factor)
-    assert torch.equal(one.store[0].codec.channels, other.store[0].codec.channels)
+    assert torch.equal(one.store[0].quantized.channels, other.store[0].quantized.channels)
 
 
 def test_of_equal_channels_the_lower_ones_go() -> None:
@@ -108,15 +108,17 @@ def test_of_equal_channels_the_lower_ones_go() -> None:
 def test_what_it_holds_is_what_it_looks_at_and_what_is_counted(per: str) -> None:
     k, v, q = drawn()
     row = row_with(k, v, q, replace(PARAMS, per=per))
-    codec: ThinCodec = row.store[0].codec
-    rebuilt_k, rebuilt_v = codec.rebuilt()
+    quantized: ThinKCache = row.store[0].quantized
+    rebuilt_k, rebuilt_v = quantized.rebuilt()
     assert torch.equal(rebuilt_v, v) and torch.equal(rebuilt_k[:, :, -32:], k[:, :, -32:])
     held = rebuilt_k[:, :, :58] != 0
-    assert (torch.equal(rebuilt_k[:, :, :58][held], k[:, :, :58][held]) and held[0, 0, 0].sum() == codec.width) or per
+    assert (
+        torch.equal(rebuilt_k[:, :, :58][held], k[:, :, :58][held]) and held[0, 0, 0].sum() == quantized.width
+    ) or per
     n_late, heads = 32, {"kv_head": 2, "query_head": 4}[per]
-    assert codec.counted_bytes() == 2 * 2 * (58 * (codec.width + 16) + n_late * 32) + heads * 16 // 8
+    assert quantized.counted_bytes() == 2 * 2 * (58 * (quantized.width + 16) + n_late * 32) + heads * 16 // 8
     stepped(row)
-    assert row.store.ledger.entries[-1].resident_kv_bytes == codec.counted_bytes()
+    assert row.store.ledger.entries[-1].resident_kv_bytes == quantized.counted_bytes()
 
 
 def test_memory_says_how_many_channels_go() -> None:
@@ -135,15 +137,15 @@ def test_memory_says_how_many_channels_go() -> None:
 @pytest.mark.parametrize("name", ["snapkv", "keydiff_kvpress"])
 def test_behind_a_method_that_drops_it_answers_alone_as_beside_others(name: str, first: bool) -> None:
     one = ours(name)
-    coding = Coding(ThinK, replace(PARAMS, recent=8), first)
+    quantizer = Quantizer(ThinK, replace(PARAMS, recent=8), first)
     variant = one.kind.variant_for(
-        one.params, BudgetRequest(Fraction(2, 5), None, Fraction(0)), model().shape, 240, partner=coding
+        one.params, BudgetRequest(Fraction(2, 5), None, Fraction(0)), model().shape, 240, quantizer=quantizer
     )
     other = one.kind.variant_for(one.params, BudgetRequest(Fraction(2, 5), None, Fraction(0)), model().shape, 240)
     alone, together = answers([variant]), answers([other, variant])
     assert alone[0].ids == together[1].ids
     layer = alone[0].row.store[0]
-    assert layer.codec.plan.n_dropped == 3 and layer.codec.n_thin == 240 * 2 // 5 - 8
+    assert layer.quantized.plan.n_dropped == 3 and layer.quantized.n_thin == 240 * 2 // 5 - 8
     assert alone[0].row.trace.exact.observed(LastQueries(32), 0).shape[2] == 32
 
 
@@ -168,10 +170,10 @@ def test_what_it_refuses(words: list[str], says: str) -> None:
 def test_heads_with_other_counts_cannot_be_thinned() -> None:
     settings = from_words(["method=snapkv", "allocator=head_mix", "compose=think", "task=needle"])
     with pytest.raises(ConfigError, match="gives layers or heads other numbers of tokens"):
-        coding_of(settings, *rules_and_params(settings.method))
+        quantizer_of(settings, *rules_and_params(settings.method))
 
 
 def test_tokens_that_are_fetched_one_by_one_cannot_be_thinned() -> None:
     settings = from_words(["method=pqcache", "compose=think", "task=needle"])
     with pytest.raises(ConfigError, match="ThinK makes no codes of single tokens"):
-        coding_of(settings, *rules_and_params(settings.method))
+        quantizer_of(settings, *rules_and_params(settings.method))

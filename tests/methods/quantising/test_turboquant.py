@@ -11,10 +11,10 @@ import torch
 
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.layouts.coded import CodedLayer
+from kvbench.engine.layouts.quantized import QuantizedLayer
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.quantising import codebooks, turboquant
-from kvbench.methods.quantising.turboquant import PRESETS, Book, TurboQuant, TurboQuantCodec
+from kvbench.methods.quantising.turboquant import PRESETS, Book, TurboQuant, TurboQuantCache
 from kvbench.tests.conformance import answers, model
 from kvbench.tests.vectors import Check, differs, first, load, row_of, step, trace_of
 
@@ -88,22 +88,22 @@ def answered(params: Any, plan: Any, meta: dict[str, Any], arrays: dict[str, np.
     for t in range(n):
         q = torch.from_numpy(arrays["q_step"][t])[None, :, None]
         outs.append(step(row, q, k[:, :, s + t : s + t + 1], v[:, :, s + t : s + t + 1], t + 1)[0, :, 0])
-    codec: TurboQuantCodec = row.store[0].codec
-    if codec.counted_bytes() != meta["Hk"] * (s + n) * meta["slot_bytes"]:
-        return f"{codec.counted_bytes()} bytes are counted"
+    quantized: TurboQuantCache = row.store[0].quantized
+    if quantized.counted_bytes() != meta["Hk"] * (s + n) * meta["slot_bytes"]:
+        return f"{quantized.counted_bytes()} bytes are counted"
     return first(
-        differs("slots", slots_of(codec), arrays["slots"]),
-        differs("keys as seen", codec.rebuilt_keys().half(), arrays["k_hat_rotated"], 2e-3),
-        differs("values as seen", codec.rebuilt_values().half(), arrays["v_hat"], 2e-3),
+        differs("slots", slots_of(quantized), arrays["slots"]),
+        differs("keys as seen", quantized.rebuilt_keys().half(), arrays["k_hat_rotated"], 2e-3),
+        differs("values as seen", quantized.rebuilt_values().half(), arrays["v_hat"], 2e-3),
         differs("out", torch.stack(outs), arrays["out"], 1e-5),
     )
 
 
-def slots_of(codec: TurboQuantCodec) -> np.ndarray:
+def slots_of(quantized: TurboQuantCache) -> np.ndarray:
     """A token's bytes one behind the other, as vLLM keeps them."""
-    norms = () if codec.plan.key_bits == 8 else (codec.keys.scales,)
-    parts = [codec.keys.codes, *norms, codec.values.codes, codec.values.scales, codec.values.zeros]
-    return np.concatenate([x[:, : codec.n].numpy().copy(order="C").view(np.uint8) for x in parts], -1)
+    norms = () if quantized.plan.key_bits == 8 else (quantized.keys.scales,)
+    parts = [quantized.keys.codes, *norms, quantized.values.codes, quantized.values.scales, quantized.values.zeros]
+    return np.concatenate([x[:, : quantized.n].numpy().copy(order="C").view(np.uint8) for x in parts], -1)
 
 
 @pytest.mark.parametrize("path", sorted(VECTORS.glob("*.npz")), ids=lambda path: path.stem)
@@ -186,4 +186,4 @@ def test_refused_settings() -> None:
 def test_layers_at_the_ends_stay_whole() -> None:
     params = replace(PARAMS, boundary_layers=1)
     (said,) = answers([TurboQuant.variant_for(params, WHOLE, model().shape, 240)])
-    assert [isinstance(said.row.store[layer], CodedLayer) for layer in range(3)] == [False, True, False]
+    assert [isinstance(said.row.store[layer], QuantizedLayer) for layer in range(3)] == [False, True, False]

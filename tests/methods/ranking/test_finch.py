@@ -9,13 +9,13 @@ import torch
 
 from kvbench.engine.budget import Frame
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.keeping import AS_THEY_ARE
 from kvbench.engine.observe import LastQueries
 from kvbench.engine.passes.trace import Trace
+from kvbench.engine.post_processing import AS_THEY_ARE
 from kvbench.engine.softmax import Softmax
 from kvbench.methods.ranking.finch import Finch
 from kvbench.methods.scorers import window_votes
-from kvbench.tests.engine.test_keeping import turn_of
+from kvbench.tests.engine.test_post_processing import turn_of
 from kvbench.tests.vectors import Check, built, differs, first, load, request, trace_of
 
 PARAMS = Finch.Params(None, True, "head", None, False)
@@ -74,10 +74,15 @@ def traced(w: int, s: int = 80) -> Trace:
     return trace
 
 
-def row(n: int, w: int = 6, keeping: Any = None, **changes: Any) -> Any:
+def row(n: int, w: int = 6, post_processing: Any = None, **changes: Any) -> Any:
     trace = traced(w)
     variant = Finch.variant_for(
-        replace(PARAMS, **changes), request(tokens=n), trace.shape, 80, frame=Frame(n_question=w), keeping=keeping
+        replace(PARAMS, **changes),
+        request(tokens=n),
+        trace.shape,
+        80,
+        frame=Frame(n_question=w),
+        post_processing=post_processing,
     )
     return built(variant.row(trace, 8))
 
@@ -93,7 +98,7 @@ def test_one_question_token_without_normalising_is_the_last_querys_vote() -> Non
 
 
 def test_the_set_is_the_same_whether_gaps_are_closed_or_not_and_the_question_stays() -> None:
-    closed, open_ = row(20), row(20, keeping=AS_THEY_ARE)
+    closed, open_ = row(20), row(20, post_processing=AS_THEY_ARE)
     assert kept(closed) == kept(open_) and all(head[-6:] == [*range(74, 80)] for head in kept(closed))
     turned, as_they_were = (torch.cat([p.k for p in found.store[0].resident()], 2) for found in (closed, open_))
     assert not torch.allclose(turned, as_they_were)

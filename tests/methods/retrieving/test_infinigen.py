@@ -173,7 +173,9 @@ class Checking:
         self.true: dict[int, Tensor] = {}
         self.foretold: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | Chunk | None
+    ) -> Tensor:
         call = self.calls[layer]
         self.true[layer] = q[self.rows]
         self.foretold[layer] = self.model.speculate(layer, call.x[self.rows], call.beside)

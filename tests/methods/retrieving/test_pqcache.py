@@ -268,8 +268,8 @@ def by_definition(q: Tensor, k: Tensor, sizes: PQCache.Plan, centroids: Tensor, 
             for i, mine in enumerate(weights):
                 seen[kv * g + i, best(mine, sizes.k) + sizes.n_sink] = True
             continue
-        soft = weights.softmax(-1)
-        score = {"softmax_sum": soft.sum(0), "max": soft.amax(0), "logit_sum": weights.sum(0)}[merge]
+        softmax = weights.softmax(-1)
+        score = {"softmax_sum": softmax.sum(0), "max": softmax.amax(0), "logit_sum": weights.sum(0)}[merge]
         seen[kv * g : (kv + 1) * g, best(score, sizes.k) + sizes.n_sink] = True
     return seen
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from kvbench.engine.causal import causal
 from kvbench.engine.decode import decode
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.keeping import AS_THEY_ARE, Keeping, Merging
 from kvbench.engine.layouts.kept import kept_mask, targets
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Kept
+from kvbench.engine.post_processing import AS_THEY_ARE, Merging, PostProcessing
 from kvbench.engine.prefill import prefill
 from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.engine.softmax import Softmax
@@ -23,14 +23,14 @@ from kvbench.methods.allocator import Allocator
 from kvbench.methods.dropping.knorm import Knorm
 from kvbench.methods.dropping.snapkv import SnapKV
 from kvbench.methods.quantising.kivi import KIVI
-from kvbench.methods.rules import Coding
+from kvbench.methods.rules import Quantizer
 from kvbench.tests.tiny import prompt, tiny
 from kvbench.tests.vectors import Check, built, differs, first, load, request, trace_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KNORM = Knorm.Params(0, None, 0, "fair")
 SNAPKV = SnapKV.Params(8, 3, "max", "mean")
-CONTIGUOUS, MERGED = Keeping("contiguous"), Keeping(dropped="merged")
+CONTIGUOUS, MERGED = PostProcessing("contiguous"), PostProcessing(dropped="merged")
 
 
 def turn_of(theta: float, d: int) -> Callable[[Tensor, int | Tensor], Tensor]:
@@ -86,9 +86,13 @@ def run_merging_vectors(path: Path) -> list[Check]:
     return [(path.stem, problem)]
 
 
-def variant_of(kind: Any, params: Any, trace: Trace, n: int, keeping: Keeping, allocator: str = "uniform") -> Any:
+def variant_of(
+    kind: Any, params: Any, trace: Trace, n: int, post_processing: PostProcessing, allocator: str = "uniform"
+) -> Any:
     shape, s = trace.shape, trace.s_prompt
-    return kind.variant_for(params, request(tokens=n), shape, s, allocator=Allocator(allocator), keeping=keeping)
+    return kind.variant_for(
+        params, request(tokens=n), shape, s, allocator=Allocator(allocator), post_processing=post_processing
+    )
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("key_rerotation/*.npz")), ids=lambda path: path.stem)
@@ -101,12 +105,14 @@ def test_merged_values_agree_with_reference_vectors(path: Path) -> None:
     assert [problem for _, problem in run_merging_vectors(path)] == [None]
 
 
-def row_of(keeping: Keeping, n: int = 60, allocator: str = "uniform", s: int = 200, kind: str = "llama") -> Any:
+def row_of(
+    post_processing: PostProcessing, n: int = 60, allocator: str = "uniform", s: int = 200, kind: str = "llama"
+) -> Any:
     model = tiny(kind)
     ids = prompt(s)
     shape = model.shape
     variant = SnapKV.variant_for(
-        SNAPKV, request(tokens=n), shape, s, allocator=Allocator(allocator), keeping=keeping
+        SNAPKV, request(tokens=n), shape, s, allocator=Allocator(allocator), post_processing=post_processing
     )  # fmt: skip
     with model.hooked():
         trace = prefill(model, ids, variant.observations)
@@ -140,23 +146,29 @@ def heads_of(layer: Any) -> list[tuple[Tensor, Tensor]]:
     return [(part.k[:, a][:, mask[0, a]], part.v[:, a][:, mask[0, a]]) for a in range(part.k.shape[1])]
 
 
-@pytest.mark.parametrize("keeping", [CONTIGUOUS, MERGED, Keeping("contiguous", "merged")], ids=Keeping.label)
-def test_a_whole_prompt_stays_as_it_is_bit_for_bit(keeping: Keeping) -> None:
-    row, plain = row_of(keeping, n=200), row_of(AS_THEY_ARE, n=200)
+@pytest.mark.parametrize(
+    "post_processing", [CONTIGUOUS, MERGED, PostProcessing("contiguous", "merged")], ids=PostProcessing.label
+)
+def test_a_whole_prompt_stays_as_it_is_bit_for_bit(post_processing: PostProcessing) -> None:
+    row, plain = row_of(post_processing, n=200), row_of(AS_THEY_ARE, n=200)
     for layer in row.store.layers:
         assert torch.equal(row.store[layer].tokens()[0], plain.store[layer].tokens()[0])
         assert torch.equal(row.store[layer].tokens()[1], plain.store[layer].tokens()[1])
 
 
-@pytest.mark.parametrize("keeping", [CONTIGUOUS, MERGED, Keeping("contiguous", "merged")], ids=Keeping.label)
+@pytest.mark.parametrize(
+    "post_processing", [CONTIGUOUS, MERGED, PostProcessing("contiguous", "merged")], ids=PostProcessing.label
+)
 @pytest.mark.parametrize("allocator", ["uniform", "head_mix"])
 def test_beside_others_a_row_says_what_it_says_alone_and_the_prompt_is_not_written_to(
-    keeping: Keeping, allocator: str
+    post_processing: PostProcessing, allocator: str
 ) -> None:
     model, ids = tiny("llama"), prompt(200)
-    kinds = [AS_THEY_ARE, keeping, Keeping("contiguous"), MERGED]
+    kinds = [AS_THEY_ARE, post_processing, PostProcessing("contiguous"), MERGED]
     variants = [
-        SnapKV.variant_for(SNAPKV, request(tokens=40), model.shape, 200, allocator=Allocator(allocator), keeping=each)
+        SnapKV.variant_for(
+            SNAPKV, request(tokens=40), model.shape, 200, allocator=Allocator(allocator), post_processing=each
+        )
         for each in kinds
     ]
     with model.hooked():
@@ -234,9 +246,9 @@ def test_keys_without_rotary_positions_cannot_be_turned(model: Checkpoint, says:
 
 def test_latents_are_left_as_they_are() -> None:
     latent = replace(LLAMA, h_kv=1, value_width=8, is_latent=True)
-    for keeping in (CONTIGUOUS, MERGED):
+    for post_processing in (CONTIGUOUS, MERGED):
         with pytest.raises(ConfigError, match="keeps one latent per token"):
-            keeping.check(latent)
+            post_processing.check(latent)
 
 
 @pytest.mark.parametrize(
@@ -265,24 +277,26 @@ def test_what_is_refused(words: list[str], says: str) -> None:
 
 
 def test_what_a_method_has_is_part_of_its_name() -> None:
-    assert Keeping("contiguous", "merged", Merging(0.5, Fraction(3, 4))).label() == (
+    assert PostProcessing("contiguous", "merged", Merging(0.5, Fraction(3, 4))).label() == (
         "contiguous, merged values from 0.5, best 0.75"
     )
     assert AS_THEY_ARE.label() == ""
 
 
 def test_what_becomes_codes_are_the_merged_values_and_the_turned_keys() -> None:
-    model, coding = tiny("llama"), Coding(KIVI, KIVI.Params(8, 8, 8, 16))
+    model, quantizer = tiny("llama"), Quantizer(KIVI, KIVI.Params(8, 8, 8, 16))
     plain, changed = (
-        SnapKV.variant_for(SNAPKV, request(tokens=60), model.shape, 200, partner=coding, keeping=keeping)
-        for keeping in (AS_THEY_ARE, Keeping("contiguous", "merged"))
+        SnapKV.variant_for(
+            SNAPKV, request(tokens=60), model.shape, 200, quantizer=quantizer, post_processing=post_processing
+        )
+        for post_processing in (AS_THEY_ARE, PostProcessing("contiguous", "merged"))
     )
     with model.hooked():
         trace = prefill(model, prompt(200), plain.observations)
-    exact = built(replace(changed, partner=None).row(trace, 8))
+    exact = built(replace(changed, quantizer=None).row(trace, 8))
     rows = [built(each.row(trace, 8)) for each in (plain, changed)]
     for layer in model.shape.attention_layers:
         order = exact.store[layer].positions().argsort(-1)[0]
         k, v = (torch.stack([x[0, a, order[a]] for a in range(2)]) for x in exact.store[layer].tokens())
-        for x, before, after in zip((k, v), *(row.store[layer].codec.rebuilt() for row in rows), strict=True):
+        for x, before, after in zip((k, v), *(row.store[layer].quantized.rebuilt() for row in rows), strict=True):
             assert (after[0] - x).abs().max() < 0.05 < (before[0] - x).abs().max()

@@ -8,8 +8,8 @@ from torch import Tensor
 from kvbench.engine.budget import Frame
 from kvbench.engine.causal import Chunk, causal
 from kvbench.engine.model import Model
-from kvbench.engine.passes.probe import Pass, Probe, joined, probe
 from kvbench.engine.passes.repetition import Repetition, largest_weights
+from kvbench.engine.passes.second_pass import Pass, SecondPass, joined, run_second_passes
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
 from kvbench.engine.softmax import Softmax
@@ -26,8 +26,8 @@ def read(model: Model, n: int = S) -> Trace:
 
 
 @dataclass(frozen=True)
-class Queries(Probe):
-    """A probe that keeps the queries and their log-sum-exps."""
+class Queries(SecondPass):
+    """A second pass that keeps the queries and their log-sum-exps."""
 
     fed: tuple[tuple[int, ...], ...]
     near: tuple[range, ...]
@@ -49,9 +49,11 @@ class Noted:
         self.q: dict[int, Tensor] = {}
         self.k: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, soft: Softmax, window: int | Chunk | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: int | Chunk | None
+    ) -> Tensor:
         self.q[layer], self.k[layer] = q, k
-        return causal(q, k, v, soft)[0]
+        return causal(q, k, v, softmax)[0]
 
 
 def plain(model: Model, fed: Sequence[int]) -> Noted:
@@ -71,11 +73,11 @@ def test_a_probe_reads_what_a_longer_prompt_would_and_leaves_nothing(kind: str, 
     assert trace.logits is not None
     before = [trace.logits.clone(), *(trace.keys(layer).clone() for layer in range(3))]
     what = Queries(fed, near)
-    probe(model, trace, [what])
+    run_second_passes(model, trace, [what])
     for i, ids in enumerate(fed):
         expected = plain(model, ids)
         for layer in range(3):
-            found = trace.probed(what, layer)[i]
+            found = trace.of_second_pass(what, layer)[i]
             q, k = expected.q[layer][:, :, S:], expected.k[layer]
             torch.testing.assert_close(found[..., :-1], q, atol=2e-5, rtol=1e-4)
             seen = torch.zeros(4, S + 4, dtype=torch.bool)
@@ -102,7 +104,7 @@ def test_parts_that_are_joined_are_attention_over_all_of_them() -> None:
 def test_a_repetition_gives_the_largest_weight_over_prefix_chunk_and_what_was_fed() -> None:
     model = tiny()
     trace = read(model)
-    probe(model, trace, [WHAT])
+    run_second_passes(model, trace, [WHAT])
     passes = WHAT.passes(model, trace.ids)
     assert [len(each.near[-1]) for each in passes] == [24, 24, 12]
     for each in passes:
@@ -115,7 +117,7 @@ def test_a_repetition_gives_the_largest_weight_over_prefix_chunk_and_what_was_fe
             logits = q @ noted.k[layer].double().repeat_interleave(3, 1).mT * trace.softmax[layer].scale
             weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)[..., at.start : at.stop]
             expected = weights.amax(2).unflatten(1, (2, 3)).amax(2).float()
-            found = trace.probed(WHAT, layer)[..., at.start - 6 : at.stop - 6]
+            found = trace.of_second_pass(WHAT, layer)[..., at.start - 6 : at.stop - 6]
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-3)
             assert (found > 0).all() and (found <= 1).all()
 
@@ -125,8 +127,8 @@ def test_another_size_of_chunks_gives_much_the_same_numbers() -> None:
     model = tiny()
     trace = read(model)
     one, some = replace(WHAT, chunk=100), WHAT
-    probe(model, trace, [one, some])
-    a, b = (torch.cat([trace.probed(what, layer) for layer in range(3)]) for what in (one, some))
+    run_second_passes(model, trace, [one, some])
+    a, b = (torch.cat([trace.of_second_pass(what, layer) for layer in range(3)]) for what in (one, some))
     assert a.shape == b.shape and not torch.equal(a, b)
     assert torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1] > 0.6
 
@@ -134,10 +136,10 @@ def test_another_size_of_chunks_gives_much_the_same_numbers() -> None:
 def test_a_probe_runs_once_for_all_who_ask_and_an_empty_context_takes_none() -> None:
     model = tiny()
     trace = read(model)
-    probe(model, trace, [WHAT, WHAT])
-    probes = dict(trace.probes)
-    probe(model, trace, [Repetition(24, 8, WHAT.frame, WHAT.first_ids, WHAT.next_ids)])
-    assert trace.probes == probes and len(probes) == 1
+    run_second_passes(model, trace, [WHAT, WHAT])
+    second_passes = dict(trace.second_passes)
+    run_second_passes(model, trace, [Repetition(24, 8, WHAT.frame, WHAT.first_ids, WHAT.next_ids)])
+    assert trace.second_passes == second_passes and len(second_passes) == 1
     assert replace(WHAT, frame=Frame(66, 4)).passes(model, trace.ids) == []
 
 

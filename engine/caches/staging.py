@@ -15,7 +15,7 @@ from kvbench.kernels.rows.union import Ask
 from kvbench.kernels.select_attend import Near
 
 
-class Copies:
+class StagedTokens:
     """The stretches of one row, with room for `room` tokens of a KV head each."""
 
     def __init__(self, like: tuple[Tensor, Tensor], n_tokens: int, room: int, n_steps: int) -> None:
@@ -46,18 +46,18 @@ class Copies:
         return bytes_of_both(self.k, self.v)
 
 
-class Shelf:
+class StagingBuffer:
     """The copies of a layer whose fetched tokens stay, or of all layers of a row; made when the first are asked for."""
 
     def __init__(self, n_tokens: int, n_steps: int, n_layers: int = 1) -> None:
         """Make room for copies of tokens where `n_layers` ask at a step at most."""
         self.n_tokens, self.n_steps, self.n_layers = n_tokens, n_steps, n_layers
-        self.copies: Copies | None = None
+        self.copies: StagedTokens | None = None
 
-    def copies_for(self, idx: Tensor, like: tuple[Tensor, Tensor]) -> Copies:
+    def room_for(self, idx: Tensor, like: tuple[Tensor, Tensor]) -> StagedTokens:
         """Room for the distinct tokens of a selection (1, h_kv or h, k); K and V `like` are of the device tier."""
         room = min(idx.shape[1] // like[0].shape[1] * idx.shape[2], self.n_tokens)
         if self.copies is None or self.copies.room < room:
             assert self.copies is None or not self.n_steps, "a selection larger than those before, whose tokens stay"
-            self.copies = Copies(like, self.n_tokens, room, self.n_steps)
+            self.copies = StagedTokens(like, self.n_tokens, room, self.n_steps)
         return self.copies

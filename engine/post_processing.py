@@ -1,4 +1,4 @@
-"""`Keeping`: what becomes of the keys and values that stay when others are dropped, whatever drops them.
+"""`PostProcessing`: what becomes of the keys and values that stay when others are dropped, whatever drops them.
 
 The model made them for a whole text. `positions=contiguous` closes the gaps: kept keys are turned so that the distances
 between them are those of neighbours. `dropped=merged` folds each dropped value into that of the kept token with the
@@ -41,7 +41,7 @@ class Merging:
 
 
 @dataclass(frozen=True)
-class Keeping:
+class PostProcessing:
     """What becomes of kept keys and values."""
 
     positions: str = "kept"
@@ -94,4 +94,4 @@ class Keeping:
             raise ConfigError(f"{what} has layers without positions ({listed}); use positions=kept")
 
 
-AS_THEY_ARE = Keeping()
+AS_THEY_ARE = PostProcessing()

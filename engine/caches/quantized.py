@@ -1,10 +1,10 @@
 """Tokens that lie on the device as codes.
 
-A *codec* holds what the layer has of its tokens, in whatever form, and hands it to attention as one part. It takes in
+A *quantized cache* holds what the layer has of its tokens, in whatever form, and hands it to attention as one part. It takes in
 the current token before attention and may pack what has aged after it. Which token is where in it is its own matter,
 but that it is one in the order of positions.
 
-Not here: its layer (`engine/layouts/coded.py`), how a method packs (`methods/quantising`), what packed bytes look like
+Not here: its layer (`engine/layouts/quantized.py`), how a method packs (`methods/quantising`), what packed bytes look like
 (`kernels/packed`).
 """
 
@@ -20,7 +20,7 @@ from kvbench.kernels.clock import Since
 from kvbench.kernels.rows.append import Place
 
 
-class Codec(ABC):
+class QuantizedCache(ABC):
     """K and V of one layer of one sample."""
 
     n: int  # tokens, all that came
@@ -31,12 +31,12 @@ class Codec(ABC):
 
     @classmethod
     def append_rows(
-        cls, codecs: Sequence["Codec"], k_new: Sequence[Tensor], v_new: Sequence[Tensor]
+        cls, caches: Sequence["QuantizedCache"], k_new: Sequence[Tensor], v_new: Sequence[Tensor]
     ) -> list[list[Place]]:
         """`append` of rows on an accelerator; places that tokens still have to be written to, all in one launch."""
-        for codec, k, v in zip(codecs, k_new, v_new, strict=True):
-            codec.append(k, v)
-        return [[] for _ in codecs]
+        for quantized, k, v in zip(caches, k_new, v_new, strict=True):
+            quantized.append(k, v)
+        return [[] for _ in caches]
 
     @abstractmethod
     def part(self) -> Part:
@@ -52,22 +52,22 @@ class Codec(ABC):
         return part.k, part.v
 
     @abstractmethod
-    def settle(self) -> None:
+    def pack_due(self) -> None:
         """Pack after attention what is to be packed now."""
 
     # Steps that are alike, on an accelerator.
 
     def growing(self) -> Growing | None:
-        """Where tokens go at steps to come, as a layer says it, for as long as `settle` does nothing; None: unknown."""
+        """Where tokens go at steps to come, as a layer says it, for as long as `pack_due` does nothing; None: unknown."""
         return None
 
     def repeat(self) -> None:
-        """Count the current token in, which kernels have taken in as they were told."""
+        """Count the current token in, which kernels have taken in as they were planned."""
         raise AssertionError(f"{type(self).__name__} says nothing of steps to come")
 
     @classmethod
     def packing(
-        cls, codecs: Sequence["Codec"], newest: Sequence[tuple[Tensor, Tensor]], rows: Sequence[int]
+        cls, caches: Sequence["QuantizedCache"], newest: Sequence[tuple[Tensor, Tensor]], rows: Sequence[int]
     ) -> "Packing | None":
         """Packing of tokens before attention at steps to come; None: nothing is packed.
 
@@ -88,7 +88,7 @@ class Packing(Protocol):
     """Tokens that are packed at steps that are alike."""
 
     def take(self, k_new: Tensor, v_new: Tensor, since: Since) -> None:
-        """Pack with the current tokens of all rows (n, h_kv, 1, d_h), at a step after the one that was told."""
+        """Pack with the current tokens of all rows (n, h_kv, 1, d_h), at a step after the one that was planned."""
         ...
 
 
@@ -102,7 +102,7 @@ class Packings(NamedTuple):
             packing.take(k_new, v_new, since)
 
 
-class Rows:
+class LatestTokens:
     """Exact tokens in their order, of which the oldest leave: the latest rows of a buffer that is seldom shifted."""
 
     def __init__(self, tokens: Tensor, most: int, spare: int = 64) -> None:

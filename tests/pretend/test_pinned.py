@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvbench.benchmarks.pretend.cuda import Machine
-from kvbench.engine.passes.homes import Homes, block_sizes
+from kvbench.engine.passes.pinned import PinnedBuffers, block_sizes
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import n_home, prefill
 from kvbench.evals.overrides import config_groups
@@ -29,7 +29,7 @@ def test_blocks_hold_all_pieces_in_little_more(piece: int, n: int) -> None:
 
 def test_pieces_lie_apart_and_others_have_memory_of_their_own(machine: Machine) -> None:
     with machine.counting() as counts:
-        homes = Homes({3 * 4 * 100: 5})
+        homes = PinnedBuffers({3 * 4 * 100: 5})
         assert counts.by_kind[PINNED] <= 2
         at_once = counts.by_kind[PINNED]
         taken = [homes.take((3, 100), torch.float32) for _ in range(5)]

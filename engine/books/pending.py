@@ -14,30 +14,30 @@ from typing import Any, Protocol
 class Books(Protocol):
     """What a row's books are in."""
 
-    unwritten: "Unwritten | None"
+    pending: "PendingSteps | None"
 
 
-class Unwritten:
+class PendingSteps:
     """Pending steps of rows that take them together."""
 
     def __init__(self, stores: Sequence[Books]) -> None:
         self.stores = stores
         self.steps: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self.n_settled = 0  # while it stays as it is, nobody has asked: layers are what they were
+        self.n_flushed = 0  # while it stays as it is, nobody has asked: layers are what they were
 
     def add(self, write: Callable[..., None], *args: Any) -> None:
         """A step, which `write` brings into the books of all rows."""
         if not self.steps:
             for store in self.stores:
-                assert store.unwritten is None, "rows take steps in two batches"
-                store.unwritten = self
+                assert store.pending is None, "rows take steps in two batches"
+                store.pending = self
         self.steps.append((write, args))
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Bring all steps into the books."""
         for store in self.stores:
-            store.unwritten = None
+            store.pending = None
         steps, self.steps = self.steps, []
-        self.n_settled += 1
+        self.n_flushed += 1
         for write, args in steps:
             write(*args)

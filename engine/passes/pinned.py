@@ -17,7 +17,7 @@ from kvbench.kernels.jit import cdiv, power_of_2
 ALIGNED = 256  # bytes
 
 
-class Homes:
+class PinnedBuffers:
     """Room for tensors of known sizes; who sends one takes a piece, which lives as long as any tensor in it."""
 
     def __init__(self, sizes: Mapping[int, int]) -> None:
