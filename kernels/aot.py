@@ -299,7 +299,8 @@ def landmark_sites(shape: Shape, s: int) -> None:
     row = landmarks.Chunks(means, positions(h_kv, 48), shape.empty(s, rank), basis, 8, s // 64)
     tables = empty(s, d_h, dtype=torch.float32)
     for rotation in (landmarks.Rotation(positions(d_h), tables, tables), None):
-        landmarks.make_rows(shape.empty(2, shape.h, 1, d_h), [row] * 2, rotation, d_h**-0.5, **shape.weighing)
+        making = landmarks.KeyMaking([row] * 2, shape.h, rotation, d_h**-0.5, **shape.weighing)
+        making.take(shape.empty(2, shape.h, 1, d_h))
 
 
 def coded(sides: Sequence[tuple[Side, Side]], q: Tensor, n: int) -> None:

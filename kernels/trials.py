@@ -397,9 +397,10 @@ def landmark(on: Heads) -> Pairs:
     c, chunk, r, best = 30, 8, 24, 4
     marks, factors, basis = on.normal(on.h_kv, c, on.d_h), on.normal(c * chunk, r), on.normal(on.h_kv, r, on.d_h)
     q, none = on.query(), torch.zeros(on.h_kv, 0, dtype=torch.int64, device=on.device)
-    ((idx, keys),) = landmarks.make_rows(
-        q, [landmarks.Chunks(marks, none, factors, basis, chunk, best)], None, on.scale
-    )  # fmt: skip
+    row = landmarks.Chunks(marks, none, factors, basis, chunk, best)
+    making = landmarks.KeyMaking([row], on.h, None, on.scale)
+    making.take(q)
+    (idx,), (keys,) = making.idx, making.keys
     logits = q.view(on.h_kv, on.g, -1).float() @ marks.float().mT
     most = (logits * on.scale).log_softmax(-1).amax(1).topk(best).indices.sort(-1).values
     right = (most.unsqueeze(-1) * chunk + torch.arange(chunk, device=q.device)).flatten(1)

@@ -31,6 +31,7 @@ from kvbench.engine.softmax import Softmax
 from kvbench.kernels.clock import Clock
 from kvbench.kernels.packed.rows import CodedRows, takes_codes
 from kvbench.kernels.rows.append import Places
+from kvbench.kernels.rows.values import fetch_values_triton
 from kvbench.kernels.rows.weights import Softening
 from kvbench.kernels.scratch import Scratch
 from kvbench.kernels.select_attend import Tokens, attend_table, growing_table
@@ -46,6 +47,7 @@ class PlannedSearch:
     search: Search
     at: slice  # of the batch
     fetch_plans: list[tuple[FetchPlan, list[int]]]  # and which of these rows
+    values: Sequence[Tensor] = ()  # of each row, where its values come to lie beside keys that the search makes
 
     def holds(self, age: int) -> bool:
         for fetch_plan, _ in self.fetch_plans:
@@ -106,8 +108,9 @@ class LaunchPlan:
             return
         tokens, more = found
         for planned in self.searches:
-            for own, idx in zip(tokens[planned.at], planned.search.idx, strict=True):
-                own[-1] = replace(own[-1], idx=idx)
+            for i, own in enumerate(tokens[planned.at]):
+                made = {"k": planned.search.keys[i]} if planned.values else {"idx": planned.search.idx[i]}
+                own[-1] = replace(own[-1], **made)
         chosen = [0] * len(self.rows)
         for planned in self.searches:
             if planned.search.more:
@@ -240,7 +243,8 @@ class LaunchPlan:
             brought = fetch_plans(layers, fetched[at], search.idx, self.ahead)
             if brought and any(search.more):
                 return None
-            found.append(PlannedSearch(search, at, brought))
+            values = [part.v for (part,) in fetched[at]] if search.keys else ()
+            found.append(PlannedSearch(search, at, brought, values))
         return found
 
     @property
@@ -318,6 +322,9 @@ class LaunchPlan:
                 for fetch_plan, _ in planned.fetch_plans:
                     begin("fetch")
                     fetch_plan.take(self.since)
+                for layer, idx, values in zip(self.layers[at], planned.search.idx, planned.values, strict=False):
+                    begin("fetch")
+                    fetch_values_triton(layer.host.v, idx, values)
             begin("attention")
             out = self.attend_planned(q, softmax)
             for planned in self.searches:

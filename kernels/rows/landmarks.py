@@ -1,7 +1,8 @@
 """Chunks found by their mean keys, and keys made of low-rank factors, for all rows at once: ShadowKV's step on a GPU.
 
 Three launches and a top-k: what each query head gives to each landmark, the most of them of any head of a group, and
-then of the best chunks their tokens' positions and keys, rotated to where they stand.
+then of the best chunks their tokens' positions and keys, rotated to where they stand. `KeyMaking` is told of rows once:
+what each step finds comes to lie in the same memory.
 
 Shapes    q (n, h, 1, d_h); means (h_kv, c, d_h) and basis (h_kv, r, d_h), factors (s, r) in q's dtype; outliers
           (h_kv, n_outliers) int64 ascending; a row's positions (1, h_kv, k) int64, keys (1, h_kv, k, d_h).
@@ -24,7 +25,8 @@ from torch import Tensor
 from kvbench.kernels.capped import bend, with_sink
 from kvbench.kernels.jit import INTERPRETED, cdiv, distance, fit_rows, jit, lanes_of, power_of_2, tl, upload
 from kvbench.kernels.rows.rotation import Rotation
-from kvbench.kernels.topk import pack_key, top_keys
+from kvbench.kernels.scratch import Scratch
+from kvbench.kernels.topk import KeyChoice, pack_key
 
 MEANS, TOKENS, RANK = 32, 16, 32  # of one program: landmarks; tokens, and how much of the rank at a time
 CHANNELS = {2: 128, 4: 32}  # of a key at a time, by the bytes of a number: registers hold no more of their products
@@ -42,64 +44,82 @@ class Chunks(NamedTuple):
     n_selected: int  # chunks
 
 
-def make_rows(
-    q: Tensor, rows: Sequence[Chunks], rotation: Rotation | None, scale: float,
-    cap: float = 0.0, sink: Tensor | None = None,
-) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
-    """Positions and keys of the tokens of each row's best chunks; landmarks' logits bend towards a cap."""
-    (n, h, _, d_h), h_kv = q.shape, rows[0].means.shape[0]
-    q, g, width = q.contiguous(), h // h_kv, power_of_2(d_h, 16)
-    lengths = [row.chunk * row.n_selected for row in rows]
-    places = torch.empty(h_kv * sum(lengths), dtype=torch.int64, device=q.device)
-    keys = torch.empty(h_kv * sum(lengths), d_h, dtype=q.dtype, device=q.device)
-    mine = [x.view(1, h_kv, -1) for x in places.split([h_kv * k for k in lengths])]
-    numbers = [x for row, idx in zip(rows, mine, strict=True) for x in fields(row, q, idx)]
-    table, lanes = upload(numbers, q.device), lanes_of(q, (x for i in (0, 4, 5, 6) for x in numbers[i::FIELDS]))
-    c, n_outliers = (max(x.shape[1] for x in some) for some in zip(*(row[:2] for row in rows), strict=True))
-    means, n_warps = fit_rows(width, MEANS)
-    n_blocks = cdiv(c, means)
-    logits = torch.empty(n, h, c, dtype=torch.float32, device=q.device)
-    lses = torch.empty(n, h, n_blocks, dtype=torch.float32, device=q.device)
-    scores = torch.empty(n, h_kv, c, dtype=torch.int64, device=q.device)
-    grid = n, n_blocks, h_kv
-    score_landmarks[grid](
-        q, table, logits, lses, scale, cap, d_h, c, g, FIELDS, means, width, lanes, cap > 0, num_warps=n_warps
-    )
-    lses = with_sink(lses, sink)
-    n_blocks = lses.shape[2]
-    weigh_landmarks[grid](table, logits, lses, scores, c, g, n_blocks, FIELDS, means, power_of_2(n_blocks))
-    channels = CHANNELS[q.element_size()] // (1 if d_h % 16 == 0 else 2)  # masks take registers, too
-    order = top_keys(scores, [row.n_selected for row in rows]).contiguous()
-    partners, own, other = (order, q, q) if rotation is None else rotation[:3]
-    make_keys[n, cdiv(max(lengths), TOKENS), h_kv](
-        q, table, order, places, keys, partners, own, other, d_h, order.shape[2], FIELDS, rotation is not None,
-        TOKENS, RANK, min(channels, width), power_of_2(n_outliers), lanes, INTERPRETED, num_warps=4,
-    )  # fmt: skip
-    made = (x.view(1, h_kv, -1, d_h) for x in keys.split([h_kv * k for k in lengths]))
-    return list(zip(mine, made, strict=True))
+class KeyMaking:
+    """Positions and keys of the tokens of each row's best chunks, at one step and those to come.
+
+    Landmarks' logits bend towards a cap.
+    """
+
+    def __init__(
+        self, rows: Sequence[Chunks], h: int, rotation: Rotation | None, scale: float,
+        cap: float = 0.0, sink: Tensor | None = None, scratch: Scratch | None = None,
+    ) -> None:  # fmt: skip
+        start = self.start = rows[0].means
+        (h_kv, _, d_h), device = start.shape, start.device
+        self.h, self.rotation, self.scale, self.cap, self.sink = h, rotation, scale, cap, sink
+        lengths = [row.chunk * row.n_selected for row in rows]
+        self.longest = max(lengths)
+        self.places = torch.empty(h_kv * sum(lengths), dtype=torch.int64, device=device)
+        self.made = torch.empty(h_kv * sum(lengths), d_h, dtype=start.dtype, device=device)
+        sizes = [h_kv * k for k in lengths]
+        self.idx = [x.view(1, h_kv, -1) for x in self.places.split(sizes)]
+        self.keys = [x.view(1, h_kv, -1, d_h) for x in self.made.split(sizes)]
+        numbers = [x for row, idx in zip(rows, self.idx, strict=True) for x in fields(row, start, idx)]
+        self.lanes = lanes_of(start, (x for i in (0, 4, 5, 6) for x in numbers[i::FIELDS]))
+        self.table = upload(numbers, device)
+        self.c, self.n_outliers = (
+            max(x.shape[1] for x in some) for some in zip(*(row[:2] for row in rows), strict=True)
+        )
+        self.choice = KeyChoice(len(rows), h_kv, [row.n_selected for row in rows], device, scratch)
+
+    def take(self, q: Tensor) -> None:
+        """Find and make them for queries (n, h, 1, d_h) of `h` heads."""
+        (h_kv, _, d_h), n, c, lanes, cap = self.start.shape, len(q), self.c, self.lanes, self.cap
+        q, g, width = q.contiguous(), self.h // h_kv, power_of_2(d_h, 16)
+        assert q.dtype == self.start.dtype, (q.dtype, self.start.dtype)
+        means, n_warps = fit_rows(width, MEANS)
+        grid = n, cdiv(c, means), h_kv
+        logits = torch.empty(n, self.h, c, dtype=torch.float32, device=q.device)
+        lses = torch.empty(n, self.h, grid[1], dtype=torch.float32, device=q.device)
+        scores = torch.empty(n, h_kv, c, dtype=torch.int64, device=q.device)
+        score_landmarks[grid](
+            q, self.start, self.table, logits, lses, self.scale, cap, d_h, c, g, FIELDS, means, width, lanes, cap > 0,
+            num_warps=n_warps,
+        )  # fmt: skip
+        lses = with_sink(lses, self.sink)
+        n_blocks = lses.shape[2]
+        weigh_landmarks[grid](self.table, logits, lses, scores, c, g, n_blocks, FIELDS, means, power_of_2(n_blocks))
+        channels = CHANNELS[q.element_size()] // (1 if d_h % 16 == 0 else 2)  # masks take registers, too
+        order = self.choice.take(scores)
+        partners, own, other = (order, q, q) if self.rotation is None else self.rotation[:3]
+        make_keys[n, cdiv(self.longest, TOKENS), h_kv](
+            self.start, self.table, order, self.places, self.made, partners, own, other, d_h, order.shape[2], FIELDS,
+            self.rotation is not None, TOKENS, RANK, min(channels, width), power_of_2(self.n_outliers), lanes,
+            INTERPRETED, num_warps=4,
+        )  # fmt: skip
 
 
-def fields(row: Chunks, q: Tensor, idx: Tensor) -> list[int]:
-    """The numbers of a row, as the kernels read them."""
+def fields(row: Chunks, start: Tensor, idx: Tensor) -> list[int]:
+    """The numbers of a row, as the kernels read them; they count from `start` on."""
     means, outliers, factors, basis, chunk, n_selected = row
     assert means.is_contiguous() and outliers.is_contiguous() and factors.is_contiguous(), means.stride()
     assert basis.is_contiguous() and basis.shape[1] == factors.shape[1], (basis.shape, factors.shape)
     return [
-        distance(means, q), means.shape[1], outliers.data_ptr(), outliers.shape[1], distance(factors, q),
-        distance(basis, q), factors.shape[1], chunk, n_selected, int(idx.storage_offset()), idx.shape[2],
+        distance(means, start), means.shape[1], outliers.data_ptr(), outliers.shape[1], distance(factors, start),
+        distance(basis, start), factors.shape[1], chunk, n_selected, int(idx.storage_offset()), idx.shape[2],
     ]  # fmt: skip
 
 
 @jit
 def score_landmarks(
-    q, table, logits, lses, scale, cap, d_h, c, g,
+    q, origin, table, logits, lses, scale, cap, d_h, c, g,
     FIELDS: tl.constexpr, MEANS: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     row, block, head, h_kv = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     at, mean, column = table + row * FIELDS, block * MEANS + tl.arange(0, MEANS), tl.arange(0, WIDTH)
     n, inside = tl.load(at + 1), column < d_h
     real = mean < n
-    where = q + tl.multiple_of(tl.load(at), LANES) + (head * n + mean)[:, None] * d_h + column[None]
+    where = origin + tl.multiple_of(tl.load(at), LANES) + (head * n + mean)[:, None] * d_h + column[None]
     those = tl.load(where, real[:, None] & inside[None], other=0.0).to(tl.float32)
     for i in range(g):
         query_head = (row * h_kv + head) * g + i
@@ -136,7 +156,7 @@ def weigh_landmarks(
 
 @jit
 def make_keys(
-    q, table, order, places, keys, partners, own, other, d_h, n_ordered, FIELDS: tl.constexpr, TURNS: tl.constexpr,
+    origin, table, order, places, keys, partners, own, other, d_h, n_ordered, FIELDS: tl.constexpr, TURNS: tl.constexpr,
     TOKENS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, OUTLIERS: tl.constexpr, LANES: tl.constexpr,
     WIDE: tl.constexpr,  # float32 products, for the interpreter takes bfloat16 for its bits
 ):  # fmt: skip
@@ -153,8 +173,8 @@ def make_keys(
     to = tl.load(at + 9) + head * k + place
     tl.store(places + to, token, real)
     part = tl.arange(0, RANK)
-    factors = q + tl.multiple_of(tl.load(at + 4), LANES)
-    basis = q + tl.multiple_of(tl.load(at + 5), LANES) + head * rank * d_h
+    factors = origin + tl.multiple_of(tl.load(at + 4), LANES)
+    basis = origin + tl.multiple_of(tl.load(at + 5), LANES) + head * rank * d_h
     for left in range(0, d_h, WIDTH):
         column = left + tl.arange(0, WIDTH)
         inside = column < d_h

@@ -29,11 +29,12 @@ def fetch_values(values: Tensor, idx: Tensor) -> Tensor:
     return gather_tokens(values, idx.to(values.device)).to(idx.device)
 
 
-def fetch_values_triton(values: Tensor, idx: Tensor) -> Tensor:
-    """A program for some tokens of a KV head."""
+def fetch_values_triton(values: Tensor, idx: Tensor, out: Tensor | None = None) -> Tensor:
+    """A program for some tokens of a KV head; into `out`, where it is given."""
     (_, h_kv, _, d_h), k = values.shape, idx.shape[-1]
     assert values.stride()[2:] == (d_h, 1) and idx.stride(-1) == 1 and idx.dtype == torch.int64, values.stride()
-    out = torch.empty(1, h_kv, k, d_h, dtype=values.dtype, device=idx.device)
+    if out is None:
+        out = torch.empty(1, h_kv, k, d_h, dtype=values.dtype, device=idx.device)
     copy_rows[(cdiv(k, TOKENS), h_kv)](
         out, distance(values, out), idx, values.stride(1), idx.stride(1), k, d_h, TOKENS, power_of_2(d_h)
     )

@@ -34,7 +34,9 @@ Fails     where the mean of a chunk is near none of its keys: a single token tha
 Figures   retrieve single tokens: #518B07, down, --
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor
@@ -49,14 +51,16 @@ from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_byte
 from kvbench.engine.checks import one_of, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import OffloadedValues
-from kvbench.engine.selection import Cost, Found, Selection
+from kvbench.engine.search import KernelSearch, Units
+from kvbench.engine.selection import Cost, Selection
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
+from kvbench.kernels.clock import Since
 from kvbench.kernels.fast import takes
-from kvbench.kernels.rows.landmarks import Chunks, make_rows
-from kvbench.kernels.scratch import finer, finest
+from kvbench.kernels.rows.landmarks import Chunks, KeyMaking
+from kvbench.kernels.scratch import Scratch, finer, finest
 from kvbench.kernels.topk import top_stable
-from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.indexed import Indexed
 
 OUTLIER_SHARE = 8  # a budget of so many chunks pays for one outlier
 LEAST_RANK_SHARE = 16  # of the keys' numbers: the lowest rank that a small `memory` leads to
@@ -127,14 +131,12 @@ def landmarks_of(keys: Tensor, chunk: int, n_outliers: int) -> Landmarks:
     return Landmarks(chosen if takes("landmarks", chosen.device) else chosen.float(), outliers)
 
 
-def landmark_scores(q: Tensor, means: Tensor, softmax: Softmax) -> Tensor:
-    """Scores of landmarks (h_kv, c, d_h) for queries (n, h, 1, d_h), the most of any query head: (n, h_kv, c) float32.
+def most_likely(logits: Tensor, softmax: Softmax) -> Tensor:
+    """The most that any query head of a group gives to landmarks, of their logits (n, h_kv, g, c): (n, h_kv, c).
 
     Logarithms of probabilities, which do not underflow; each query head's are its own.
     """
-    grouped = q.float().unflatten(1, (len(means), -1)).squeeze(3)  # (n, h_kv, g, d_h)
-    logits = softmax.bent(grouped @ means.float().mT)
-    return (logits - softmax.lse(logits, (len(means), -1)).unsqueeze(-1)).amax(2)
+    return (logits - softmax.lse(logits, (logits.shape[1], -1)).unsqueeze(-1)).amax(2)
 
 
 def tokens_of(chunks: Tensor, length: int) -> Tensor:
@@ -143,12 +145,11 @@ def tokens_of(chunks: Tensor, length: int) -> Tensor:
     return (chunks.unsqueeze(-1) * length + within).flatten(1).unsqueeze(0)
 
 
-class ShadowKV(SelectiveAttention):
+class ShadowKV(Indexed):
     title = "ShadowKV"
-    eager = "rebuilds keys of the chunks that each step chooses"
+    ops = ("landmarks", "topk")
     no_growth = "makes keys again from a product that is fitted to the context"
     no_latents = "keeps keys as a product of low rank: a latent is one already"
-    drops = False
 
     @dataclass(frozen=True)
     class Params:
@@ -192,8 +193,8 @@ class ShadowKV(SelectiveAttention):
 
     params: Params
     plan: Plan
+    index: dict[int, Landmarks]
     factors: dict[int, Factors]
-    landmarks: dict[int, Landmarks]
 
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:
@@ -288,7 +289,8 @@ class ShadowKV(SelectiveAttention):
         return (fewer, plan) if plan.is_workable else None
 
     def setup(self) -> None:
-        self.factors, self.landmarks = {}, {}
+        super().setup()
+        self.factors = {}
 
     # While the prompt is read.
 
@@ -297,11 +299,11 @@ class ShadowKV(SelectiveAttention):
         keys = trace.keys(layer)[0, :, : plan.n_chunks * plan.chunk]
         with span("factor", layer):
             self.factors[layer] = trace.once(("ShadowKV's factors", layer, plan.rank), lambda: self.factor(layer))
-        self.landmarks[layer] = trace.once(
+        self.index[layer] = trace.once(
             ("ShadowKV's landmarks", layer, plan.chunk, plan.n_chunks, plan.n_outliers),
             lambda: landmarks_of(keys, plan.chunk, plan.n_outliers),
         )
-        kept = tokens_of(self.landmarks[layer].outliers, plan.chunk)
+        kept = tokens_of(self.index[layer].outliers, plan.chunk)
         return OffloadedValues(kept, plan.n_local(trace.s_prompt))
 
     def factor(self, layer: int) -> Factors:
@@ -315,38 +317,58 @@ class ShadowKV(SelectiveAttention):
 
     # A decode step.
 
+    def score(self, layer: int, question: Tensor, index: Landmarks) -> Tensor:
+        """Logits of landmarks."""
+        return self.trace.softmax[layer].bent(question @ index.means.float().mT)
+
+    def merge(self, layer: int, scores: Tensor) -> Tensor:
+        return most_likely(scores, self.trace.softmax[layer])
+
+    def units(self, layer: int) -> Units:
+        """Chunks, counted among those with landmarks."""
+        plan = self.plan
+        return Units(plan.n_selected, (plan.n_chunks - plan.n_outliers) * plan.chunk, length=plan.chunk)
+
+    def choose(self, layer: int, ranking: Tensor, scores: Tensor) -> Tensor:
+        """Tokens of the best chunks of each KV head, (1, h_kv, n_selected * chunk)."""
+        ranks = top_stable(ranking[0], self.plan.n_selected)  # (h_kv, n_selected)
+        return tokens_of(self.index[layer].numbers(ranks), self.plan.chunk)
+
+    def found(self, layer: int, idx: Tensor | None) -> Selection:
+        assert idx is not None, f"layer {layer} selects no chunk"
+        return Selection(idx, self.cost(layer), keys=self.made_keys(layer, idx))
+
+    @property
+    def n_choosing(self) -> int:
+        return self.trace.shape.h_kv
+
+    def kind(self, layer: int) -> Hashable:
+        return None if self.has_kernel(layer) else id(self)
+
+    def has_kernel(self, layer: int) -> bool:
+        return super().has_kernel(layer) and self.turns_pairs(layer)
+
     @classmethod
-    def search(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
-        """Find all rows' chunks on a GPU, and make their keys, at once."""
-        trace = rows[0].trace
-        if not takes("landmarks", q.device) or not rows[0].turns_pairs(layer):
-            return super().search(rows, layer, q)
-        softmax, chunks = trace.softmax[layer], [row.chunks(layer) for row in rows]
-        found = make_rows(q, chunks, trace.rotation(layer), softmax.scale, softmax.cap, softmax.sink)
-        return [Selection(idx, row.cost(), keys=made) for row, (idx, made) in zip(rows, found, strict=True)]
+    def plan_search(cls, rows: Sequence[Self], layer: int, scratch: Scratch | None, ahead: int) -> ChunkSearch:
+        return ChunkSearch(rows, layer, scratch)
+
+    def selects_feeds(self, layer: int) -> bool:
+        return False
 
     def turns_pairs(self, layer: int) -> bool:
         return self.trace.turn is None or self.trace.rotation(layer) is not None
 
     def chunks(self, layer: int) -> Chunks:
         """The chunks' landmarks and factors as kernels take them."""
-        landmarks, factors, plan = self.landmarks[layer], self.factors[layer], self.plan
+        landmarks, factors, plan = self.index[layer], self.factors[layer], self.plan
         return Chunks(landmarks.means, landmarks.outliers, factors.rows, factors.basis, plan.chunk, plan.n_selected)
 
-    def cost(self) -> Cost:
+    def cost(self, layer: int) -> Cost:
         """Factors and landmarks stay, landmarks are read, and keys are made of factors."""
         plan, shape = self.plan, self.trace.shape
         factor_bytes, landmark_bytes = plan.meta_bytes(self.trace.s_prompt, shape)
         made_bytes = plan.n_selected * plan.chunk * key_bytes(shape, 1)
         return Cost(factor_bytes + landmark_bytes, landmark_bytes, made_bytes=made_bytes)
-
-    def select(self, layer: int, q: Tensor) -> Selection:
-        """Tokens of the best chunks of each KV head, (1, h_kv, n_selected * chunk)."""
-        landmarks, plan = self.landmarks[layer], self.plan
-        scores = landmark_scores(q, landmarks.means, self.trace.softmax[layer])[0]
-        ranks = top_stable(scores, plan.n_selected)  # (h_kv, n_selected)
-        idx = tokens_of(landmarks.numbers(ranks), plan.chunk)
-        return Selection(idx, self.cost(), keys=self.made_keys(layer, idx))
 
     def made_keys(self, layer: int, idx: Tensor) -> Tensor:
         """Keys (1, h_kv, k, d_h) of these tokens, of which the host has the values alone."""
@@ -367,6 +389,25 @@ class ShadowKV(SelectiveAttention):
         if self.trace.turn is None:
             report["factored_keys"] = "as attended to"
         return report
+
+
+class ChunkSearch(KernelSearch):
+    """Rows that find chunks and make keys of their tokens by one launch each."""
+
+    is_repeatable = True
+
+    def __init__(self, rows: Sequence[ShadowKV], layer: int, scratch: Scratch | None) -> None:
+        trace, chunks = rows[0].trace, [row.chunks(layer) for row in rows]
+        softmax, rotation = trace.softmax[layer], trace.rotation(layer)
+        self.making = KeyMaking(chunks, trace.shape.h, rotation, softmax.scale, softmax.cap, softmax.sink, scratch)
+        self.rows, self.layer, self.idx, self.keys = rows, layer, self.making.idx, self.making.keys
+
+    def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:
+        self.making.take(q)
+
+    @property
+    def is_settled(self) -> bool:
+        return True
 
 
 def with_memory(budget: Budget, part: int) -> Budget:

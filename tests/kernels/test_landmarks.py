@@ -8,10 +8,10 @@ from torch import Tensor
 
 from kvbench.engine.softmax import Softmax
 from kvbench.kernels.jit import triton
-from kvbench.kernels.rows.landmarks import Chunks, make_rows
+from kvbench.kernels.rows.landmarks import Chunks, KeyMaking
 from kvbench.kernels.rows.rotation import rotation_of
 from kvbench.kernels.topk import top_stable
-from kvbench.methods.retrieving.shadowkv import Factors, Landmarks, landmark_scores, tokens_of
+from kvbench.methods.retrieving.shadowkv import Factors, Landmarks, most_likely, tokens_of
 from kvbench.tests.kernels.test_capped import KINDS
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
@@ -79,9 +79,11 @@ def test_rows_find_their_chunks_and_make_their_keys(
     rotation = None if turn is None else rotation_of(turn, s, d, torch.device(GPU))
     cap, about = kind
     softmax = Softmax(scale, cap, None if about is None else torch.randn(H, generator=draw).to(GPU) + about)
-    found = make_rows(q, rows, rotation, scale, cap, softmax.sink)
-    for i, ((idx, keys), row) in enumerate(zip(found, rows, strict=True)):
-        scores = landmark_scores(q[i : i + 1], row.means, softmax)[0]
+    making = KeyMaking(rows, H, rotation, scale, cap, softmax.sink)
+    making.take(q)
+    for i, ((idx, keys), row) in enumerate(zip(zip(making.idx, making.keys, strict=True), rows, strict=True)):
+        logits = q[i : i + 1].float().view(1, H_KV, -1, d) @ row.means.float().mT
+        scores = most_likely(softmax.bent(logits), softmax)[0]
         landmarks = Landmarks(row.means, row.outliers)
         expected = tokens_of(landmarks.numbers(top_stable(scores, row.n_selected)), row.chunk)
         assert torch.equal(idx.sort(-1).values, expected.sort(-1).values)

@@ -103,7 +103,7 @@ ALIKE = [
     "snapkv",
     "streamingllm method.generated=inside",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("duo_attention", "h2o method.generated=inside", "tova")),
-    *("oracle", "quest", "rocketkv method.tier=host", "pqcache", "pqcache method.local_share=0"),
+    *("oracle", "quest", "shadowkv", "rocketkv method.tier=host", "pqcache", "pqcache method.local_share=0"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("sparq", "loki", "infllm", "infinigen", "rocketkv")),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("clusterkv", "clusterkv method.cache_steps=0")),
     pytest.param("double_sparsity", marks=pytest.mark.slow),

@@ -14,7 +14,7 @@ from kvbench.engine.passes.trace import Trace
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.methods.full import Full
-from kvbench.methods.retrieving.shadowkv import Landmarks, ShadowKV, chunk_means, factored, landmark_scores
+from kvbench.methods.retrieving.shadowkv import Landmarks, ShadowKV, chunk_means, factored, most_likely
 from kvbench.tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = ShadowKV.Params(
@@ -52,7 +52,7 @@ def run_vectors(path: Path) -> list[Check]:
     chunk, n_chunks = meta["chunk"], meta["n_chunks"]
     plan = ShadowKV.Plan(chunk, meta["rank"], n_chunks, meta["outlier_chunks"], meta["budget"] // chunk)
     row = row_of(ShadowKV, NATIVE, trace, request(ratio="1/2"), plan)
-    landmarks, every = row.landmarks[0], torch.arange(n_chunks - plan.n_outliers).expand(meta["Hk"], -1)
+    landmarks, every = row.index[0], torch.arange(n_chunks - plan.n_outliers).expand(meta["Hk"], -1)
     everything = torch.arange(meta["S"]).expand(meta["Hk"], -1)
     problem = first(
         differs("local tokens", [plan.n_local(meta["S"])], [meta["n_local"]]),
@@ -147,8 +147,8 @@ def test_outliers_are_no_candidates_and_are_the_chunks_least_like_their_mean() -
     keys[1, 40:48:2] *= -1
     trace = trace_of(torch.cat([keys, keys[:, :8]], 1).unsqueeze(0), torch.zeros(1, 2, 72, 8), 2)
     row = row_of(ShadowKV, NATIVE, trace, request(ratio="9/10"), ShadowKV.Plan(8, 4, 8, 1, 7))
-    assert row.landmarks[0].outliers.tolist() == [[2], [5]]
-    assert row.landmarks[0].numbers(torch.arange(7).expand(2, -1)).tolist() == [
+    assert row.index[0].outliers.tolist() == [[2], [5]]
+    assert row.index[0].numbers(torch.arange(7).expand(2, -1)).tolist() == [
         [0, 1, 3, 4, 5, 6, 7],
         [0, 1, 2, 3, 4, 6, 7],
     ]
@@ -163,7 +163,7 @@ def test_numbers_skip_outliers_side_by_side() -> None:
 def test_a_group_takes_the_largest_probability_and_not_the_largest_logit() -> None:
     means = torch.tensor([[[4.0, 0.0], [0.0, 1.0], [3.9, 0.0]]])
     q = torch.tensor([[[[2.0, 0.0]], [[0.0, 2.0]]]])  # logits 8, 0, 7.8 and 0, 2, 0
-    best = landmark_scores(q, means, Softmax(1.0))[0, 0]
+    best = most_likely(q.view(1, 1, 2, 2) @ means.mT, Softmax(1.0))[0, 0]
     assert best.argmax() == 1, "2 is the smaller logit and the larger part of its head's attention"
 
 
