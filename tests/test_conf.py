@@ -93,12 +93,6 @@ def test_the_class_is_named_once_at_the_root_of_its_file() -> None:
             assert all(line.startswith("_target_: ") for line in lines), file
 
 
-def test_experiments_open_with_the_command_that_runs_them() -> None:
-    for file in sorted(Path(CONF / "experiment").glob("*.yaml")):
-        head = "".join(line for line in file.read_text().splitlines() if line.startswith("#"))
-        assert f"experiment={file.stem}" in head, file
-
-
 def test_hydra_makes_no_folders_of_its_own() -> None:
     with composing(CONF):
         hydra = compose("config", return_hydra_config=True).hydra

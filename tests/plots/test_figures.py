@@ -65,7 +65,7 @@ def test_text_can_be_read_at_the_width_of_the_page(drawing, width: float, runs: 
 
 def test_a_file_does_not_say_when_it_was_made(runs: list[Run], tmp_path: Path) -> None:
     for folder in ("a", "b"):
-        draw(PARETO, runs, tmp_path / folder, Canvas(), style.FORMATS)
+        draw(PARETO, runs, tmp_path / folder, Canvas(), [*style.FORMATS])
     for kind in style.FORMATS:
         assert (tmp_path / "a" / f"pareto.{kind}").read_bytes() == (tmp_path / "b" / f"pareto.{kind}").read_bytes()
 
