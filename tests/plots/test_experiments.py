@@ -75,12 +75,12 @@ def test_every_table_and_figure_has_a_file() -> None:
     assert {path.stem for path in FILES} == wanted | others
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_it_opens_with_its_commands(path: Path) -> None:
-    head = path.read_text().splitlines()
-    assert head[0] == "# @package _global_"
-    assert re.fullmatch(rf"# python run\.py -m experiment={path.stem}( data_dir=FOLDER)?", head[1])
-    assert head[2] == f"# python run.py -m experiment={path.stem} scale=smoke"
+def test_it_opens_with_its_commands() -> None:
+    for path in FILES:
+        head = path.read_text().splitlines()
+        assert head[0] == "# @package _global_"
+        assert re.fullmatch(rf"# python run\.py -m experiment={path.stem}( data_dir=FOLDER)?", head[1])
+        assert head[2] == f"# python run.py -m experiment={path.stem} scale=smoke"
 
 
 @pytest.mark.parametrize("path", sampled(FILES, 4))
