@@ -79,7 +79,7 @@ class Search:
     """A search of some rows at steps that are alike: those do nothing but take in tokens and fetch as many others."""
 
     idx: Sequence[Tensor]  # of each row (1, heads, k), where the positions of every step come to lie
-    keys: Sequence[Tensor] = ()  # of each row (1, h_kv, k, d_h), which it makes; none: the host has them
+    made_keys: Sequence[Tensor] = ()  # of each row (1, h_kv, k, d_h), which it makes; none: the host has them
     more: Sequence[int] = ()  # so many more at each step, head by head after those of `idx`; none: nowhere
     n_steps: int = ALWAYS  # for so many
     corrects: bool = False  # True: `correct` has something to do
@@ -168,8 +168,8 @@ class Searches(Search):
         """Each with its rows, and the same on the device."""
         self.each, places = each, [(i, idx) for search, at, _ in each for i, idx in zip(at, search.idx, strict=True)]
         self.idx = [idx for _, idx in sorted(places, key=lambda place: place[0])]
-        keys = {i: made for search, at, _ in each for i, made in zip(at, search.keys, strict=False)}
-        self.keys = [made for _, made in sorted(keys.items(), key=lambda place: place[0])]
+        keys = {i: made for search, at, _ in each for i, made in zip(at, search.made_keys, strict=False)}
+        self.made_keys = [made for _, made in sorted(keys.items(), key=lambda place: place[0])]
         grown = {i: grows for search, at, _ in each for i, grows in zip(at, search.more, strict=False)}
         self.more = [grown.get(i, 0) for i in range(len(self.idx))] if grown else ()
         self.n_steps = min(search.n_steps for search, *_ in each)

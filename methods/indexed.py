@@ -203,8 +203,8 @@ class Indexed(SelectiveAttention):
         search.find(q, k, v, now(q.device))
         search.enter(0)
         cls.searched(rows, search)
-        if search.keys:
-            each = zip(rows, search.idx, search.keys, strict=True)
+        if search.made_keys:
+            each = zip(rows, search.idx, search.made_keys, strict=True)
             return [Selection(idx, row.cost(layer), keys=made) for row, idx, made in each]
         return [row.found(layer, idx if idx.shape[2] else None) for row, idx in zip(rows, search.idx, strict=True)]
 

@@ -109,7 +109,7 @@ class LaunchPlan:
         tokens, more = found
         for planned in self.searches:
             for i, own in enumerate(tokens[planned.at]):
-                made = {"k": planned.search.keys[i]} if planned.values else {"idx": planned.search.idx[i]}
+                made = {"k": planned.search.made_keys[i]} if planned.values else {"idx": planned.search.idx[i]}
                 own[-1] = replace(own[-1], **made)
         chosen = [0] * len(self.rows)
         for planned in self.searches:
@@ -243,7 +243,7 @@ class LaunchPlan:
             brought = fetch_plans(layers, fetched[at], search.idx, self.ahead)
             if brought and any(search.more):
                 return None
-            values = [part.v for (part,) in fetched[at]] if search.keys else ()
+            values = [part.v for (part,) in fetched[at]] if search.made_keys else ()
             found.append(PlannedSearch(search, at, brought, values))
         return found
 

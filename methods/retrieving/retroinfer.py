@@ -172,7 +172,7 @@ class Zones:
 
 class RetroInfer(SelectiveAttention):
     title = "RetroInfer"
-    eager = "fetches clusters of different sizes, as many tokens as they have"
+    eager = "lets other clusters stand in for their tokens at each step"
     no_growth = "estimates what it does not fetch from clusters laid out for the context's length"
     drops = False
     keeps_budget_in = "mean"

@@ -400,7 +400,7 @@ class ChunkSearch(KernelSearch):
         trace, chunks = rows[0].trace, [row.chunks(layer) for row in rows]
         softmax, rotation = trace.softmax[layer], trace.rotation(layer)
         self.making = KeyMaking(chunks, trace.shape.h, rotation, softmax.scale, softmax.cap, softmax.sink, scratch)
-        self.rows, self.layer, self.idx, self.keys = rows, layer, self.making.idx, self.making.keys
+        self.rows, self.layer, self.idx, self.made_keys = rows, layer, self.making.idx, self.making.keys
 
     def find(self, q: Tensor, k_new: Tensor, v_new: Tensor, since: Since) -> None:
         self.making.take(q)
