@@ -91,7 +91,7 @@ def test_it_answers_as_on_a_cpu(machine: Machine, name: str) -> None:
     expected, seen = on_cpu(name), list[Decoded]()
     assert answer(moved(conformance.model(), "cuda:0"), name, seen=seen) == expected
     one, (done,) = conformance.ours(name), seen
-    if name in TINY:
+    if name in (*TINY, *PRESETS):  # some presets evict, or page what is generated, at each of so few steps
         return
     said = f"{one.kind.title} {one.kind.eager}" if one.kind.eager else None
     assert bool(done.by_graphs) == (said is None) and done.why_no_graphs == said
