@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvbench.engine.attend import Part
+from kvbench.engine.caches.blocks import BlockCache
 from kvbench.engine.caches.quantized import QuantizedCache
 from kvbench.engine.caches.staging import StagedTokens
 from kvbench.engine.layouts.fetching import Fetching
@@ -63,7 +64,9 @@ def fetch_rows(layers: Sequence[Fetching], selections: Sequence[Tensor], padded:
         if not layer.is_far:
             parts.append(layer.fetch(idx, padded))
             continue
-        if not takes(STEP, idx.device) or (layer.meter.blocks is not None and not takes("blocks", idx.device)):
+        if not takes(STEP, idx.device) or (
+            isinstance(layer.meter.cache, BlockCache) and not takes("blocks", idx.device)
+        ):
             parts.append(layer.fetch(idx.int().long(), padded))
             continue
         part = layer.reach(idx, padded)

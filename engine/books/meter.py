@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kvbench.engine.books.ledger import Entry, Ledger
 from kvbench.engine.budget import token_bytes, value_bytes
-from kvbench.engine.caches.blocks import BlockCache
-from kvbench.engine.caches.recent import RecentTokens, mark_tokens
+from kvbench.engine.caches.device import DeviceCache, Host, Looked
+from kvbench.engine.caches.recent import mark_tokens
 from kvbench.engine.selection import FREE, Cost, Reads
 from kvbench.engine.shapes import ModelShape
 
@@ -74,15 +74,14 @@ class Meter:
     def __init__(
         self,
         shape: ModelShape,
-        blocks: BlockCache | None = None,
+        cache: DeviceCache | None = None,
         accesses: list[Access] | None = None,
     ) -> None:
         self.shape = shape
         self.token_bytes = token_bytes(shape) // shape.h_kv  # K and V of one token of one KV head
         self.value_bytes = value_bytes(shape, 1) // shape.h_kv  # of its V
         self.far_bytes = self.token_bytes  # the same on the host: fewer where it has values alone, or codes
-        self.blocks = blocks
-        self.recent: RecentTokens | None = None
+        self.cache = cache
         self.moves = True  # False: what can be fetched lies on the device
         self.rebuilds = False  # True: the host has codes, of which a fetch makes numbers on the device
         self.beside_bytes = 0  # on the device in addition to K and V of kept tokens, for attention
@@ -93,7 +92,6 @@ class Meter:
         self.counts = self.zeros.copy()
         self.device_counts: DeviceCounts | None = None  # of this step
         self.read: Reads | None = None  # of this step
-        self.came: list[int] = []  # pairs of KV head and token on an accelerator, by the selection that had them last
 
     def spend(self, cost: Cost) -> None:
         """Add what a method held, read or moved in this step besides K and V."""
@@ -166,47 +164,25 @@ class Meter:
         if not self.moves:
             counts["attended"] += n_tokens * (self.shape.h // heads)
             return
-        # Tokens of a KV head, each once; those of them that are on the device; the same per head of idx.
-        if self.recent is not None:
-            distinct_and_hits = self.recent.access(idx, h_kv, padded=n_tokens < idx.numel())
-        elif self.blocks is not None:
-            distinct_and_hits = self._access_blocks(self.blocks, idx, n_seen, n_kept, n_host)
+        if self.cache is not None:
+            found = self.cache.look_up(idx, h_kv, Host(n_seen, n_kept, n_host), padded=n_tokens < idx.numel())
+            counts["filled_bytes"] += found.filled * h_kv * self.far_bytes
+            counts["cache_hits"] += found.hits
+            counts["cache_lookups"] += found.distinct
         elif heads == h_kv:
-            distinct_and_hits = n_tokens, 0, 0
+            found = Looked(n_tokens, 0, 0)
         else:
             marks, _ = mark_tokens(idx, h_kv, n_seen, padded=n_tokens < idx.numel())
-            distinct_and_hits = int(marks.count_nonzero()), 0, 0
-        n_distinct, hits, hits_of_heads = distinct_and_hits
-        if self.has_cache:
-            counts["cache_hits"] += hits
-            counts["cache_lookups"] += n_distinct
+            found = Looked(int(marks.count_nonzero()), 0, 0)
         counts["attended"] += n_tokens * (self.shape.h // heads)
-        counts["moved_kv_bytes"] += (n_distinct - hits) * self.far_bytes
-        counts["moved_kv_heads_bytes"] += (n_tokens - hits_of_heads) * self.far_bytes
+        counts["moved_kv_bytes"] += (found.distinct - found.hits) * self.far_bytes
+        counts["moved_kv_heads_bytes"] += (n_tokens - found.hits_of_heads) * self.far_bytes
         if self.rebuilds:
-            counts["made_kv_bytes"] += self.made_bytes(n_distinct, hits)
+            counts["made_kv_bytes"] += self.made_bytes(found.distinct, found.hits)
 
     def made_bytes(self, n_distinct: int, hits: int) -> int:
         """Bytes of the numbers that codes of fetched tokens become, besides what moved; cached ones are codes too."""
         return n_distinct * self.token_bytes - (n_distinct - hits) * self.far_bytes
-
-    def _access_blocks(
-        self, blocks: BlockCache, idx: Tensor, n_seen: int, n_kept: int, n_host: int
-    ) -> tuple[int, int, int]:
-        """Look tokens up in the cache of blocks and refill it: distinct tokens, hits, hits of the heads of `idx`."""
-        tokens, block_len = idx[idx >= 0], blocks.spec.block_len
-        if idx.shape[1] == self.shape.h_kv:
-            distinct, hits_of_heads = tokens, None
-        else:
-            distinct = distinct_tokens(idx, self.shape.h_kv, n_seen)
-            hits_of_heads = blocks.count_hits(blocks.count_blocks(tokens - n_kept))
-        hits, filled = blocks.access(distinct - n_kept, n_complete=n_host // block_len)
-        self.counts["filled_bytes"] += filled * block_len * self.shape.h_kv * self.far_bytes
-        return len(distinct), hits, hits if hits_of_heads is None else hits_of_heads
-
-    @property
-    def has_cache(self) -> bool:
-        return self.blocks is not None or self.recent is not None
 
     def note(self, step: int, layer: int, n: int, n_kept: int, n_host: int, idx: Tensor) -> None:
         """Keep a fetch for a replay."""
@@ -218,13 +194,6 @@ class Meter:
         access = Access(step, layer, n, n_kept, n_host, list(home.cpu().numpy()))
         self.accesses.append(access)
         self.has_noted = True
-
-    def cached_bytes(self) -> int:
-        """Bytes of the device cache: the room of a cache of blocks, full or not, or the recent tokens."""
-        if self.blocks is not None:
-            n_tokens = self.blocks.capacity * self.blocks.spec.block_len
-            return n_tokens * self.shape.h_kv * self.far_bytes
-        return 0 if self.recent is None else self.recent.n_held * self.far_bytes
 
     def close(
         self,
@@ -247,8 +216,8 @@ class Meter:
             self.counts = self.zeros.copy()
         attended += n_resident * self.shape.h - n_hidden
         kv_bytes = (n_resident * self.shape.h_kv - n_spare) * self.token_bytes + self.beside_bytes
-        if self.has_cache:
-            kv_bytes += self.cached_bytes()
+        if self.cache is not None:
+            kv_bytes += self.cache.n_held(self.shape.h_kv) * self.far_bytes
         host_bytes = n_host * self.shape.h_kv * self.far_bytes + self.host_meta_bytes
         # By position: names would take 2 us of every layer and step.
         return Entry(step, layer, n_seen, attended, kv_bytes, meta_bytes, host_bytes, *moved)
@@ -259,30 +228,23 @@ class Meter:
     ) -> Entry:  # fmt: skip
         """The entry with what its fetch counted; for the entries of a layer in their order."""
         n_tokens, n_distinct, n_there, *by_age = counts
-        hits, held, filled = 0, 0, 0
-        if self.recent is not None:
-            n_recent = self.recent.n_steps
-            for age in range(1, min(n_recent, len(self.came)) + 1):
-                self.came[-age] -= by_age[age - 1]
-            self.came = [*self.came, n_distinct][-n_recent - 1 :]
-            hits, held = sum(by_age[:n_recent]), sum(self.came[-n_recent:])
-        elif self.blocks is not None:
-            hits, n_there, filled = blocks
-            filled *= self.blocks.spec.block_len * self.shape.h_kv
+        found = Looked(n_distinct, 0, n_there)
+        if self.cache is not None:
+            found = self.cache.read_counts(n_distinct, n_there, by_age, blocks)
         entry = entry._replace(
-            resident_kv_bytes=entry.resident_kv_bytes + held * self.far_bytes,
-            filled_bytes=entry.filled_bytes + filled * self.far_bytes,
+            resident_kv_bytes=entry.resident_kv_bytes + found.late * self.far_bytes,
+            filled_bytes=entry.filled_bytes + found.filled * self.shape.h_kv * self.far_bytes,
             moved_meta_bytes=entry.moved_meta_bytes + read_bytes,
         )
         if is_passed_by:
             return entry
         return entry._replace(
             attended=entry.attended + n_tokens * (self.shape.h // heads),
-            moved_kv_bytes=entry.moved_kv_bytes + (n_distinct - hits) * self.far_bytes,
-            moved_kv_heads_bytes=entry.moved_kv_heads_bytes + (n_tokens - n_there) * self.far_bytes,
-            cache_hits=entry.cache_hits + hits,
-            cache_lookups=entry.cache_lookups + n_distinct * self.has_cache,
-            made_kv_bytes=entry.made_kv_bytes + (self.made_bytes(n_distinct, hits) if self.rebuilds else 0),
+            moved_kv_bytes=entry.moved_kv_bytes + (n_distinct - found.hits) * self.far_bytes,
+            moved_kv_heads_bytes=entry.moved_kv_heads_bytes + (n_tokens - found.hits_of_heads) * self.far_bytes,
+            cache_hits=entry.cache_hits + found.hits,
+            cache_lookups=entry.cache_lookups + n_distinct * (self.cache is not None),
+            made_kv_bytes=entry.made_kv_bytes + (self.made_bytes(n_distinct, found.hits) if self.rebuilds else 0),
         )
 
 
@@ -320,9 +282,3 @@ def add_pending(ledger: Ledger, meter: Meter) -> None:
     assert isinstance(ledger.pending_counts, PendingCounts), type(ledger.pending_counts)
     ledger.pending_counts.device_counts.append((len(ledger.written) - 1, meter, meter.device_counts))
     meter.device_counts = None
-
-
-def distinct_tokens(idx: Tensor, h_kv: int, n: int) -> Tensor:
-    """What the heads of `idx` (1, heads, k) ask for of `n` tokens, each once per KV head, head after head."""
-    marks, _ = mark_tokens(idx, h_kv, n)
-    return marks.nonzero()[:, 1]

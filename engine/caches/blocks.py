@@ -8,9 +8,11 @@ Not here: counting bytes (`engine/books/meter.py`).
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvbench.engine.caches.device import DeviceCache, Host, Looked
 from kvbench.engine.errors import ConfigError
 
 if TYPE_CHECKING:  # settings read the specification before torch is imported
@@ -41,7 +43,7 @@ class BlockCacheSpec:
             )
 
 
-class BlockCache:
+class BlockCache(DeviceCache):
     """The blocks of one layer that lie on the device."""
 
     def __init__(self, spec: BlockCacheSpec) -> None:
@@ -49,6 +51,26 @@ class BlockCache:
         self.capacity = spec.tokens // spec.block_len  # in blocks
         # Cached block -> touches; ordered by the last touch, oldest first.
         self.frequency: dict[int, int] = {}
+
+    def look_up(self, idx: "Tensor", h_kv: int, host: Host, padded: bool) -> Looked:
+        tokens = idx[idx >= 0]
+        if idx.shape[1] == h_kv:
+            distinct, hits_of_heads = tokens, None
+        else:
+            from kvbench.engine.caches.recent import distinct_tokens
+
+            distinct = distinct_tokens(idx, h_kv, host.n_seen)
+            hits_of_heads = self.count_hits(self.count_blocks(tokens - host.n_kept))
+        hits, filled = self.access(distinct - host.n_kept, host.n_complete // self.spec.block_len)
+        of_heads = hits if hits_of_heads is None else hits_of_heads
+        return Looked(len(distinct), hits, of_heads, filled * self.spec.block_len)
+
+    def read_counts(self, n_distinct: int, n_there: int, by_age: Sequence[int], blocks: Sequence[int]) -> Looked:
+        hits, hits_of_heads, filled = blocks
+        return Looked(n_distinct, hits, hits_of_heads, filled * self.spec.block_len)
+
+    def n_held(self, h_kv: int) -> int:
+        return self.capacity * self.spec.block_len * h_kv
 
     def access(self, middle: "Tensor", n_complete: int) -> tuple[int, int]:
         """Look up the middle indices of one step, (heads, k), then refill: hits, and blocks copied in.

@@ -8,12 +8,15 @@ Not here: counting bytes (`engine/books/meter.py`).
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from kvbench.engine.caches.device import DeviceCache, Host, Looked
 
-class RecentTokens:
+
+class RecentTokens(DeviceCache):
     """Which tokens of one layer the last `n_steps` selections brought."""
 
     def __init__(self, n_steps: int, n_tokens: int) -> None:
@@ -21,7 +24,8 @@ class RecentTokens:
         self.n_steps = n_steps
         self.n_tokens = n_tokens  # prompt and all tokens that may follow
         self.selections: deque[Tensor] = deque(maxlen=n_steps)  # (h_kv, n_tokens + 1) bool each
-        self.n_held = 0  # (KV head, token) pairs on the device, the latest selection included
+        self.n_marked = 0  # (KV head, token) pairs on the device, the latest selection included
+        self.came: list[int] = []  # on an accelerator: pairs there by the selection that asked for them last
 
     def access(self, idx: Tensor, h_kv: int, padded: bool) -> tuple[int, int, int]:
         """Take in a selection (1, heads, k); where `padded`, -1 stands for no token.
@@ -38,8 +42,21 @@ class RecentTokens:
         self.selections.append(asked)
         distinct = int(asked.count_nonzero())
         one = len(self.selections) == 1
-        self.n_held = distinct if one else int(self.union().count_nonzero())
+        self.n_marked = distinct if one else int(self.union().count_nonzero())
         return distinct, hits, hits_of_heads
+
+    def look_up(self, idx: Tensor, h_kv: int, host: Host, padded: bool) -> Looked:
+        return Looked(*self.access(idx, h_kv, padded))
+
+    def read_counts(self, n_distinct: int, n_there: int, by_age: Sequence[int], blocks: Sequence[int]) -> Looked:
+        for age in range(1, min(self.n_steps, len(self.came)) + 1):
+            self.came[-age] -= by_age[age - 1]
+        self.came = [*self.came, n_distinct][-self.n_steps - 1 :]
+        hits, held = sum(by_age[: self.n_steps]), sum(self.came[-self.n_steps :])
+        return Looked(n_distinct, hits, n_there, late=held)
+
+    def n_held(self, h_kv: int) -> int:
+        return self.n_marked
 
     def union(self) -> Tensor:
         """All tokens held, (h_kv, n_tokens + 1) bool."""
@@ -62,3 +79,9 @@ def mark_tokens(idx: Tensor, h_kv: int, n: int, padded: bool = True) -> tuple[Te
     if padded:
         marks[:, -1] = False
     return marks, columns
+
+
+def distinct_tokens(idx: Tensor, h_kv: int, n: int) -> Tensor:
+    """What the heads of `idx` (1, heads, k) ask for of `n` tokens, each once per KV head, head after head."""
+    marks, _ = mark_tokens(idx, h_kv, n)
+    return marks.nonzero()[:, 1]

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvbench.engine.attend import Part
 from kvbench.engine.books.audit import check_selection
 from kvbench.engine.books.ledger import Entry
+from kvbench.engine.caches.blocks import BlockCache
 from kvbench.engine.caches.held import HeldBlocks
 from kvbench.engine.caches.host import Host
 from kvbench.engine.caches.recent import RecentTokens
@@ -49,8 +50,8 @@ class Fetching(Slots):
         layer.meter.hold_on_host(placement.index_bytes)
         if placement.n_steps:
             most = home.s_prompt + home.n_new
-            assert not layer.meter.has_cache, f"layer {layer.index} has a block cache beside the latest tokens"
-            layer.meter.recent, layer.staging = (
+            assert layer.meter.cache is None, f"layer {layer.index} has a block cache beside the latest tokens"
+            layer.meter.cache, layer.staging = (
                 RecentTokens(placement.n_steps, most),
                 StagingBuffer(most, placement.n_steps),
             )
@@ -120,7 +121,7 @@ class Fetching(Slots):
     def can_refetch(self, fetched: Sequence[Part]) -> bool:
         """Whether `refetch` says all of such a fetch."""
         is_plain = len(fetched) == 1 and fetched[0].mask is None
-        has_cache = self.meter.blocks is not None
+        has_cache = isinstance(self.meter.cache, BlockCache)
         is_uncounted = self.is_far or self.host.is_near  # where positions need not be read for the books
         return is_plain and is_uncounted and not self.packs and self.meter.accesses is None and not has_cache
 
@@ -204,16 +205,17 @@ class Fetching(Slots):
     @property
     def n_recent(self) -> int:
         """Selections whose tokens stay on the device."""
-        return 0 if self.meter.recent is None else self.meter.recent.n_steps
+        return 0 if self.meter.cache is None else self.meter.cache.n_steps
 
     def copies_first(self, idx: Tensor, padded: bool) -> bool:
         """Whether fetched tokens are copied before attention reads them: not where each is read just once."""
-        return padded or idx.shape[1] != self.meter.shape.h_kv or self.meter.has_cache
+        return padded or idx.shape[1] != self.meter.shape.h_kv or self.meter.cache is not None
 
     def held_blocks(self) -> HeldBlocks | None:
         """The cache of blocks, where the layer has one: its memory is taken at the first fetch."""
-        if self.meter.blocks is not None and self.held is None:
-            self.held = HeldBlocks(self.meter.blocks, (self.k, self.v), self.staging.n_tokens, self.n_ahead)
+        cache = self.meter.cache
+        if isinstance(cache, BlockCache) and self.held is None:
+            self.held = HeldBlocks(cache, (self.k, self.v), self.staging.n_tokens, self.n_ahead)
         return self.held
 
     def allocated_bytes(self) -> int:

@@ -132,7 +132,7 @@ class PagedStore(Store):
 
     def home(self, layer: int, placement: Placement) -> Home:
         home = super().home(layer, placement)
-        if self.host_code is not None or home.meter.blocks is not None:
+        if self.host_code is not None or home.meter.cache is not None:
             raise ConfigError("the paged engine has neither codes on its host nor a cache of blocks in front of it")
         return PagedHome(**vars(home))
 

@@ -8,8 +8,9 @@ import torch
 
 from kvbench.engine.books.audit import bytes_beside
 from kvbench.engine.books.ledger import Entry
-from kvbench.engine.books.meter import COUNTS, Access, Meter, distinct_tokens
+from kvbench.engine.books.meter import COUNTS, Access, Meter
 from kvbench.engine.caches.blocks import BlockCache, BlockCacheSpec
+from kvbench.engine.caches.recent import distinct_tokens
 from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import ModelShape
 from kvbench.tests.conformance import accepted, ours, watched
@@ -17,7 +18,7 @@ from kvbench.tests.conformance import accepted, ours, watched
 SHAPE = ModelShape("small", 1, 4, 2, 8, 100, (0,))
 PER_TOKEN = 2 * 8 * 2  # K and V of one token of one KV head, at 16 bits
 COUNTERS = {
-    *("counts", "device_counts", "came", "beside_bytes", "host_meta_bytes", "far_bytes", "moves"),  # of a meter
+    *("counts", "device_counts", "beside_bytes", "host_meta_bytes", "far_bytes", "moves"),  # of a meter
     *("written", "pending_counts", "rebuilt_bytes"),  # of a ledger
 }
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.engine.books.meter import distinct_tokens
 from kvbench.engine.caches.blocks import BlockCache, BlockCacheSpec
 from kvbench.engine.caches.held import HeldBlocks
+from kvbench.engine.caches.recent import distinct_tokens
 from kvbench.kernels.jit import triton
 from kvbench.kernels.rows.blocks import BLOCK, fill_rows_triton, look_up_rows_triton
 from kvbench.kernels.rows.union import Ask, Far, fetch_rows_triton, union_rows_triton
