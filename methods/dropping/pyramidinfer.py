@@ -177,7 +177,7 @@ class Course(TokenPruning):
 class PyramidInfer(SelectiveAttention):
     title = "PyramidInfer"
     version = 2
-    no_growth = "prunes_prompt the pass over the context itself, and a feed is read in full"
+    no_growth = "thins the pass over the context itself, and a feed is read in full"
     drops = True
     prunes_prompt = True
 

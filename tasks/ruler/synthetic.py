@@ -33,7 +33,7 @@ ADJECTIVES = (
     "loud lovely loyal lucky mellow merry mild modern modest narrow neat new noble noisy odd old open orange pale "
     "plain pleasant polite poor proud public pure purple quick quiet rapid rare raw ready red rich ripe rough round "
     "royal rural rusty sad safe salty sharp shiny short shy silent silver simple sleepy slim slow small smart "
-    "smooth softmax solid sour spare stable steady steep stiff still strange strict strong sudden sunny sweet swift "
+    "smooth soft solid sour spare stable steady steep stiff still strange strict strong sudden sunny sweet swift "
     "tall tame tender thick thin tidy tight tiny tired true urban useful usual vague vast violet vivid warm weak "
     "weary wet white wide wild wise wooden yellow young"
 ).split()

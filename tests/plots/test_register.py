@@ -113,7 +113,7 @@ def test_a_hidden_question_is_compared_with_the_same_method_where_it_is_shown() 
 CONFIG = {
     "method": {"name": "quest", "params": {}},
     "task": {"name": "longbench", "params": {"datasets": ["docs_qa"]}},
-    "model": {"name": "qwen2.5-quantize-0.5b"},
+    "model": {"name": "qwen2.5-coder-0.5b"},
     "seed": 0, "memory": "0.25", "comm": None, "offset": 100, "limit": 20, "compression_scope": "context_only",
 }  # fmt: skip
 
