@@ -26,7 +26,7 @@ def test_hits_are_tokens_that_one_of_the_last_selections_had(data: st.DataObject
         assert recent.access(idx, 2, padded=True) == (sum(map(len, asked)), hits, of_heads)
         history.append(asked)
         kept = history[-n_steps:]
-        assert recent.n_held == sum(len(set().union(*(past[i] for past in kept))) for i in range(2))
+        assert recent.n_marked == sum(len(set().union(*(past[i] for past in kept))) for i in range(2))
 
 
 def test_the_store_moves_only_what_is_not_held() -> None:
