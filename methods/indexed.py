@@ -2,7 +2,7 @@
 
 Such a method makes an index of the prompt's keys and writes one formula: what the index's units (tokens, pages, blocks)
 are worth to a query. The rest is the same for all: which units are best, the tokens of these, rows that share an index,
-feeds, a kernel in place of the formula, steps that are told once.
+feeds, a kernel in place of the formula, steps that are planned once.
 
 Not here: any method; how units are chosen (`engine/search.py`).
 """

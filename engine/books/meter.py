@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvbench.engine.books.ledger import Entry, Ledger
 from kvbench.engine.budget import token_bytes, value_bytes
-from kvbench.engine.caches.device import DeviceCache, Host, Looked
+from kvbench.engine.caches.device import DeviceCache, HostTokens, LookUp
 from kvbench.engine.caches.recent import mark_tokens
 from kvbench.engine.selection import FREE, Cost, Reads
 from kvbench.engine.shapes import ModelShape
@@ -165,15 +165,15 @@ class Meter:
             counts["attended"] += n_tokens * (self.shape.h // heads)
             return
         if self.cache is not None:
-            found = self.cache.look_up(idx, h_kv, Host(n_seen, n_kept, n_host), padded=n_tokens < idx.numel())
+            found = self.cache.look_up(idx, h_kv, HostTokens(n_seen, n_kept, n_host), padded=n_tokens < idx.numel())
             counts["filled_bytes"] += found.filled * h_kv * self.far_bytes
             counts["cache_hits"] += found.hits
             counts["cache_lookups"] += found.distinct
         elif heads == h_kv:
-            found = Looked(n_tokens, 0, 0)
+            found = LookUp(n_tokens, 0, 0)
         else:
             marks, _ = mark_tokens(idx, h_kv, n_seen, padded=n_tokens < idx.numel())
-            found = Looked(int(marks.count_nonzero()), 0, 0)
+            found = LookUp(int(marks.count_nonzero()), 0, 0)
         counts["attended"] += n_tokens * (self.shape.h // heads)
         counts["moved_kv_bytes"] += (found.distinct - found.hits) * self.far_bytes
         counts["moved_kv_heads_bytes"] += (n_tokens - found.hits_of_heads) * self.far_bytes
@@ -228,7 +228,7 @@ class Meter:
     ) -> Entry:  # fmt: skip
         """The entry with what its fetch counted; for the entries of a layer in their order."""
         n_tokens, n_distinct, n_there, *by_age = counts
-        found = Looked(n_distinct, 0, n_there)
+        found = LookUp(n_distinct, 0, n_there)
         if self.cache is not None:
             found = self.cache.read_counts(n_distinct, n_there, by_age, blocks)
         entry = entry._replace(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbench.engine.caches.device import DeviceCache, Host, Looked
+from kvbench.engine.caches.device import DeviceCache, HostTokens, LookUp
 from kvbench.engine.errors import ConfigError
 
 if TYPE_CHECKING:  # settings read the specification before torch is imported
@@ -52,7 +52,7 @@ class BlockCache(DeviceCache):
         # Cached block -> touches; ordered by the last touch, oldest first.
         self.frequency: dict[int, int] = {}
 
-    def look_up(self, idx: "Tensor", h_kv: int, host: Host, padded: bool) -> Looked:
+    def look_up(self, idx: "Tensor", h_kv: int, host: HostTokens, padded: bool) -> LookUp:
         tokens = idx[idx >= 0]
         if idx.shape[1] == h_kv:
             distinct, hits_of_heads = tokens, None
@@ -63,11 +63,11 @@ class BlockCache(DeviceCache):
             hits_of_heads = self.count_hits(self.count_blocks(tokens - host.n_kept))
         hits, filled = self.access(distinct - host.n_kept, host.n_complete // self.spec.block_len)
         of_heads = hits if hits_of_heads is None else hits_of_heads
-        return Looked(len(distinct), hits, of_heads, filled * self.spec.block_len)
+        return LookUp(len(distinct), hits, of_heads, filled * self.spec.block_len)
 
-    def read_counts(self, n_distinct: int, n_there: int, by_age: Sequence[int], blocks: Sequence[int]) -> Looked:
+    def read_counts(self, n_distinct: int, n_there: int, by_age: Sequence[int], blocks: Sequence[int]) -> LookUp:
         hits, hits_of_heads, filled = blocks
-        return Looked(n_distinct, hits, hits_of_heads, filled * self.spec.block_len)
+        return LookUp(n_distinct, hits, hits_of_heads, filled * self.spec.block_len)
 
     def n_held(self, h_kv: int) -> int:
         return self.capacity * self.spec.block_len * h_kv

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # settings read a cache's specification before torch is impor
     from torch import Tensor
 
 
-class Host(NamedTuple):
+class HostTokens(NamedTuple):
     """Tokens of a layer in a step."""
 
     n_seen: int
@@ -24,7 +24,7 @@ class Host(NamedTuple):
     n_complete: int  # tokens after them that no later one changes
 
 
-class Looked(NamedTuple):
+class LookUp(NamedTuple):
     """What a look-up found."""
 
     distinct: int  # tokens of KV heads that were asked for, each once
@@ -40,11 +40,11 @@ class DeviceCache(ABC):
     n_steps: int = 0  # latest selections that stay as a whole
 
     @abstractmethod
-    def look_up(self, idx: "Tensor", h_kv: int, host: Host, padded: bool) -> Looked:
+    def look_up(self, idx: "Tensor", h_kv: int, host: HostTokens, padded: bool) -> LookUp:
         """Look up a selection (1, heads, k) and take in what stays; where `padded`, -1 stands for no token."""
 
     @abstractmethod
-    def read_counts(self, n_distinct: int, n_there: int, by_age: Sequence[int], blocks: Sequence[int]) -> Looked:
+    def read_counts(self, n_distinct: int, n_there: int, by_age: Sequence[int], blocks: Sequence[int]) -> LookUp:
         """What an accelerator's look-up found, by its counts (`kernels/rows/union.py`, `kernels/rows/blocks.py`)."""
 
     @abstractmethod

@@ -110,7 +110,7 @@ class UpdatePlan:
         return Row(row.weights, row.owners, row.reduce, before, held, *row.candidates, sums)
 
     def take(self, since: Since) -> None:
-        """Learn, at a step after the one that was told; the kernels were told of the first such step."""
+        """Update, at a step after the one that was planned; kernels know the first such step."""
         self.planned.take(since.later(1))
 
     def write(self, age: int) -> None:

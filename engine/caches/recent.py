@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvbench.engine.caches.device import DeviceCache, Host, Looked
+from kvbench.engine.caches.device import DeviceCache, HostTokens, LookUp
 
 
 class RecentTokens(DeviceCache):
@@ -45,15 +45,15 @@ class RecentTokens(DeviceCache):
         self.n_marked = distinct if one else int(self.union().count_nonzero())
         return distinct, hits, hits_of_heads
 
-    def look_up(self, idx: Tensor, h_kv: int, host: Host, padded: bool) -> Looked:
-        return Looked(*self.access(idx, h_kv, padded))
+    def look_up(self, idx: Tensor, h_kv: int, host: HostTokens, padded: bool) -> LookUp:
+        return LookUp(*self.access(idx, h_kv, padded))
 
-    def read_counts(self, n_distinct: int, n_there: int, by_age: Sequence[int], blocks: Sequence[int]) -> Looked:
+    def read_counts(self, n_distinct: int, n_there: int, by_age: Sequence[int], blocks: Sequence[int]) -> LookUp:
         for age in range(1, min(self.n_steps, len(self.came)) + 1):
             self.came[-age] -= by_age[age - 1]
         self.came = [*self.came, n_distinct][-self.n_steps - 1 :]
         hits, held = sum(by_age[: self.n_steps]), sum(self.came[-self.n_steps :])
-        return Looked(n_distinct, hits, n_there, late=held)
+        return LookUp(n_distinct, hits, n_there, late=held)
 
     def n_held(self, h_kv: int) -> int:
         return self.n_marked
