@@ -11,7 +11,8 @@ from typing import Any
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import parse_json, read_bytes
 from kvbench.results.files import unsealed
-from kvbench.results.schema import OtherSchemaError, RunResult, SampleRow, check_keys
+from kvbench.results.keys import check_keys
+from kvbench.results.schema import OtherSchemaError, RunResult, SampleRow
 from kvbench.results.scores import REMAKE, SCORES, Scores, read_scores
 from kvbench.results.summary import disagreement, of_today, with_scores
 
