@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from kvbench import checkout
-from kvbench.engine.foreign import one_line, refuse_depth
+from kvbench.engine.foreign import one_line
 from kvbench.engine.terminal import say
-from kvbench.results import EXACT, RunResult, SampleRow, config_hash, read_config, read_ledger, read_run
+from kvbench.results import EXACT, RunResult, SampleRow, read_ledger
 from kvbench.results.names import known
+from kvbench.results.read import read_whole
 
 RESULT = "result.json"
-TIMED = ("length", "batch")  # whole numbers that samples of task=latency have
 ROOT = Path(__file__).resolve().parents[1]
 OLDER_KEYS = {  # of ledgers: what stands in the place of a key in older runs, less of it
     "bytes_index_read_per_step": "bytes_moved_meta_per_step",
@@ -188,28 +188,7 @@ def told_apart(runs: Sequence[Run]) -> list[Run]:
 
 def read_one(folder: Path) -> Run:
     """One finished run; ValueError with the name of a file that is damaged."""
-    result, rows = read_run(folder)
-    if result.waits_for_scores:
-        raise ValueError(
-            f"{folder} has answers without scores; score them with `python -m kvbench.evals.rescore --write`"
-        )
-    for row in rows if result.task == "latency" else ():
-        for key in TIMED:
-            if not isinstance(row.fields.get(key), int):
-                raise ValueError(f"{folder / 'samples.jsonl'} has a {key} that no run writes, sample {row.id!r}")
-    path = folder / "config.yaml"
-    try:
-        config = read_config(folder)
-        refuse_depth(config)  # aliases may make a tree without an end
-        json.dumps(config, sort_keys=True, allow_nan=False)
-        if not isinstance(config.get("limit"), int | None):
-            raise ValueError("its limit is no whole number")
-        if not isinstance(config.get("offset"), int | None):
-            raise ValueError("its offset is no whole number")
-        if config_hash(config) != result.config_hash:
-            raise ValueError(f"{RESULT} is of another one, {result.config_hash}")
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is not the configuration of a run: {error}") from None
+    result, rows, config = read_whole(folder)
     return Run(folder, result, tuple(rows), config)
 
 

@@ -4,7 +4,7 @@ A field of `results/schema.py` says its key in its annotation, `Annotated[int, K
 From these, `LEDGER` and `FIELDS` follow the checks of what is written and read, the columns of `results.frame` and the
 tables of runs/README.md.
 
-Not here: the rows (`results/schema.py`), columns (`results/columns.py`).
+Not here: the rows (`results/schema.py`), columns (`results/frame.py`).
 """
 
 import re
