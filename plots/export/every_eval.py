@@ -107,7 +107,7 @@ def record_of(folder: Path, whole: Whole) -> tuple[dict[str, Any], list[dict[str
         },
         "eval_library": {"name": "kvbench", "version": VERSION, "additional_details": {"commit": str(result.git_sha)}},
         "model_info": {
-            "name": result.model, "id": model,
+            "name": result.model, "id": model, "developer": model.rpartition("/")[0] or BY_HAND,
             "inference_engine": {"name": "kvbench", "version": VERSION},
             "additional_details": {
                 "deployment_type": "self_deployed", "model_availability": "open_weights", "method": result.method_label,
