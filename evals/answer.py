@@ -56,8 +56,10 @@ class Answering:
         waiting = [
             batch for _, sharing in ordered for batch in ([[x] for x in sharing] if task.is_timed else [sharing])
         ]
+        n_done = 0
         while waiting:
-            cells, *waiting = waiting
+            self.progress.batch(n_done, n_done + len(waiting))
+            n_done, (cells, *waiting) = n_done + 1, waiting
             waiting = [*(yield from self.attempt(one, cells, forced)), *waiting]
 
     def attempt(
