@@ -3,8 +3,8 @@
     seconds = (tokens read * seconds of one + steps * seconds of one) * (1 + tokens read / 6 d)
 
 The last factor is attention's: a layer multiplies a token with about 12 d² weights, and with d numbers for each token
-of the prompt, at half the speed. Steps are timed with as many rows of full attention as there are variants, or with a few and laid on more of
-them; what methods do besides is not in it.
+of the prompt, at half the speed. Steps are timed with as many rows of full attention as there are variants, or with a
+few and laid on more of them; what methods do besides is not in it.
 
 Not here: the time that is left while samples are asked (`evals/screen/progress.py`).
 """

@@ -98,7 +98,7 @@ class Progress:
             speed_estimate_period=inf, get_time=lambda: monotonic(),
         )  # fmt: skip
         self.samples = self.bars.add_task(printable(title), total=self.ends[-1], count="")
-        self.bars.advance(self.samples, before)  # rich leaves the first move out of the speed
+        self.bars.advance(self.samples, before)  # rich takes the speed from after the first move
         self.inner = self.bars.add_task("", total=1, visible=False, count="")
         self.started = monotonic()
 
@@ -174,6 +174,7 @@ class Progress:
         """The present sample begins something that has so many parts, and takes it from one share to another."""
         self.span = begun, ended
         self.bars.reset(self.inner, description=f"  {printable(what)}", total=total, visible=True, count="")
+        self.bars.advance(self.inner, 0)
 
     def advance(self) -> None:
         """Count one layer read, one step decoded, or another part done."""

@@ -6,9 +6,9 @@ import pytest
 
 from kvbench.engine.model import Model
 from kvbench.engine.passes.trace import Trace
+from kvbench.evals.prepare import Load
 from kvbench.evals.runner import run_cells
 from kvbench.evals.screen import expect as expecting
-from kvbench.evals.prepare import Load
 from kvbench.evals.screen.expect import Pace, is_worth_while, timed
 from kvbench.tests.tiny import prompt, tiny
 from kvbench.tests.tiny_run import cell, save_tiny
