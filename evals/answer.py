@@ -111,7 +111,8 @@ class Answering:
             room = room_bytes(model.layers_on) - one.prompt_bytes
             sizes = [one.n_bytes[cell.path] for cell in cells]
             at_once = [cells[where] for where in waves(sizes, room, settings.max_variants)]
-            for wave in read(model, one, at_once, forced, self.progress):
+            for i, wave in enumerate(read(model, one, at_once, forced, self.progress)):
+                self.progress.wave(i, len(at_once))
                 if isinstance(one.packed, TalkPrompt):
                     replies = Conversation(model, one, wave, stop_ids).replies(self.progress)
                 else:

@@ -89,13 +89,13 @@ class Progress:
         costs = [*map(sum, self.work)]
         before = n_done * sum(costs) / max(1, len(costs))
         self.ends = [*accumulate(costs, initial=before)]  # work that is done before each of them, and in the end
-        self.batches, self.span = (0, 1), (0.0, 1.0)
+        self.batches, self.waves, self.span = (0, 1), (0, 1), (0.0, 1.0)
         self.console = terminal.console(stderr=True)
         self.live: Live | None = None
         self.bars = Bars(
             TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left"), console=self.console,
-            speed_estimate_period=inf, get_time=lambda: monotonic(),
+            speed_estimate_period=inf, get_time=monotonic,
         )  # fmt: skip
         self.samples = self.bars.add_task(printable(title), total=self.ends[-1], count="")
         self.bars.advance(self.samples, before)  # rich takes the speed from after the first move
@@ -154,7 +154,11 @@ class Progress:
 
     def batch(self, n_done: int, n: int) -> None:
         """The present sample is asked in so many batches, each with passes of its own, and the next one begins."""
-        self.batches = n_done, n
+        self.batches, self.waves = (n_done, n), (0, 1)
+
+    def wave(self, n_done: int, n: int) -> None:
+        """Variants of the present batch answer in so many waves after its pass, and the next one begins."""
+        self.waves = n_done, n
 
     def reading(self, id: str, n_tokens: int, n_layers: int) -> None:
         """The present sample begins to read its prompt."""
@@ -162,7 +166,9 @@ class Progress:
 
     def answering(self, id: str, n_rows: int, n_steps: int) -> None:
         """The present sample begins to decode so many variants at once."""
-        self.stage(f"{id}: answering, {n_rows} at once", n_steps, self.read_share, 1.0)
+        begun, (n_done, n) = self.read_share, self.waves
+        each = (1 - begun) / n
+        self.stage(f"{id}: answering, {n_rows} at once", n_steps, begun + n_done * each, begun + (n_done + 1) * each)
 
     @property
     def read_share(self) -> float:
@@ -192,7 +198,8 @@ class Progress:
 
     def sample_done(self, id: str, standings: Sequence[Standing]) -> None:
         """A sample has ended; in a log this is a line with what is left."""
-        self.n_done, self.batches, self.standings = self.n_done + 1, (0, 1), standings
+        self.batch(0, 1)
+        self.n_done, self.standings = self.n_done + 1, standings
         self.move(self.ends[self.n_done - self.n_before])
         if self.live is not None:
             return

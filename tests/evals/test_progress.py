@@ -170,6 +170,19 @@ def test_the_time_left_is_about_right_whatever_the_lengths(asked: list[Asked], n
     assert 0.7 < min(ratios) and max(ratios) < 1.4
 
 
+def test_waves_share_what_answering_takes() -> None:
+    shown, seen = Progress("needle", 1, 0, work=[(1, 1)]), list[float]()
+    shown.reading("s", 100, 1)
+    shown.advance()
+    for i in range(2):
+        shown.wave(i, 2)
+        shown.answering("s", 3, 2)
+        for _ in range(2):
+            shown.advance()
+            seen.append(shown.bars.tasks[shown.samples].completed)
+    assert seen == pytest.approx([1.25, 1.5, 1.75, 2])
+
+
 def test_a_second_try_does_not_move_the_bar_back(clock: Clock) -> None:
     shown = Progress("needle", 1, 0)
     bar = shown.bars.tasks[shown.samples]
