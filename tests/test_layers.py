@@ -35,7 +35,7 @@ MAY_IMPORT = {
         *("engine.budget", "engine.errors", "engine.foreign", "engine.terminal", "engine.checkpoints.digests"),
     },
     "hydra_plugins": {"evals.composing"},  # within a function: Hydra imports its plugins at every start
-    "kvbench": {"comparing", "results"},  # named for types, imported when asked for
+    "kvbench": {"comparing", "plots", "results"},  # named for types, imported when asked for
     "checkout": set[str](),
     "run": {"engine.errors", "engine.terminal", "evals", "results", "serving.run"},
     "comparing": {"engine.checks", "engine.errors", "evals", "results", "run"},
