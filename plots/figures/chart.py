@@ -3,7 +3,7 @@
     panel, line    title of the panel; entry of the legend
     x, y           numbers, or names of categories
     low, high      ends of the interval of y
-    mark           line, points, hollow, rule (no markers), faint, level (y over all x), front, bar, cell
+    mark           line, points, hollow, dash, rule (no markers), faint, level (y over all x), front, bar, pale bar, cell
     look, nth      a method's name or a colour, and which of its lines; without a look the nth line that is no method
     why            why a point is outside its budget: it is open, and a note says so
     group, hatch, words    bars side by side; a bar's pattern; a text above it
@@ -41,7 +41,7 @@ class Scale:
     """An axis: its words, and how its values stand on it."""
 
     label: str = ""
-    kind: str = ""  # cost (doublings where values are far apart), log, log2, each (log), whole, names
+    kind: str = ""  # cost, names, whole, log (of 1, 2, 5), powers, log2 and each (a tick a value)
     limits: tuple[float | None, float | None] | None = None
     ticks: Sequence[float] = ()
 
@@ -50,22 +50,23 @@ class Scale:
         set_scale, set_ticks = getattr(ax, f"set_{which}scale"), getattr(ax, f"set_{which}ticks")
         low, high = (min(values), max(values)) if self.kind == "cost" and values else (0.0, 0.0)
         if self.kind == "names":
-            set_ticks(range(len(values)), list(map(str, values)))
+            set_ticks(range(len(values)), [each if isinstance(each, str) else tick(each) for each in values])
             ax.grid(axis=which, visible=False)
         elif self.kind in ("log2", "each"):
             set_scale("log", **({"base": 2} if self.kind == "log2" else {}))
             set_ticks(sorted(set(values)), [f"{x:g}" for x in sorted(set(values))])
-        elif self.kind in ("log", "powers") or (low > 0 and high > 4 * low):
-            set_scale("log")
-            if self.kind != "powers":
-                axis.set_major_locator(LogLocator(subs=(1, 2, 5) if self.kind == "log" or high < 100 * low else (1,)))
+        else:
+            if self.kind in ("log", "powers") or (low > 0 and high > 4 * low):
+                set_scale("log")
+                if self.kind != "powers":
+                    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low or not low else (1,)))
+            elif self.kind in ("cost", "whole"):
+                axis.set_major_locator(MaxNLocator(5, integer=self.kind == "whole"))
             axis.set_major_formatter(tick)
-        elif self.kind != "plain":
-            axis.set_major_locator(MaxNLocator("auto" if which == "y" else 5, integer=self.kind == "whole"))
-            axis.set_major_formatter(tick)
+        if self.kind in ("log2", "each", "log", "cost"):
+            ax.minorticks_off()
         if self.ticks:
             set_ticks(self.ticks, [tick(x) for x in self.ticks])
-        if self.kind not in ("", "powers", "plain", "names"):
             ax.minorticks_off()
         if self.limits is not None:
             getattr(ax, f"set_{which}lim")(*self.limits)
@@ -148,6 +149,8 @@ def shortened(names: Iterable[str]) -> str:
 
 def look_of(look: str, nth: int, mark: str) -> dict[str, Any]:
     """How a line is drawn: as its method is, or as one of a number of lines."""
+    if mark == "dash":
+        return {"color": style.ink(), "marker": "_", "markersize": 12, "linestyle": ""}
     if look.startswith("#"):
         return {"color": look, "marker": "o", "linestyle": "-"}
     found = style.look(look, nth) if look else style.numbered(nth, style.DASHES[nth // 6 % len(style.DASHES)])
@@ -160,9 +163,10 @@ def look_of(look: str, nth: int, mark: str) -> dict[str, Any]:
 
 def draw_panel(ax: Any, chart: Chart, part: DataFrame, x: Scale, y: Scale) -> None:
     names = list(dict.fromkeys(part.loc[part.mark != "level", "x"])) if x.kind == "names" else []
+    names = names if any(isinstance(name, str) for name in names) else sorted(names)
     if names:
         part = part.assign(x=[names.index(value) if value in names else np.nan for value in part.x])
-    bars = part[part.mark == "bar"]
+    groups = list(dict.fromkeys(part.loc[part.mark == "bar", "group"]))
     bottoms = dict[tuple[str, float], float]()
     for (mark, line, look, nth, group), rows in part.groupby(["mark", "line", "look", "nth", "group"], sort=False):
         label, colours = line or None, look_of(look, nth, mark)
@@ -174,8 +178,8 @@ def draw_panel(ax: Any, chart: Chart, part: DataFrame, x: Scale, y: Scale) -> No
             ax.step(xs, ys, where="post", color="#999999", linewidth=2.5, alpha=0.5, label=label, zorder=1)
         elif mark == "faint":
             ax.plot(xs, ys, color=colours["color"], linewidth=0.7, zorder=1.2, label=label)
-        elif mark == "bar":
-            draw_bars(ax, rows, list(dict.fromkeys(bars.group)), bottoms, colours["color"])
+        elif mark in ("bar", "pale bar"):
+            draw_bars(ax, rows, groups, bottoms, {"color": colours["color"], "alpha": 1 if mark == "bar" else 0.55})
         else:
             across = (ys, xs) if chart.flat else (xs, ys)
             if mark == "hollow":
@@ -208,14 +212,14 @@ def draw_spread(ax: Any, chart: Chart, rows: DataFrame, colours: dict[str, Any])
     )  # fmt: skip
 
 
-def draw_bars(ax: Any, rows: DataFrame, groups: list[str], bottoms: dict[Any, float], colour: str) -> None:
+def draw_bars(ax: Any, rows: DataFrame, groups: list[str], bottoms: dict[Any, float], how: Any) -> None:
     """Bars of one line: groups stand side by side, and a group's lines upon each other."""
     width = 0.8 / len(groups) if len(groups) > 1 else 0.6
     for i, row in enumerate(rows.itertuples()):
         at = row.x + (groups.index(row.group) - (len(groups) - 1) / 2) * width
         bottom = bottoms.get((row.group, row.x), 0.0)
         ax.bar(
-            at, row.y, width, bottom=bottom, color=colour, hatch=row.hatch, edgecolor=rcParams["axes.facecolor"],
+            at, row.y, width, bottom=bottom, **how, hatch=row.hatch, edgecolor=rcParams["axes.facecolor"],
             linewidth=0.3, label=row.line if row.line and i == 0 else None,
         )  # fmt: skip
         bottoms[row.group, row.x] = bottom + row.y

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from matplotlib.ticker import LogLocator
-
 from kvbench.plots.figures.axes import AXES, Axis, scale, tick
 from kvbench.plots.figures.scores import draw_front, draw_line, explain, full_score, scored
+from matplotlib.ticker import LogLocator
+
 from kvbench.plots.read import Run
 from kvbench.plots.run_sets import Estimate, Line, Point, RunSet, front_of_lines, outside_budget, run_sets, score_of
 from kvbench.plots.style import Canvas, Picture

@@ -1,0 +1,656 @@
+"""The figures of the papers: of which runs each is, by what these are split, and what stands on its axes.
+
+A figure's `rows` turn a part of the runs into rows of a chart; many share one and differ in what is declared here.
+Costs are measured: a point outside its budget is open and a note says why. The Oracle is no method that could be
+deployed: a line of its own kind, in no front.
+
+Not here: which runs share a figure and their values (`plots/figures/rows.py`), drawing (`plots/figures/chart.py`).
+"""
+# pyright: basic
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import fsum, inf
+from typing import Any
+
+import numpy as np
+
+from kvbench.plots import style
+from kvbench.plots.figures.chart import HATCHES, Chart, Scale, draw, shortened, tick
+from kvbench.plots.figures.rows import (
+    AXES,
+    Axis,
+    Data,
+    Part,
+    Point,
+    Row,
+    as_lines,
+    front_of,
+    mean_of,
+    nested,
+    points,
+    timed,
+)
+from kvbench.plots.run_sets import FRONT_SAID, other_setting
+from kvbench.plots.scored import places
+from kvbench.plots.style import SCORE, Canvas, Picture
+from kvbench.results import few_samples
+
+N_PANELS = 16  # datasets
+N_MAPS = 24
+N_BARS = 7  # side by side, at each length
+N_REQUESTS = 8
+BARS = "95 % intervals over samples, as in docs/intervals.md; none of one sample"
+# Bytes per second over PCIe, 16 lanes, one direction, as the standards have it.
+LINKS = {"PCIe 1.0": 4.0e9, "PCIe 4.0": 31.5e9, "PCIe 5.0": 63.0e9}
+BATCHES = (1, 16, 128)
+PARTS = (
+    *("model", "attention", "search", "fetch", "append", "after"),
+    *("observe", "build", "wait", "offload", "cluster"),
+)
+WHOLE = {"prefill_parts_s": "timing.ttft_s", "step_parts_s": "timing.tpot_s"}
+PROMPT = Scale("tokens of the prompt")
+SECONDS = Scale("seconds", limits=(0, None))
+LAYER = Scale("layer")
+GREY, BLUE = "#CCCCCC", style.PALETTE[5]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The rows of one picture, and what is said next to them."""
+
+    rows: Sequence[Row]
+    chart: Chart
+    about: str = ""  # besides what all runs share
+    notes: Sequence[str] = ()
+    said: Sequence[str] = ()
+    runs: Iterable[str] = ()  # that rows do not name
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One kind of figure and the experiments that make its runs."""
+
+    name: str
+    missing_words: str  # what runs it needs
+    experiments: tuple[str, ...]
+    runs: str  # a query of `facts`
+    chart: Chart  # its title may name facts and the axis
+    rows: Callable[["Figure", Part, Canvas, Data], Drawn | Iterable[Drawn] | None]
+    split: tuple[str, ...] = ()  # a figure for each value of these facts
+    outer: int = 0  # how many of them go before the order of sets
+    with_full: bool = True  # in each of these
+    axis: str = ""  # the cost on the x axis
+    is_choosable: bool = False  # whether another axis can be asked for
+    facet: str = ""
+    value: str = "score"  # column of the frame, or what lists and dictionaries of the samples hold
+    fewest: tuple[int, int] = (1, 1)  # lines, and points of a line
+    by_set: bool = True  # whether runs of one figure share task and machine
+    has_front: bool = False  # and values of comm on lines of their own
+    is_relative: bool = False  # whether costs are to full attention's
+
+    @property
+    def missing(self) -> str:
+        commands = [
+            f"    python run.py -m experiment={name}    (scale=smoke: minutes, embedded model and data)"
+            for name in self.experiments
+        ]
+        return "\n".join([f"{self.name}: not drawn, no runs of {self.missing_words}; make some with", *commands])
+
+    def axis_for(self, canvas: Canvas) -> Axis:
+        return AXES[canvas.axis if self.is_choosable and canvas.axis else self.axis]
+
+    def draw(self, data: Data, canvas: Canvas) -> list[Picture]:
+        """A picture for each part of the runs that has something to show."""
+        made = list[Picture]()
+        for part in data.parts(self.runs, self.split, self.with_full, self.outer, self.by_set):
+            words = {"axis": self.axis_for(canvas).words} if self.axis else {}
+            title = self.chart.title.format(**(part.at | words | {"given": given(part.at)}))
+            found = self.rows(replace(self, chart=replace(self.chart, title=title)), part, canvas, data)
+            made += [self.picture(part, one, canvas, data) for one in ([found] if isinstance(found, Drawn) else found or ())]
+        return made
+
+    def picture(self, part: Part, drawn: Drawn, canvas: Canvas, data: Data) -> Picture:
+        folders = dict.fromkeys([*(row["run"] for row in drawn.rows if "run" in row), *drawn.runs])
+        runs = [run for run in data.runs if str(run.folder) in folders]
+        about = drawn.about if not self.by_set else f"{part.run_set.about}{drawn.about}"
+        picture = draw(drawn.chart, drawn.rows, canvas, about, runs)
+        picture.note(*drawn.notes)
+        picture.said += drawn.said
+        out = [fact["label"] for run, fact in part.facts.items() if run not in folders and not fact["full"]]
+        if out and self.fewest[1] > 1:
+            picture.said.append(f"Not drawn: {len(out)} of the runs ({shortened(out)}), too few for a line")
+        return picture.finish(drawn.chart.legend)
+
+
+def given(at: Row) -> str:
+    return "numbers of tokens" if at.get("by_tokens") else "ratios"
+
+
+# --- scores by cost ------------------------------------------------------------------------------
+
+
+def by_cost(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+    """A line per method, a panel per dataset or one of all; full attention is a level there, here a point."""
+    axis, several = figure.axis_for(canvas), len({fact["comm"] for fact in part.facts.values() if not fact["full"]}) > 1
+    if figure.is_relative:
+        entries = mean_of(part.samples, ["run"], "footprint_entries")
+        whole = [value for (run,), value in entries.items() if part.facts[run]["full"] and value]
+        if not whole:
+            return None
+        axis = replace(axis, unit=whole[0])
+    found = points(part, axis, figure.facet)
+
+    def tail(run: str) -> str:
+        words = part.tails[run]
+        return f"{words} comm {part.facts[run]['comm']}".strip() if several and figure.has_front else words
+
+    rows = as_lines(part, found, tail, figure.fewest[1])
+    if figure.facet:
+        rows = [row for row in rows if row["look"] != "full"]
+        shown = [name for name in dict.fromkeys(point.panel for point in found) if name in {r["panel"] for r in rows}]
+        rows = [row for name in shown[:N_PANELS] for row in rows if row["panel"] == name]
+    if len({row["look"] if figure.has_front else row["line"] for row in rows} - {"oracle"}) < figure.fewest[0]:
+        return None
+    front = front_of(part, rows, found) if figure.has_front else []
+    levels = levels_of(part, found, dict.fromkeys(row["panel"] for row in rows)) if figure.facet else []
+    chart = replace(figure.chart, x=Scale(axis.label, "cost"))
+    said = [*([FRONT_SAID] if front else []), *([lengths(part)] if figure.is_relative else [])]
+    return explained(Drawn([*rows, *levels, *front], chart, said=said), axis, rows, part)
+
+
+def levels_of(part: Part, found: Sequence[Point], panels: Iterable[str]) -> list[Row]:
+    """Full attention's score as a level of each panel."""
+    made = list[Row]()
+    for panel in panels:
+        full = [point for point in found if point.panel == panel and part.facts[point.run]["full"]]
+        made += [{**point.row, "panel": panel, "line": "Full", "look": "full", "mark": "level"} for point in full[:1]]
+    return made
+
+
+def explained(drawn: Drawn, axis: Axis, rows: Sequence[Row], part: Part) -> Drawn:
+    """What the marks mean, and what the figure cannot show."""
+    notes, counts = list(drawn.notes), [row["n"] for row in rows]
+    if any(row["look"] == "oracle" for row in rows):
+        hidden = f"; {axis.hides} is not on the axis" if axis.hides else ""
+        notes.append(f"Oracle: tokens by their true attention; no bound on scores{hidden}")
+    n_compared = len({row["run"] for row in rows if not part.facts[row["run"]]["full"]})
+    if n_compared and (few := few_samples(min(counts), n_compared)):
+        notes.append(f"n {min(counts)}: {few}")
+    n = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    return replace(drawn, notes=notes, said=[f"n {n} samples a point", f"Bars: {BARS}", *drawn.said])
+
+
+def lengths(part: Part) -> str:
+    """How long answers are, in words."""
+    ended = part.samples[part.samples["status"] == "ok"]
+    said = [
+        f"{part.facts[run]['label']}{'' if part.facts[run]['full'] else ' ' + part.facts[run]['asked']} {tokens:.0f}"
+        for run, tokens in ended.groupby("run", sort=False, observed=True)["generated_tokens"].mean().items()
+    ]
+    return f"Tokens of an answer: {', '.join(said)}"
+
+
+def by_bytes(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+    """Output error, or score, against the share of bytes that was measured; beside it what a step can read."""
+    is_error = part.run_set.task == "fidelity"
+    value = ("measures.output_error", (0.0, inf)) if is_error else ("score", None)
+    rows, found = list[Row](), list[Point]()
+    for axis in (AXES["share"], AXES["reads"]):
+        here = points(part, axis, "", *value)
+        lines = as_lines(part, [point for point in here if not part.facts[point.run]["full"]])
+        if axis.name == "share" and len({row["line"] for row in lines}) < 2:
+            return None
+        rows += [{**row, "panel": axis.label} for row in lines]
+        found = found or here
+    first = [row for row in rows if row["panel"] == AXES["share"].label]
+    front = front_of(part, first, found, "lower" if is_error else "higher")
+    by_set = [] if is_error else points(part, None, "dataset")
+    whole = levels_of(part, by_set, part.run_set.datasets())
+    levels = [
+        {**whole[0], "panel": axis.label, "y": sum(row["y"] for row in whole) / len(whole)}
+        for axis in (AXES["share"], AXES["reads"])
+        if whole
+    ]
+    y = Scale("output error", "log") if is_error else Scale("mean score, 0 to 100")
+    title = f"{'Output error' if is_error else 'Score'} against the bytes on the device"
+    scales = [Scale(AXES[name].label, "cost") for name in ("share", "reads")]
+    chart = replace(figure.chart, title=title, x=scales, y=y)
+    drawn = Drawn([*rows, *levels, *front], chart, said=[FRONT_SAID] if front else [])
+    return explained(drawn, AXES["share"], first, part)
+
+
+# --- lines over lengths, layers and settings -------------------------------------------------------
+
+
+def over_length(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+    """A line per run over the lengths that it was asked at; bands are quartiles of the repeats."""
+    is_timed, rows = figure.value.startswith("timing."), list[Row]()
+    samples = timed(part.samples) if is_timed else part.samples
+    if is_timed:
+        found = {key: (y, y) for key, y in mean_of(samples, ["run", "length"], figure.value).items()}
+        ends = timed(nested(part.run_set.runs, "timing", figure.value.removeprefix("timing.") + "_q"))
+        spread = mean_of(ends, ["run", "length", "at"], "value")
+    else:
+        found = {key: (place.mean, None) for key, place in places(samples, ["run", "length"]).items()}
+        spread = {}
+    at = {run: sorted(n for name, n in found if name == run) for run, _ in found}
+    for run, line in part.variants(run for run in at if not is_timed or len(at[run]) > 1):
+        for n in at[run]:
+            ends = {key: spread[run, n, i] for i, key in enumerate(("low", "high")) if (run, n, i) in spread}
+            rows.append(line | {"x": n, "y": found[run, n][0]} | ends)
+    if len({row["run"] for row in rows}) < figure.fewest[0]:
+        return None
+    cached = part.at.get("cached")
+    chart = replace(figure.chart, title=figure.chart.title + (f", {cached} tokens cached" if cached else ""))
+    return Drawn(rows, chart, said=["Bands: quartiles of the repeats"] if is_timed else [])
+
+
+def by_layer(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+    """What a method says of each layer, mean over samples: a line a budget, or one a name that the report has."""
+    found = nested(part.run_set.runs, "method_report", figure.value)
+    means, rows = mean_of(found, ["run", "name", "at"], "value"), list[Row]()
+    lines: dict[str, tuple[str, str]] = {}  # the first run that says it: what prompts need depends on no budget
+    for run in sorted(part.facts, key=lambda run: part.facts[run]["size"]):
+        for name in dict.fromkeys(name for of, name, _ in means if of == run):
+            lines.setdefault(f"retention {name}" if name else part.facts[run]["asked"], (run, name))
+    for nth, (line, own) in enumerate(lines.items()):
+        at = {at: y for (run, name, at), y in means.items() if (run, name) == own}
+        rows += [{"x": x, "y": y, "line": line, "nth": nth, "run": own[0]} for x, y in at.items()]
+    return Drawn(rows, figure.chart) if rows else None
+
+
+def allocation(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+    """Tokens per layer, a line per request, the mean above them."""
+    found = nested(part.run_set.runs, "method_report", "n")
+    if found.empty:
+        return None
+    rows = list[Row]()
+    requests = found.groupby("sample", sort=False)
+    for i, (_, one) in enumerate([*requests][:N_REQUESTS]):
+        name = f"{min(len(requests), N_REQUESTS)} of {len(requests)} requests" if i == 0 else ""
+        rows += [
+            {"x": x, "y": y, "line": name, "mark": "faint", "look": BLUE, "group": str(i)}
+            for x, y in zip(one["at"], one["value"], strict=True)
+        ]
+    means = mean_of(found, ["run", "at"], "value")
+    rows += [{"x": at, "y": y, "line": "mean of all", "run": run} for (run, at), y in means.items()]
+    level = {"y": float(np.mean([*means.values()])), "line": "uniform", "look": "full", "mark": "level"}
+    asked = next(iter(part.facts.values()))["asked"]
+    return Drawn([*rows, level], replace(figure.chart, title=f"{figure.chart.title}, {asked}"))
+
+
+def attention(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+    """Exact attention on the heaviest tokens against their share; lines are layers, all drawn in one colour scale."""
+    if len(part.runs) < 2:
+        return None
+    means = mean_of(nested(part.run_set.runs, "by_layer", "mass"), ["run", "at"], "value", 100)
+    n_layers = 1 + max(at for _, at in means)
+    named = sorted({0, n_layers // 4, n_layers // 2, 3 * n_layers // 4, n_layers - 1})
+    rows = list[Row]()
+    for layer in sorted(range(n_layers), key=lambda layer: (layer in named, layer)):
+        is_named = layer in named
+        look = {"nth": named.index(layer)} if is_named else {"look": GREY, "mark": "faint", "group": str(layer)}
+        for run in sorted(part.facts, key=lambda run: part.facts[run]["size"]):
+            at = {"x": 100 * part.facts[run]["size"], "y": means[run, layer], "run": run}
+            rows.append(at | look | {"line": f"layer {layer}" if is_named else ""})
+    return Drawn(rows, figure.chart)
+
+
+def by_setting(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+    """Hit rates against how many blocks are taken in; a line for each method, budget, policy and size of the cache."""
+    found: dict[str, dict[int, Row]] = {}
+    hits = mean_of(part.samples[part.samples["status"] == "ok"], ["run"], "cache_hit_rate", 100)
+    for (run,), y in hits.items():
+        cache, fact = part.runs[run].setting("cache"), part.facts[run]
+        name = f"{fact['label']} {fact['asked']}, {cache['policy'].upper()}, {cache['tokens']} tokens"
+        found.setdefault(name, {})[int(cache["k_cache"])] = {"y": y, "run": run}
+    lines = {name: at for name, at in sorted(found.items()) if len(at) >= figure.fewest[1]}
+    rows = [
+        {"x": x, "line": name, "nth": nth} | at[x] for nth, (name, at) in enumerate(lines.items()) for x in sorted(at)
+    ]
+    return Drawn(rows, figure.chart) if rows else None
+
+
+def transfer(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+    """Bytes of K and V per token as full attention measured them, by length and batch, and their time over a link."""
+    rows = part.samples[part.samples["status"] == "ok"]
+    if "timing.ttft_s" in rows:
+        rows = rows[rows["timing.ttft_s"].isna()]
+    rows = rows[(rows["bytes_resident_device"] > 0) & (rows["generated_tokens"] > 0)]
+    columns = (rows[name] for name in ("bytes_resident_device", "prompt_tokens", "generated_tokens"))
+    sizes = sorted({(float(size), int(n), int(n + new - 1)) for size, n, new in zip(*columns, strict=True)})
+    if not sizes:
+        return None
+    per_token = fsum(size / n_fed for size, _, n_fed in sizes) / len(sizes)
+    made, ns = list[Row](), np.geomspace(1000, 128_000, 30)
+    for nth, batch in enumerate(BATCHES):
+        line = {"panel": "bytes", "line": f"batch {batch}", "nth": nth, "mark": "rule"}
+        made += [line | {"x": n, "y": batch * n * per_token / 2**30} for n in ns]
+    dot = {"panel": "bytes", "line": "measured", "look": "full", "mark": "points"}
+    made += [dot | {"x": n, "y": size / 2**30} for size, n, _ in sizes]
+    for nth, (name, speed) in enumerate(LINKS.items(), 3):
+        line = {"panel": "transfer", "line": f"{name} x16", "nth": nth, "mark": "rule"}
+        made += [line | {"x": n, "y": n * per_token / speed} for n in ns]
+    about = f"{part.at['model']} · measured: {per_token / 1024:.1f} KiB per token · lines: that times length and batch"
+    return Drawn(made, figure.chart, about, runs=part.runs)
+
+
+# --- points and bars -------------------------------------------------------------------------------
+
+
+def scores_of(part: Part) -> dict[str, Row]:
+    """Each run's score with its interval."""
+    return {point.run: point.row for point in points(part, None)}
+
+
+def iterations(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Iterable[Drawn]:
+    """Rounds of clustering: the score of each setting against its time to the second token."""
+    timing = {str(run.folder): run for run in data.query("task == 'latency' and who == 'pqcache'")}
+    if not timing:
+        return
+    rows = data.samples(timing.values())
+    seconds = mean_of(rows[rows["status"] == "ok"], ["run"], "timing.tt2t_s")
+    times = {str(timing[run].result.params.get("iterations")): (run, x) for (run,), x in seconds.items()}
+    settings: dict[str, dict[str, str]] = {}
+    for run, found in part.runs.items():
+        rest = {key: value for key, value in found.result.params.items() if key != "iterations"}
+        words = str((rest, part.facts[run]["asked"], found.comm, found.setting("cache")))
+        if (rounds := str(found.result.params.get("iterations"))) in times:
+            settings.setdefault(words, {})[rounds] = run
+    scores = scores_of(part)
+    for _, of in sorted(settings.items()):
+        if len(of) > 1:
+            ordered = sorted(of, key=lambda word: float(word) if word.isdecimal() else inf)
+            made = [
+                scores[of[word]] | {"x": times[word][1], "line": f"T = {word}", "nth": i, "mark": "points", "why": ""}
+                for i, word in enumerate(ordered)
+                if of[word] in scores
+            ]
+            yield Drawn(made, figure.chart, runs=[times[word][0] for word in ordered])
+
+
+def against_retention(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+    """The score against mean retention, the total of tokens being the same."""
+    means, scores = mean_of(part.samples, ["run"], "report.r_avg"), scores_of(part)
+    rows = [scores[run] | {"x": x, "mark": "points", "why": ""} for (run,), x in means.items() if run in scores]
+    return Drawn(rows, figure.chart) if len({row["x"] for row in rows}) >= figure.fewest[1] else None
+
+
+def code_sizes(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Iterable[Drawn]:
+    """The score of each size of codes, by dataset."""
+    if "report.m" not in part.samples:
+        return
+    sizes = {key: mean_of(part.samples, ["run"], f"report.{key}") for key in ("m", "b", "comm_nominal")}
+    all_points = points(part, None, "dataset")
+    for dataset in part.run_set.datasets():
+        here = {point.run: point.row for point in all_points if point.panel == dataset}
+        sized = [run for run in here if (run,) in sizes["m"] and (run,) in sizes["b"]]
+        budget = next((part.facts[run]["asked"] for run in part.facts if (run,) in sizes["m"]), "")
+        found: dict[tuple[int, int], str] = {
+            (int(sizes["m"][run,]), int(sizes["b"][run,])): run for run in sized if part.facts[run]["asked"] == budget
+        }
+        if len(found) < 2:
+            continue
+        rows = list[Row]()
+        for m, b in sorted(found, key=lambda size: (size[0] * size[1], size)):
+            is_dear = sizes["comm_nominal"].get((found[m, b],), 0) > 1 / 128 + 1e-9
+            kind = {"nth": 5, "hatch": "///"} if is_dear else {"nth": 0}
+            name = f"codes cost {'more than 1/128' if is_dear else '1/128 at most'}"
+            own = {"x": f"{m}x{b}", "panel": "", "line": name, "mark": "bar", "why": ""}
+            rows.append(here[found[m, b]] | own | kind)
+        levels = [row | {"panel": ""} for row in levels_of(part, all_points, [dataset])]
+        yield Drawn([*rows, *levels], replace(figure.chart, title=f"PQCache on {dataset} by parts x bits, {budget}"))
+
+
+def by_cache(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+    """Time per token by the size of the cache, at the longest prompt."""
+    samples = timed(part.samples)
+    if samples.empty:
+        return None
+    length = samples["length"].max()
+    at = {run: y for (run, n), y in mean_of(samples, ["run", "length"], "timing.tpot_s", 1000).items() if n == length}
+    quartiles = timed(nested(part.run_set.runs, "timing", "tpot_s_q"))
+    ends = mean_of(quartiles[quartiles["length"] == length], ["run", "at"], "value", 1000)
+    found: dict[int, str] = {}
+    for run in at:
+        if part.runs[run].result.params.get("iterations") == 10:
+            found.setdefault(part.facts[run]["cached"], run)
+    if len(found) < 2:
+        return None
+    rows, base = list[Row](), at[found[min(found)]]
+    for i, size in enumerate(sorted(found)):
+        run = found[size]
+        words = {"words": f"{100 * (at[run] / base - 1):+.1f} %"} if i else {}
+        own = {"x": size, "y": at[run], "low": ends[run, 0], "high": ends[run, 1], "mark": "bar", "run": run}
+        rows.append(own | words)
+    return Drawn(rows, replace(figure.chart, title=f"PQCache's time per token by cache, {tick(length)} tokens"))
+
+
+def stacked(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+    """Parts of a pass by length, stacked, the time of unrecorded passes next to them."""
+    (run,) = part.runs
+    means = mean_of(timed(nested(part.run_set.runs, "timing", figure.value)), ["name", "length"], "value")
+    names = [name for name in PARTS if any(value for (part_, _), value in means.items() if part_ == name)]
+    names += sorted({name for name, _ in means} - set(PARTS))
+    if not names:
+        return None
+    samples = timed(part.samples)
+    whole = mean_of(samples, ["length"], WHOLE[figure.value])
+    rows = [
+        {"x": n, "y": means.get((name, n), 0.0), "line": name, "nth": i, "hatch": HATCHES[i % len(HATCHES)]}
+        | {"mark": "bar", "run": run}
+        for i, name in enumerate(names)
+        for (n,) in whole
+    ]
+    rows += [
+        {"x": n, "y": y, "line": "end to end, not recorded", "look": "full", "mark": "dash"}
+        for (n,), y in whole.items()
+    ]
+    fact, cache = part.facts[run], part.runs[run].setting("cache", "tokens")
+    tail = other_setting(part.whole)(part.runs[run])
+    about = f" · {fact['asked']}, comm {fact['comm']}, cache {cache}{' · ' if tail else ''}{tail}"
+    return Drawn(rows, replace(figure.chart, title=f"{figure.chart.title}, {fact['label']}"), about)
+
+
+def answer_time(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+    """Prefill and decoding of whole answers, by length, variants side by side."""
+    samples = timed(part.samples)
+    first, step = (mean_of(samples, ["run", "length"], f"timing.{key}_s") for key in ("ttft", "tpot"))
+    chosen = [*part.variants(run for run, _ in first)][:N_BARS]
+    if len(chosen) < 2:
+        return None
+    n_new = int(part.run_set.runs[0].task_param("n_new") or 0)
+    lengths_ = sorted({n for run, n in first if run in dict(chosen)})
+    rows = list[Row]()
+    for run, line in chosen:
+        for n in (n for n in lengths_ if (run, n) in first):
+            own = {"x": n, "group": run, "mark": "bar", "run": run, "look": line["look"]}
+            rows.append(own | {"y": first[run, n], "hatch": "///", "mark": "pale bar"})
+            hatch = ("", "...", "xx", "ooo")[line["nth"] % 4]
+            rows.append(own | {"y": (n_new - 1) * step[run, n], "line": line["line"], "hatch": hatch})
+    striped = {"line": "striped: prefill", "look": "#BBBBBB", "hatch": "///", "group": chosen[0][0], "mark": "bar"}
+    rows.append(striped | {"x": lengths_[0], "y": 0.0})
+    return Drawn(rows, replace(figure.chart, title=f"Time of an answer of {n_new} tokens"))
+
+
+# --- heat maps -------------------------------------------------------------------------------------
+
+
+def needles(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+    """A panel per method, the score at each length and depth; beside each name its mean score."""
+    samples = part.samples.dropna(subset=["length", "depth"]) if "depth" in part.samples else part.samples[:0]
+    overall, tokens = scores_of(part), mean_of(samples, ["run", "length"], "prompt_tokens")
+    chosen: dict[str, str] = {}
+    for run in sorted(part.facts, key=lambda run: (not part.facts[run]["full"], part.facts[run]["label"], run)):
+        chosen.setdefault(f"{part.facts[run]['label']} {part.tails[run]}".strip(), run)
+    if len(chosen) < 2 or samples.empty:
+        return None
+    cells, rows = places(samples, ["run", "depth", "length"]), list[Row]()
+    for name, run in [*chosen.items()][:N_MAPS]:
+        panel = f"{name}: {overall[run]['y']:.0f}" if run in overall else name
+        rows += [
+            {"panel": panel, "x": n, "y": depth, "value": np.nan if place.mean is None else 100 * place.mean}
+            | {"words": tick(round(tokens[run, n])), "mark": "cell", "run": run}
+            for (of, depth, n), place in cells.items()
+            if of == run
+        ]
+    n_columns = canvas.columns(len({row["panel"] for row in rows}), 1.6)
+    said = ["Lengths are those of the prompts, in tokens; beside each name its mean score"]
+    return Drawn(rows, replace(figure.chart, width=1.0 + 1.7 * n_columns, columns=n_columns), said=said)
+
+
+def profile(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+    """The attention of the last tokens by layer and place, for the first sample that was profiled."""
+    for run in sorted(part.runs.values(), key=lambda run: run.folder.name):
+        for line in run.rows:
+            if found := (line.fields.get("method_report") or {}).get("w"):
+                weights = np.array(found)
+                shares = np.maximum(100 * weights / np.maximum(weights.sum(1, keepdims=True), 1e-12), 1e-2)
+                width = 100 / shares.shape[1]
+                rows: list[Row] = [
+                    {"x": (j + 0.5) * width, "y": float(i), "value": value, "mark": "cell"}
+                    for (i, j), value in np.ndenumerate(shares)
+                ]
+                return Drawn(rows, figure.chart, " · first sample", runs=part.runs)
+    return None
+
+
+# --- all of them -----------------------------------------------------------------------------------
+
+COST = Scale("", "cost")
+PANELS: Any = {"x": COST, "y": Scale(SCORE), "height": 1.9}
+NAMES = Scale("tokens of the prompt", "names")
+XKV = "who == 'xkv' and scored"
+EXACT = (
+    "task == 'fidelity' and who == 'oracle' and by_share and `method.agg` == 'query_head' and `method.n_sink` == 0 "
+    "and `method.local_share` == 0"
+)
+FIGURES = (
+    Figure(
+        "score_vs_ratio", "two budgets or more",
+        ("pqcache_figure10a", "pqcache_figure10c", "clusterkv_figure9", "xkv_figure11", "xkv_figure12"),
+        "scored", Chart("Score by {axis}, budgets given as {given}, comm {comm}", **PANELS), by_cost,
+        split=("by_tokens", "comm"), outer=1, axis="attended", is_choosable=True, facet="dataset", fewest=(1, 2),
+    ),
+    Figure(
+        "frontier", "byte budgets", ("frontier", "frontier_needle", "frontier_composed"),
+        "(task == 'fidelity' or scored) and (full or by_bytes)",
+        Chart("", COST, COST, 2.8, width=6.75, each=0.5, columns=2, legend=3, share=True), by_bytes,
+    ),
+    Figure(
+        "score_vs_comm", "two values of comm or more", ("pqcache_figure10d",), "scored",
+        Chart("Score by {axis}, {asked}", **PANELS), by_cost,
+        split=("asked",), axis="find", facet="dataset", fewest=(1, 2),
+    ),
+    Figure(
+        "mxb_bars", "PQCache with several m and b", ("pqcache_figure10b",), "who in ('pqcache', 'full') and scored",
+        Chart("", Scale("parts x bits, by bits in all", "names"), Scale(SCORE)), code_sizes,
+    ),
+    Figure(
+        "needle_heatmaps", "a needle by two methods", ("pqcache_figure9",), "task == 'needle'",
+        Chart("A needle by length and depth, {asked}, comm {comm}", Scale("tokens", "names"), Scale("depth in %"),
+              1.6, each=1.6, colour=(SCORE, 0, 100, False)), needles,
+        split=("by_tokens", "size", "asked", "comm"),
+    ),
+    Figure(
+        "tt2t_vs_length", "several lengths", ("pqcache_figure11a",), "task == 'latency'",
+        Chart("Time to the second token", PROMPT, SECONDS, legend=3, band=True), over_length,
+        split=("cached",), value="timing.tt2t_s", fewest=(2, 2),
+    ),
+    Figure(
+        "tpot_vs_length", "several lengths", ("pqcache_figure11b", "clusterkv_figure13a", "clusterkv_figure13b"),
+        "task == 'latency'",
+        Chart("Time per token", PROMPT, Scale("seconds per token", limits=(0, None)), legend=3, band=True),
+        over_length, split=("cached",), value="timing.tpot_s", fewest=(2, 2),
+    ),
+    Figure(
+        "tpot_vs_cache", "several caches", ("pqcache_figure11c",), "task == 'latency' and who == 'pqcache'",
+        Chart("", Scale("tokens of the cache", "names"), Scale("ms per token")), by_cache,
+    ),
+    Figure(
+        "hit_rate_vs_k_cache", "several values of k_cache", ("pqcache_figure11d",),
+        "cached and task != 'latency' and not full",
+        Chart("Hit rate of the cache on the device", Scale("blocks taken in per step (k_cache)", "log2"),
+              Scale("hits in %"), legend=2), by_setting, fewest=(1, 2),
+    ),
+    Figure(
+        "prefill_parts", "time by part", ("pqcache_figure8", "pqcache_figure12a"), "task == 'latency' and not full",
+        Chart("Where a prefill's time goes", NAMES, Scale("seconds")), stacked,
+        split=("run",), value="prefill_parts_s",
+    ),
+    Figure(
+        "decode_parts", "time by part", ("pqcache_figure12b",), "task == 'latency' and not full",
+        Chart("Where a decode step's time goes", NAMES, Scale("seconds")), stacked,
+        split=("run",), value="step_parts_s",
+    ),
+    Figure(
+        "answer_time", "time by length", ("clusterkv_figure12",), "task == 'latency'",
+        Chart("", NAMES, Scale("seconds"), legend=3), answer_time,
+    ),
+    Figure(
+        "iterations", "several rounds of clustering, scored and timed",
+        ("pqcache_figure12c", "pqcache_figure12c_latency"), "who == 'pqcache' and scored",
+        Chart("Rounds of clustering: score against time", Scale("time to the second token in s"),
+              Scale(SCORE)), iterations,
+    ),
+    Figure(
+        "recall_vs_budget", "recall at several budgets", ("clusterkv_figure11a", "clusterkv_figure11b"),
+        "task == 'fidelity' and not full",
+        Chart("Share of the true top tokens that are attended to", COST, Scale("recall in %", limits=(0, 102))),
+        by_cost, split=("by_tokens",), axis="attended", is_choosable=True, fewest=(2, 2),
+    ),
+    Figure(
+        "perplexity_vs_length", "perplexity", ("clusterkv_figure10",), "task == 'pg19'",
+        Chart("Perplexity by length", Scale("tokens read"), Scale("perplexity")), over_length,
+    ),
+    Figure(
+        "xkv_retention", "XKV with uniform allocation", ("xkv_figure3",),
+        f"{XKV} and `method.allocation` == 'uniform'",
+        Chart("Retention per layer, all layers alike", LAYER, Scale("retention", limits=(0, None))), by_layer,
+        value="retention",
+    ),
+    Figure(
+        "xkv_tokens_at_retention", "XKV with profiles", ("xkv_figure4",), XKV,
+        Chart("Tokens per layer for the same retention", LAYER, Scale("tokens", limits=(0, None))), by_layer,
+        value="n_at_retention",
+    ),
+    Figure(
+        "xkv_allocation", "XKV with exact allocation", ("xkv_figure10",), f"{XKV} and `method.allocation` == 'exact'",
+        Chart("Tokens per layer, request by request", LAYER, Scale("tokens besides the window", limits=(0, None))),
+        allocation, split=("run",),
+    ),
+    Figure(
+        "xkv_ddid", "XKV with profiles", ("xkv_figure2",), XKV,
+        Chart("Where the last tokens look, by layer", Scale("place in the prompt in %"), Scale("layer"), 2.3,
+              colour=("% of the layer's attention", None, None, True)), profile,
+    ),
+    Figure(
+        "xkv_score_vs_retention", "XKV with several allocations", ("xkv_figure5",), XKV,
+        Chart("Score against mean retention, {asked}", Scale("mean retention over layers"),
+              Scale(SCORE)), against_retention, split=("asked",), fewest=(1, 3),
+    ),
+    Figure(
+        "attention_distribution", "exact mass by budget", ("pqcache_figure6",), EXACT,
+        Chart("Attention on the heaviest tokens, by layer",
+              Scale("heaviest tokens of each head, % of the prompt", "each"), Scale("attention in %")),
+        attention,
+    ),
+    Figure(
+        "memory_vs_transfer", "full attention", ("pqcache_figure1",), "full",
+        Chart("K and V by length, and their transfer", Scale("tokens", "powers"),
+              (Scale("GiB", "powers"), Scale("seconds, batch 1", "powers")), width=style.COLUMN + 1.2, each=0.5),
+        transfer, split=("model",), with_full=False, by_set=False,
+    ),
+    Figure(
+        "score_vs_footprint", "two budgets of prompt and answer, and full attention", ("answers",),
+        "scored and (full or by_answers)", Chart("Score by {axis}", **PANELS), by_cost,
+        axis="footprint", facet="dataset", fewest=(1, 2), is_relative=True,
+    ),
+    Figure(
+        "pareto", "three methods or more", ("pqcache_table2", "clusterkv_table1", "xkv_table3"),
+        "scored and better == 'higher'",
+        Chart("Score against {axis}", COST, Scale(f"mean {SCORE}"), 2.5), by_cost,
+        axis="device", is_choosable=True, fewest=(2, 1), has_front=True,
+    ),
+)  # fmt: skip
