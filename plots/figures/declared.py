@@ -570,7 +570,7 @@ FIGURES = (
     ),
     Figure(
         "hit_rate_vs_k_cache", "several values of k_cache", ("pqcache_figure11d",),
-        "cached and task != 'latency' and not full",
+        "cached > 0 and task != 'latency' and not full",
         Chart("Hit rate of the cache on the device", Scale("blocks taken in per step (k_cache)", "log2"),
               Scale("hits in %"), legend=2), by_setting, fewest=(1, 2),
     ),

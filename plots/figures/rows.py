@@ -88,7 +88,7 @@ class Data:
 
     def query(self, words: str) -> list[Run]:
         """The runs of which a query of facts is true; what no run has is missing."""
-        table = DataFrame([*self.facts.values()], dtype=object)
+        table = DataFrame([*self.facts.values()])
         if table.empty:
             return []
         missing = [name for name in re.findall(r"`([^`]+)`", words) if name not in table]
