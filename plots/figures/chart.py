@@ -3,7 +3,7 @@
     panel, line    title of the panel; entry of the legend
     x, y           numbers, or names of categories
     low, high      ends of the interval of y
-    mark           line, points, hollow, dash, rule (no markers), faint, level (y over all x), front, bar, pale bar, cell
+    mark           line, points, hollow, dash, rule (no markers), faint, level (over all x), front, bar, pale bar, cell
     look, nth      a method's name or a colour, and which of its lines; without a look the nth line that is no method
     why            why a point is outside its budget: it is open, and a note says so
     group, hatch, words    bars side by side; a bar's pattern; a text above it
@@ -87,6 +87,7 @@ class Chart:
     band: bool = False  # intervals are bands
     share: bool = False  # the y axis
     colour: tuple[str, float | None, float | None, bool] = ("", None, None, False)  # label, ends, logarithmic
+    titled: bool = True  # whether panels are
     flat: bool = False  # what is measured stands across, what is named stands on the y axis
     ratios: Sequence[float] = ()  # widths of panels
 
@@ -126,7 +127,7 @@ def draw(
         else:
             draw_panel(ax, chart, part, x, y)
         fit = int(picture.figure.get_figwidth() / n_columns * (14 if chart.colour[0] else 99) / canvas.text)
-        ax.set_title(style.wrapped(name, fit) if len(panels) > 1 else "")
+        ax.set_title(style.wrapped(name, fit) if len(panels) > 1 and chart.titled else "")
         is_last, is_first = i + n_columns >= len(panels), i % n_columns == 0
         ax.set_ylabel(y.label if is_first or not isinstance(chart.y, Scale) else "")
         ax.set_xlabel(x.label if is_last and (n_columns == 1 or not isinstance(chart.x, Scale)) else "")
@@ -144,7 +145,8 @@ def draw(
 
 def shortened(names: Iterable[str]) -> str:
     ordered = sorted(set(names))
-    return ", ".join(ordered) if len(ordered) <= NAMED else f"{', '.join(ordered[:NAMED])} and {len(ordered) - NAMED} more"
+    more = len(ordered) - NAMED
+    return ", ".join(ordered) if more <= 0 else f"{', '.join(ordered[:NAMED])} and {more} more"
 
 
 def look_of(look: str, nth: int, mark: str) -> dict[str, Any]:
@@ -157,7 +159,7 @@ def look_of(look: str, nth: int, mark: str) -> dict[str, Any]:
     if look == ORACLE:
         found |= {"linewidth": 0.8, "zorder": 1.5}
     if mark == "rule":
-        found |= {"marker": "", "linestyle": style.DASHES[nth % len(style.DASHES)]}
+        found |= {"marker": "", "linestyle": style.DASHES[nth % 3]}
     return found | ({"linestyle": ""} if mark in ("points", "hollow") else {})
 
 
@@ -168,7 +170,7 @@ def draw_panel(ax: Any, chart: Chart, part: DataFrame, x: Scale, y: Scale) -> No
         part = part.assign(x=[names.index(value) if value in names else np.nan for value in part.x])
     groups = list(dict.fromkeys(part.loc[part.mark == "bar", "group"]))
     bottoms = dict[tuple[str, float], float]()
-    for (mark, line, look, nth, group), rows in part.groupby(["mark", "line", "look", "nth", "group"], sort=False):
+    for (mark, line, look, nth, _), rows in part.groupby(["mark", "line", "look", "nth", "group"], sort=False):
         label, colours = line or None, look_of(look, nth, mark)
         xs, ys = rows.x.to_numpy(float), rows.y.to_numpy(float)
         if mark == "level":
@@ -224,7 +226,8 @@ def draw_bars(ax: Any, rows: DataFrame, groups: list[str], bottoms: dict[Any, fl
         )  # fmt: skip
         bottoms[row.group, row.x] = bottom + row.y
         if isfinite(row.low):
-            ax.errorbar(at, row.y, [[row.y - row.low], [row.high - row.y]], color=style.ink(), capsize=1.5, linewidth=0.7)
+            ends = [[row.y - row.low], [row.high - row.y]]
+            ax.errorbar(at, row.y, ends, color=style.ink(), capsize=1.5, linewidth=0.7)
         if row.words:
             beside = {"ha": "center", "xytext": (0, 3), "textcoords": "offset points"}
             ax.annotate(row.words, (at, row.high), fontsize=rcParams["legend.fontsize"], **beside)

@@ -8,9 +8,11 @@ Not here: which runs share a figure and their values (`plots/figures/rows.py`), 
 """
 # pyright: basic
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import fsum, inf
+from math import fsum, inf, nan
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,7 @@ from kvbench.plots.run_sets import FRONT_SAID, other_setting
 from kvbench.plots.scored import places
 from kvbench.plots.style import SCORE, Canvas, Picture
 from kvbench.results import few_samples
+from kvbench.results.intervals import ANYWHERE
 
 N_PANELS = 16  # datasets
 N_MAPS = 24
@@ -49,10 +52,10 @@ PARTS = (
     *("observe", "build", "wait", "offload", "cluster"),
 )
 WHOLE = {"prefill_parts_s": "timing.ttft_s", "step_parts_s": "timing.tpot_s"}
-PROMPT = Scale("tokens of the prompt")
-SECONDS = Scale("seconds", limits=(0, None))
+PROMPT, NAMES = Scale("tokens of the prompt"), Scale("tokens of the prompt", "names")
+SECONDS = Scale("seconds")
 LAYER = Scale("layer")
-GREY, BLUE = "#CCCCCC", style.PALETTE[5]
+GREY = "#CCCCCC"
 
 
 @dataclass(frozen=True)
@@ -72,22 +75,27 @@ class Figure:
     """One kind of figure and the experiments that make its runs."""
 
     name: str
-    missing_words: str  # what runs it needs
+    needs: str  # what runs
     experiments: tuple[str, ...]
     runs: str  # a query of `facts`
     chart: Chart  # its title may name facts and the axis
-    rows: Callable[["Figure", Part, Canvas, Data], Drawn | Iterable[Drawn] | None]
+    rows: "Callable[[Figure, Part, Canvas, Data], Drawn | Iterable[Drawn] | None]"
     split: tuple[str, ...] = ()  # a figure for each value of these facts
     outer: int = 0  # how many of them go before the order of sets
-    with_full: bool = True  # in each of these
+    by_set: bool = True  # whether the runs of a figure are of one set; else full attention is in no part of a split
     axis: str = ""  # the cost on the x axis
     is_choosable: bool = False  # whether another axis can be asked for
     facet: str = ""
-    value: str = "score"  # column of the frame, or what lists and dictionaries of the samples hold
     fewest: tuple[int, int] = (1, 1)  # lines, and points of a line
-    by_set: bool = True  # whether runs of one figure share task and machine
-    has_front: bool = False  # and values of comm on lines of their own
-    is_relative: bool = False  # whether costs are to full attention's
+    # What `plain` draws:
+    value: str = "value"  # column of the frame
+    source: tuple[str, ...] = ()  # where lists and dictionaries of samples hold it
+    by: tuple[str, ...] = ()  # columns by which values are apart, besides the run
+    x: str = ""  # one of these, or a fact
+    line: str = ""  # words of facts and columns; "": a method's own line
+    scale: float = 1
+    mark: str = "line"
+    more: "Callable[[Figure, Part, list[Row]], Drawn | None] | None" = None  # what is drawn besides
 
     @property
     def missing(self) -> str:
@@ -95,7 +103,7 @@ class Figure:
             f"    python run.py -m experiment={name}    (scale=smoke: minutes, embedded model and data)"
             for name in self.experiments
         ]
-        return "\n".join([f"{self.name}: not drawn, no runs of {self.missing_words}; make some with", *commands])
+        return "\n".join([f"{self.name}: not drawn, no runs of {self.needs}; make some with", *commands])
 
     def axis_for(self, canvas: Canvas) -> Axis:
         return AXES[canvas.axis if self.is_choosable and canvas.axis else self.axis]
@@ -103,11 +111,14 @@ class Figure:
     def draw(self, data: Data, canvas: Canvas) -> list[Picture]:
         """A picture for each part of the runs that has something to show."""
         made = list[Picture]()
-        for part in data.parts(self.runs, self.split, self.with_full, self.outer, self.by_set):
-            words = {"axis": self.axis_for(canvas).words} if self.axis else {}
-            title = self.chart.title.format(**(part.at | words | {"given": given(part.at)}))
+        for part in data.parts(self.runs, self.split, self.outer, self.by_set):
+            words = {"given": "numbers of tokens" if part.at.get("by_tokens") else "ratios"}
+            words["axis"] = self.axis_for(canvas).words if self.axis else ""
+            words["held"] = f", {part.at['cached']} tokens cached" if part.at.get("cached") else ""
+            title = self.chart.title.format(**(part.at | words))
             found = self.rows(replace(self, chart=replace(self.chart, title=title)), part, canvas, data)
-            made += [self.picture(part, one, canvas, data) for one in ([found] if isinstance(found, Drawn) else found or ())]
+            each = [found] if isinstance(found, Drawn) else found or ()
+            made += [self.picture(part, one, canvas, data) for one in each]
         return made
 
     def picture(self, part: Part, drawn: Drawn, canvas: Canvas, data: Data) -> Picture:
@@ -123,8 +134,43 @@ class Figure:
         return picture.finish(drawn.chart.legend)
 
 
-def given(at: Row) -> str:
-    return "numbers of tokens" if at.get("by_tokens") else "ratios"
+def plain(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+    """Means of the declared value by run and the declared columns, a line for each of the declared words."""
+    samples = nested(part.run_set.runs, *figure.source) if figure.source else part.samples
+    is_timed = "timing" in (*figure.source, figure.value.partition(".")[0])
+    samples = timed(samples) if is_timed else samples
+    if figure.value not in samples or samples.empty:
+        return None
+    limits = None if figure.value == "score" else ANYWHERE
+    found, spread = places(samples, ["run", *figure.by], figure.value, limits), dict[tuple[Any, ...], float]()
+    if is_timed and not figure.source:
+        ends = timed(nested(part.run_set.runs, "timing", figure.value.removeprefix("timing.") + "_q"))
+        spread = mean_of(ends, ["run", *figure.by, "at"], "value", figure.scale)
+    counts = Counter(run for run, *_ in found)
+    own = dict(part.variants(run for run, n in counts.items() if n >= figure.fewest[1]) if not figure.line else ())
+    lines: dict[Any, dict[Any, Row]] = {}
+    for run in [*own] or part.facts:
+        for key, place in reversed(found.items()):  # of several lengths that are no x the longest
+            if key[0] != run or (y := replace(place, by_sample=True).mean) is None:
+                continue
+            fact = part.facts[run] | dict(zip(figure.by, key[1:], strict=True))
+            rank = PARTS.index(fact["name"]) if fact.get("name") in PARTS else len(PARTS)
+            words = figure.line.format(**fact).strip()
+            at = (0, 0, run) if own else (fact["size"], rank, words)
+            row = {"x": fact[figure.x], "y": figure.scale * y, "run": run, "mark": figure.mark, "at": fact.get("at")}
+            row |= {end: spread[*key, i] for i, end in enumerate(("low", "high")) if (*key, i) in spread}
+            lines.setdefault(at, {}).setdefault(row["x"], row | own.get(run, {"line": words}))
+    order = [*lines] if own else sorted(lines)
+    kept = [at for at in order if len(lines[at]) >= figure.fewest[1] and any(row["y"] for row in lines[at].values())]
+    rows = [
+        {"nth": nth, "hatch": HATCHES[nth % len(HATCHES)]} | lines[at][x]
+        for nth, at in enumerate(kept)
+        for x in sorted(lines[at])
+    ]
+    if len(kept) < figure.fewest[0] or not rows:
+        return None
+    said = ["Bands: quartiles of the repeats"] if figure.chart.band and spread else []
+    return figure.more(figure, part, rows) if figure.more else Drawn(rows, figure.chart, said=said)
 
 
 # --- scores by cost ------------------------------------------------------------------------------
@@ -132,8 +178,9 @@ def given(at: Row) -> str:
 
 def by_cost(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
     """A line per method, a panel per dataset or one of all; full attention is a level there, here a point."""
-    axis, several = figure.axis_for(canvas), len({fact["comm"] for fact in part.facts.values() if not fact["full"]}) > 1
-    if figure.is_relative:
+    axis, is_mean = figure.axis_for(canvas), figure.fewest[1] == 1
+    comms = {fact["comm"] for fact in part.facts.values() if not fact["full"]}
+    if figure.axis == "footprint":
         entries = mean_of(part.samples, ["run"], "footprint_entries")
         whole = [value for (run,), value in entries.items() if part.facts[run]["full"] and value]
         if not whole:
@@ -143,19 +190,19 @@ def by_cost(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | N
 
     def tail(run: str) -> str:
         words = part.tails[run]
-        return f"{words} comm {part.facts[run]['comm']}".strip() if several and figure.has_front else words
+        return f"{words} comm {part.facts[run]['comm']}".strip() if is_mean and len(comms) > 1 else words
 
     rows = as_lines(part, found, tail, figure.fewest[1])
     if figure.facet:
         rows = [row for row in rows if row["look"] != "full"]
         shown = [name for name in dict.fromkeys(point.panel for point in found) if name in {r["panel"] for r in rows}]
         rows = [row for name in shown[:N_PANELS] for row in rows if row["panel"] == name]
-    if len({row["look"] if figure.has_front else row["line"] for row in rows} - {"oracle"}) < figure.fewest[0]:
+    if len({row["look"] if is_mean else row["line"] for row in rows} - {"oracle"}) < figure.fewest[0]:
         return None
-    front = front_of(part, rows, found) if figure.has_front else []
+    front = front_of(part, rows, found) if is_mean else []
     levels = levels_of(part, found, dict.fromkeys(row["panel"] for row in rows)) if figure.facet else []
     chart = replace(figure.chart, x=Scale(axis.label, "cost"))
-    said = [*([FRONT_SAID] if front else []), *([lengths(part)] if figure.is_relative else [])]
+    said = [*([FRONT_SAID] if front else []), *([lengths(part)] if figure.axis == "footprint" else [])]
     return explained(Drawn([*rows, *levels, *front], chart, said=said), axis, rows, part)
 
 
@@ -164,7 +211,7 @@ def levels_of(part: Part, found: Sequence[Point], panels: Iterable[str]) -> list
     made = list[Row]()
     for panel in panels:
         full = [point for point in found if point.panel == panel and part.facts[point.run]["full"]]
-        made += [{**point.row, "panel": panel, "line": "Full", "look": "full", "mark": "level"} for point in full[:1]]
+        made += [{**point.row, "x": nan, "panel": panel, "line": "Full", "look": "full", "mark": "level"} for point in full[:1]]
     return made
 
 
@@ -220,96 +267,54 @@ def by_bytes(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | 
     return explained(drawn, AXES["share"], first, part)
 
 
-# --- lines over lengths, layers and settings -------------------------------------------------------
+# --- what is drawn besides plain lines and bars ------------------------------------------------------
 
 
-def over_length(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
-    """A line per run over the lengths that it was asked at; bands are quartiles of the repeats."""
-    is_timed, rows = figure.value.startswith("timing."), list[Row]()
-    samples = timed(part.samples) if is_timed else part.samples
-    if is_timed:
-        found = {key: (y, y) for key, y in mean_of(samples, ["run", "length"], figure.value).items()}
-        ends = timed(nested(part.run_set.runs, "timing", figure.value.removeprefix("timing.") + "_q"))
-        spread = mean_of(ends, ["run", "length", "at"], "value")
-    else:
-        found = {key: (place.mean, None) for key, place in places(samples, ["run", "length"]).items()}
-        spread = {}
-    at = {run: sorted(n for name, n in found if name == run) for run, _ in found}
-    for run, line in part.variants(run for run in at if not is_timed or len(at[run]) > 1):
-        for n in at[run]:
-            ends = {key: spread[run, n, i] for i, key in enumerate(("low", "high")) if (run, n, i) in spread}
-            rows.append(line | {"x": n, "y": found[run, n][0]} | ends)
-    if len({row["run"] for row in rows}) < figure.fewest[0]:
-        return None
-    cached = part.at.get("cached")
-    chart = replace(figure.chart, title=figure.chart.title + (f", {cached} tokens cached" if cached else ""))
-    return Drawn(rows, chart, said=["Bands: quartiles of the repeats"] if is_timed else [])
-
-
-def by_layer(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
-    """What a method says of each layer, mean over samples: a line a budget, or one a name that the report has."""
-    found = nested(part.run_set.runs, "method_report", figure.value)
-    means, rows = mean_of(found, ["run", "name", "at"], "value"), list[Row]()
-    lines: dict[str, tuple[str, str]] = {}  # the first run that says it: what prompts need depends on no budget
-    for run in sorted(part.facts, key=lambda run: part.facts[run]["size"]):
-        for name in dict.fromkeys(name for of, name, _ in means if of == run):
-            lines.setdefault(f"retention {name}" if name else part.facts[run]["asked"], (run, name))
-    for nth, (line, own) in enumerate(lines.items()):
-        at = {at: y for (run, name, at), y in means.items() if (run, name) == own}
-        rows += [{"x": x, "y": y, "line": line, "nth": nth, "run": own[0]} for x, y in at.items()]
-    return Drawn(rows, figure.chart) if rows else None
-
-
-def allocation(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+def allocation(figure: Figure, part: Part, means: list[Row]) -> Drawn:
     """Tokens per layer, a line per request, the mean above them."""
-    found = nested(part.run_set.runs, "method_report", "n")
-    if found.empty:
-        return None
+    requests = [*nested(part.run_set.runs, *figure.source).groupby("sample", sort=False)]
     rows = list[Row]()
-    requests = found.groupby("sample", sort=False)
-    for i, (_, one) in enumerate([*requests][:N_REQUESTS]):
+    for i, (_, one) in enumerate(requests[:N_REQUESTS]):
         name = f"{min(len(requests), N_REQUESTS)} of {len(requests)} requests" if i == 0 else ""
-        rows += [
-            {"x": x, "y": y, "line": name, "mark": "faint", "look": BLUE, "group": str(i)}
-            for x, y in zip(one["at"], one["value"], strict=True)
-        ]
-    means = mean_of(found, ["run", "at"], "value")
-    rows += [{"x": at, "y": y, "line": "mean of all", "run": run} for (run, at), y in means.items()]
-    level = {"y": float(np.mean([*means.values()])), "line": "uniform", "look": "full", "mark": "level"}
-    asked = next(iter(part.facts.values()))["asked"]
-    return Drawn([*rows, level], replace(figure.chart, title=f"{figure.chart.title}, {asked}"))
+        own = {"line": name, "mark": "faint", "look": style.PALETTE[5], "group": str(i)}
+        rows += [own | {"x": x, "y": y} for x, y in zip(one["at"], one["value"], strict=True)]
+    level = {"y": fmean(row["y"] for row in means), "line": "uniform", "look": "full", "mark": "level"}
+    asked = part.facts[means[0]["run"]]["asked"]
+    return Drawn([*rows, *means, level], replace(figure.chart, title=f"{figure.chart.title}, {asked}"))
 
 
-def attention(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
-    """Exact attention on the heaviest tokens against their share; lines are layers, all drawn in one colour scale."""
-    if len(part.runs) < 2:
-        return None
-    means = mean_of(nested(part.run_set.runs, "by_layer", "mass"), ["run", "at"], "value", 100)
-    n_layers = 1 + max(at for _, at in means)
+def some_layers(figure: Figure, part: Part, rows: list[Row]) -> Drawn:
+    """Five layers in colours, the others grey."""
+    n_layers = 1 + max(row["at"] for row in rows)
     named = sorted({0, n_layers // 4, n_layers // 2, 3 * n_layers // 4, n_layers - 1})
-    rows = list[Row]()
-    for layer in sorted(range(n_layers), key=lambda layer: (layer in named, layer)):
-        is_named = layer in named
-        look = {"nth": named.index(layer)} if is_named else {"look": GREY, "mark": "faint", "group": str(layer)}
-        for run in sorted(part.facts, key=lambda run: part.facts[run]["size"]):
-            at = {"x": 100 * part.facts[run]["size"], "y": means[run, layer], "run": run}
-            rows.append(at | look | {"line": f"layer {layer}" if is_named else ""})
-    return Drawn(rows, figure.chart)
+    grey = {"mark": "faint", "look": GREY, "line": ""}
+    faint = [row | grey | {"group": str(row["at"])} for row in rows if row["at"] not in named]
+    return Drawn(
+        [*faint, *(row | {"nth": named.index(row["at"])} for row in rows if row["at"] in named)], figure.chart
+    )
 
 
-def by_setting(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
-    """Hit rates against how many blocks are taken in; a line for each method, budget, policy and size of the cache."""
-    found: dict[str, dict[int, Row]] = {}
-    hits = mean_of(part.samples[part.samples["status"] == "ok"], ["run"], "cache_hit_rate", 100)
-    for (run,), y in hits.items():
-        cache, fact = part.runs[run].setting("cache"), part.facts[run]
-        name = f"{fact['label']} {fact['asked']}, {cache['policy'].upper()}, {cache['tokens']} tokens"
-        found.setdefault(name, {})[int(cache["k_cache"])] = {"y": y, "run": run}
-    lines = {name: at for name, at in sorted(found.items()) if len(at) >= figure.fewest[1]}
-    rows = [
-        {"x": x, "line": name, "nth": nth} | at[x] for nth, (name, at) in enumerate(lines.items()) for x in sorted(at)
-    ]
-    return Drawn(rows, figure.chart) if rows else None
+def by_cache(figure: Figure, part: Part, rows: list[Row]) -> Drawn | None:
+    """What each size of the cache saves, at the longest prompt."""
+    base = {row["run"]: row["y"] for row in rows}
+    first = min(rows, key=lambda row: row["x"])
+    for row in rows:
+        row["words"] = f"{100 * (row['y'] / first['y'] - 1):+.1f} %" if row is not first else ""
+    length = timed(part.samples)["length"].max()
+    title = f"PQCache's time per token by cache, {tick(length)} tokens"
+    return Drawn(rows, replace(figure.chart, title=title)) if len(base) > 1 else None
+
+
+def stacked(figure: Figure, part: Part, rows: list[Row]) -> Drawn:
+    """The time of unrecorded passes next to that of their parts."""
+    (run,) = part.runs
+    whole = mean_of(timed(part.samples), ["length"], WHOLE[figure.source[-1]])
+    own = {"line": "end to end, not recorded", "look": "full", "mark": "dash"}
+    fact, cache = part.facts[run], part.runs[run].setting("cache", "tokens")
+    tail = other_setting(part.whole)(part.runs[run])
+    about = f" · {fact['asked']}, comm {fact['comm']}, cache {cache}{' · ' if tail else ''}{tail}"
+    marks = [own | {"x": n, "y": y} for (n,), y in whole.items()]
+    return Drawn([*rows, *marks], replace(figure.chart, title=f"{figure.chart.title}, {fact['label']}"), about)
 
 
 def transfer(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
@@ -319,10 +324,10 @@ def transfer(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | 
         rows = rows[rows["timing.ttft_s"].isna()]
     rows = rows[(rows["bytes_resident_device"] > 0) & (rows["generated_tokens"] > 0)]
     columns = (rows[name] for name in ("bytes_resident_device", "prompt_tokens", "generated_tokens"))
-    sizes = sorted({(float(size), int(n), int(n + new - 1)) for size, n, new in zip(*columns, strict=True)})
+    sizes = sorted({(float(size), int(n + new - 1), int(n)) for size, n, new in zip(*columns, strict=True)})
     if not sizes:
         return None
-    per_token = fsum(size / n_fed for size, _, n_fed in sizes) / len(sizes)
+    per_token = fsum(size / n for size, n, _ in sizes) / len(sizes)
     made, ns = list[Row](), np.geomspace(1000, 128_000, 30)
     for nth, batch in enumerate(BATCHES):
         line = {"panel": "bytes", "line": f"batch {batch}", "nth": nth, "mark": "rule"}
@@ -377,80 +382,24 @@ def against_retention(figure: Figure, part: Part, canvas: Canvas, data: Data) ->
     return Drawn(rows, figure.chart) if len({row["x"] for row in rows}) >= figure.fewest[1] else None
 
 
-def code_sizes(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Iterable[Drawn]:
-    """The score of each size of codes, by dataset."""
-    if "report.m" not in part.samples:
-        return
-    sizes = {key: mean_of(part.samples, ["run"], f"report.{key}") for key in ("m", "b", "comm_nominal")}
-    all_points = points(part, None, "dataset")
-    for dataset in part.run_set.datasets():
-        here = {point.run: point.row for point in all_points if point.panel == dataset}
-        sized = [run for run in here if (run,) in sizes["m"] and (run,) in sizes["b"]]
-        budget = next((part.facts[run]["asked"] for run in part.facts if (run,) in sizes["m"]), "")
-        found: dict[tuple[int, int], str] = {
-            (int(sizes["m"][run,]), int(sizes["b"][run,])): run for run in sized if part.facts[run]["asked"] == budget
-        }
-        if len(found) < 2:
-            continue
-        rows = list[Row]()
-        for m, b in sorted(found, key=lambda size: (size[0] * size[1], size)):
-            is_dear = sizes["comm_nominal"].get((found[m, b],), 0) > 1 / 128 + 1e-9
-            kind = {"nth": 5, "hatch": "///"} if is_dear else {"nth": 0}
-            name = f"codes cost {'more than 1/128' if is_dear else '1/128 at most'}"
-            own = {"x": f"{m}x{b}", "panel": "", "line": name, "mark": "bar", "why": ""}
-            rows.append(here[found[m, b]] | own | kind)
-        levels = [row | {"panel": ""} for row in levels_of(part, all_points, [dataset])]
-        yield Drawn([*rows, *levels], replace(figure.chart, title=f"PQCache on {dataset} by parts x bits, {budget}"))
-
-
-def by_cache(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
-    """Time per token by the size of the cache, at the longest prompt."""
-    samples = timed(part.samples)
-    if samples.empty:
-        return None
-    length = samples["length"].max()
-    at = {run: y for (run, n), y in mean_of(samples, ["run", "length"], "timing.tpot_s", 1000).items() if n == length}
-    quartiles = timed(nested(part.run_set.runs, "timing", "tpot_s_q"))
-    ends = mean_of(quartiles[quartiles["length"] == length], ["run", "at"], "value", 1000)
-    found: dict[int, str] = {}
-    for run in at:
-        if part.runs[run].result.params.get("iterations") == 10:
-            found.setdefault(part.facts[run]["cached"], run)
-    if len(found) < 2:
-        return None
-    rows, base = list[Row](), at[found[min(found)]]
-    for i, size in enumerate(sorted(found)):
-        run = found[size]
-        words = {"words": f"{100 * (at[run] / base - 1):+.1f} %"} if i else {}
-        own = {"x": size, "y": at[run], "low": ends[run, 0], "high": ends[run, 1], "mark": "bar", "run": run}
-        rows.append(own | words)
-    return Drawn(rows, replace(figure.chart, title=f"PQCache's time per token by cache, {tick(length)} tokens"))
-
-
-def stacked(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
-    """Parts of a pass by length, stacked, the time of unrecorded passes next to them."""
-    (run,) = part.runs
-    means = mean_of(timed(nested(part.run_set.runs, "timing", figure.value)), ["name", "length"], "value")
-    names = [name for name in PARTS if any(value for (part_, _), value in means.items() if part_ == name)]
-    names += sorted({name for name, _ in means} - set(PARTS))
-    if not names:
-        return None
-    samples = timed(part.samples)
-    whole = mean_of(samples, ["length"], WHOLE[figure.value])
-    rows = [
-        {"x": n, "y": means.get((name, n), 0.0), "line": name, "nth": i, "hatch": HATCHES[i % len(HATCHES)]}
-        | {"mark": "bar", "run": run}
-        for i, name in enumerate(names)
-        for (n,) in whole
-    ]
-    rows += [
-        {"x": n, "y": y, "line": "end to end, not recorded", "look": "full", "mark": "dash"}
-        for (n,), y in whole.items()
-    ]
-    fact, cache = part.facts[run], part.runs[run].setting("cache", "tokens")
-    tail = other_setting(part.whole)(part.runs[run])
-    about = f" · {fact['asked']}, comm {fact['comm']}, cache {cache}{' · ' if tail else ''}{tail}"
-    return Drawn(rows, replace(figure.chart, title=f"{figure.chart.title}, {fact['label']}"), about)
+def code_sizes(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+    """The score of each size of codes, a panel per dataset."""
+    m, b, nominal = (mean_of(part.samples, ["run"], f"report.{key}") for key in ("m", "b", "comm_nominal"))
+    found, bars = points(part, None, "dataset"), dict[tuple[str, str], Row]()
+    sized = {point.run: (int(m[point.run,]), int(b[point.run,])) for point in found if (point.run,) in m}
+    by_bits = [point for point in found if point.run in sized]
+    for point in sorted(by_bits, key=lambda point: (sized[point.run][0] * sized[point.run][1], sized[point.run])):
+        is_dear = nominal.get((point.run,), 0) > 1 / 128 + 1e-9
+        own = {"nth": 5, "hatch": "///"} if is_dear else {"nth": 0}
+        own |= {"line": f"codes cost {'more than 1/128' if is_dear else '1/128 at most'}", "mark": "bar", "why": ""}
+        x = "{}x{}".format(*sized[point.run])
+        bars[point.panel, x] = point.row | own | {"x": x, "panel": point.panel}
+    panels = Counter(panel for panel, _ in bars)
+    rows = [row for (panel, _), row in bars.items() if panels[panel] >= figure.fewest[1]]
+    levels, title = levels_of(part, found, dict.fromkeys(row["panel"] for row in rows)), figure.chart.title
+    if len(panels) == 1:
+        title = figure.chart.title.replace("PQCache", f"PQCache on {rows[0]['panel']}", 1)
+    return Drawn([*rows, *levels], replace(figure.chart, title=title)) if rows else None
 
 
 def answer_time(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
@@ -518,9 +467,8 @@ def profile(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | N
 
 # --- all of them -----------------------------------------------------------------------------------
 
-COST = Scale("", "cost")
-PANELS: Any = {"x": COST, "y": Scale(SCORE), "height": 1.9}
-NAMES = Scale("tokens of the prompt", "names")
+COST, SCORES = Scale("", "cost"), Scale(SCORE)
+PANELS: Any = {"x": COST, "y": SCORES, "height": 1.9}
 XKV = "who == 'xkv' and scored"
 EXACT = (
     "task == 'fidelity' and who == 'oracle' and by_share and `method.agg` == 'query_head' and `method.n_sink` == 0 "
@@ -536,63 +484,69 @@ FIGURES = (
     Figure(
         "frontier", "byte budgets", ("frontier", "frontier_needle", "frontier_composed"),
         "(task == 'fidelity' or scored) and (full or by_bytes)",
-        Chart("", COST, COST, 2.8, width=6.75, each=0.5, columns=2, legend=3, share=True), by_bytes,
+        Chart("", COST, COST, 2.8, width=6.75, columns=2, legend=3, share=True, titled=False), by_bytes,
     ),
     Figure(
-        "score_vs_comm", "two values of comm or more", ("pqcache_figure10d",), "scored",
-        Chart("Score by {axis}, {asked}", **PANELS), by_cost,
+        "score_vs_comm", "two values of comm or more", ("pqcache_figure10d",),
+        "scored", Chart("Score by {axis}, {asked}", **PANELS), by_cost,
         split=("asked",), axis="find", facet="dataset", fewest=(1, 2),
     ),
     Figure(
         "mxb_bars", "PQCache with several m and b", ("pqcache_figure10b",), "who in ('pqcache', 'full') and scored",
-        Chart("", Scale("parts x bits, by bits in all", "names"), Scale(SCORE)), code_sizes,
+        Chart("PQCache by parts x bits, {asked}", Scale("parts x bits, by bits in all", "names"), SCORES), code_sizes,
+        split=("asked",), fewest=(1, 2),
     ),
     Figure(
         "needle_heatmaps", "a needle by two methods", ("pqcache_figure9",), "task == 'needle'",
         Chart("A needle by length and depth, {asked}, comm {comm}", Scale("tokens", "names"), Scale("depth in %"),
-              1.6, each=1.6, colour=(SCORE, 0, 100, False)), needles,
+              1.6, colour=(SCORE, 0, 100, False)), needles,
         split=("by_tokens", "size", "asked", "comm"),
     ),
     Figure(
         "tt2t_vs_length", "several lengths", ("pqcache_figure11a",), "task == 'latency'",
-        Chart("Time to the second token", PROMPT, SECONDS, legend=3, band=True), over_length,
-        split=("cached",), value="timing.tt2t_s", fewest=(2, 2),
+        Chart("Time to the second token{held}", PROMPT, Scale("seconds", limits=(0, None)), legend=3, band=True),
+        plain, split=("cached",), fewest=(2, 2), value="timing.tt2t_s", by=("length",), x="length",
     ),
     Figure(
         "tpot_vs_length", "several lengths", ("pqcache_figure11b", "clusterkv_figure13a", "clusterkv_figure13b"),
         "task == 'latency'",
-        Chart("Time per token", PROMPT, Scale("seconds per token", limits=(0, None)), legend=3, band=True),
-        over_length, split=("cached",), value="timing.tpot_s", fewest=(2, 2),
+        Chart("Time per token{held}", PROMPT, Scale("seconds per token", limits=(0, None)), legend=3, band=True),
+        plain, split=("cached",), fewest=(2, 2), value="timing.tpot_s", by=("length",), x="length",
     ),
     Figure(
-        "tpot_vs_cache", "several caches", ("pqcache_figure11c",), "task == 'latency' and who == 'pqcache'",
-        Chart("", Scale("tokens of the cache", "names"), Scale("ms per token")), by_cache,
+        "tpot_vs_cache", "several caches", ("pqcache_figure11c",),
+        "task == 'latency' and who == 'pqcache' and `method.iterations` == 10",
+        Chart("", Scale("tokens of the cache", "names"), Scale("ms per token")), plain,
+        value="timing.tpot_s", by=("length",), x="cached", line=" ", scale=1000, mark="bar", more=by_cache,
     ),
     Figure(
         "hit_rate_vs_k_cache", "several values of k_cache", ("pqcache_figure11d",),
         "cached > 0 and task != 'latency' and not full",
         Chart("Hit rate of the cache on the device", Scale("blocks taken in per step (k_cache)", "log2"),
-              Scale("hits in %"), legend=2), by_setting, fewest=(1, 2),
+              Scale("hits in %"), legend=2), plain,
+        fewest=(1, 2), value="cache_hit_rate", x="k_cache", scale=100,
+        line="{label} {asked}, {policy}, {cached} tokens",
     ),
     Figure(
         "prefill_parts", "time by part", ("pqcache_figure8", "pqcache_figure12a"), "task == 'latency' and not full",
-        Chart("Where a prefill's time goes", NAMES, Scale("seconds")), stacked,
-        split=("run",), value="prefill_parts_s",
+        Chart("Where a prefill's time goes", NAMES, SECONDS), plain, split=("run",),
+        source=("timing", "prefill_parts_s"), by=("name", "length"), x="length", line="{name}", mark="bar",
+        more=stacked,
     ),
     Figure(
         "decode_parts", "time by part", ("pqcache_figure12b",), "task == 'latency' and not full",
-        Chart("Where a decode step's time goes", NAMES, Scale("seconds")), stacked,
-        split=("run",), value="step_parts_s",
+        Chart("Where a decode step's time goes", NAMES, SECONDS), plain, split=("run",),
+        source=("timing", "step_parts_s"), by=("name", "length"), x="length", line="{name}", mark="bar",
+        more=stacked,
     ),
     Figure(
         "answer_time", "time by length", ("clusterkv_figure12",), "task == 'latency'",
-        Chart("", NAMES, Scale("seconds"), legend=3), answer_time,
+        Chart("", NAMES, SECONDS, legend=3), answer_time,
     ),
     Figure(
         "iterations", "several rounds of clustering, scored and timed",
         ("pqcache_figure12c", "pqcache_figure12c_latency"), "who == 'pqcache' and scored",
-        Chart("Rounds of clustering: score against time", Scale("time to the second token in s"),
-              Scale(SCORE)), iterations,
+        Chart("Rounds of clustering: score against time", Scale("time to the second token in s"), SCORES), iterations,
     ),
     Figure(
         "recall_vs_budget", "recall at several budgets", ("clusterkv_figure11a", "clusterkv_figure11b"),
@@ -602,55 +556,58 @@ FIGURES = (
     ),
     Figure(
         "perplexity_vs_length", "perplexity", ("clusterkv_figure10",), "task == 'pg19'",
-        Chart("Perplexity by length", Scale("tokens read"), Scale("perplexity")), over_length,
+        Chart("Perplexity by length", Scale("tokens read"), Scale("perplexity")), plain,
+        value="score", by=("length",), x="length",
     ),
     Figure(
         "xkv_retention", "XKV with uniform allocation", ("xkv_figure3",),
         f"{XKV} and `method.allocation` == 'uniform'",
-        Chart("Retention per layer, all layers alike", LAYER, Scale("retention", limits=(0, None))), by_layer,
-        value="retention",
+        Chart("Retention per layer, all layers alike", LAYER, Scale("retention", limits=(0, None))), plain,
+        source=("method_report", "retention"), by=("at",), x="at", line="{asked}",
     ),
     Figure(
         "xkv_tokens_at_retention", "XKV with profiles", ("xkv_figure4",), XKV,
-        Chart("Tokens per layer for the same retention", LAYER, Scale("tokens", limits=(0, None))), by_layer,
-        value="n_at_retention",
+        Chart("Tokens per layer for the same retention", LAYER, Scale("tokens", limits=(0, None))), plain,
+        source=("method_report", "n_at_retention"), by=("name", "at"), x="at", line="retention {name}",
     ),
     Figure(
         "xkv_allocation", "XKV with exact allocation", ("xkv_figure10",), f"{XKV} and `method.allocation` == 'exact'",
         Chart("Tokens per layer, request by request", LAYER, Scale("tokens besides the window", limits=(0, None))),
-        allocation, split=("run",),
+        plain, split=("run",), source=("method_report", "n"), by=("at",), x="at", line="mean of all", more=allocation,
     ),
     Figure(
         "xkv_ddid", "XKV with profiles", ("xkv_figure2",), XKV,
-        Chart("Where the last tokens look, by layer", Scale("place in the prompt in %"), Scale("layer"), 2.3,
+        Chart("Where the last tokens look, by layer", Scale("place in the prompt in %"), LAYER, 2.3,
               colour=("% of the layer's attention", None, None, True)), profile,
     ),
     Figure(
         "xkv_score_vs_retention", "XKV with several allocations", ("xkv_figure5",), XKV,
-        Chart("Score against mean retention, {asked}", Scale("mean retention over layers"),
-              Scale(SCORE)), against_retention, split=("asked",), fewest=(1, 3),
+        Chart("Score against mean retention, {asked}", Scale("mean retention over layers"), SCORES), against_retention,
+        split=("asked",), fewest=(1, 3),
     ),
     Figure(
         "attention_distribution", "exact mass by budget", ("pqcache_figure6",), EXACT,
         Chart("Attention on the heaviest tokens, by layer",
-              Scale("heaviest tokens of each head, % of the prompt", "each"), Scale("attention in %")),
-        attention,
+              Scale("heaviest tokens of each head, % of the prompt", "each"), Scale("attention in %")), plain,
+        fewest=(1, 2), source=("by_layer", "mass"), by=("at",), x="percent", line="layer {at}", scale=100,
+        more=some_layers,
     ),
     Figure(
         "memory_vs_transfer", "full attention", ("pqcache_figure1",), "full",
         Chart("K and V by length, and their transfer", Scale("tokens", "powers"),
-              (Scale("GiB", "powers"), Scale("seconds, batch 1", "powers")), width=style.COLUMN + 1.2, each=0.5),
-        transfer, split=("model",), with_full=False, by_set=False,
+              (Scale("GiB", "powers"), Scale("seconds, batch 1", "powers")), width=style.COLUMN + 1.2, columns=2, titled=False),
+        transfer, split=("model",), by_set=False,
     ),
     Figure(
         "score_vs_footprint", "two budgets of prompt and answer, and full attention", ("answers",),
         "scored and (full or by_answers)", Chart("Score by {axis}", **PANELS), by_cost,
-        axis="footprint", facet="dataset", fewest=(1, 2), is_relative=True,
+        axis="footprint", facet="dataset", fewest=(1, 2),
     ),
     Figure(
         "pareto", "three methods or more", ("pqcache_table2", "clusterkv_table1", "xkv_table3"),
         "scored and better == 'higher'",
         Chart("Score against {axis}", COST, Scale(f"mean {SCORE}"), 2.5), by_cost,
-        axis="device", is_choosable=True, fewest=(2, 1), has_front=True,
+        axis="device", is_choosable=True, fewest=(2, 1),
     ),
 )  # fmt: skip
+BY_NAME = {figure.name: figure for figure in FIGURES}

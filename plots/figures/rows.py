@@ -38,7 +38,8 @@ def facts(run: Run) -> Row:
         "full": run.is_full, "scored": not metric.of_reading, "better": metric.better, "asked": asked(run),
         "comm": run.comm, "by_tokens": result.budget is not None, "by_bytes": result.memory_exact is not None,
         "model": run.model, "by_answers": result.budget_counts is not None, "by_share": result.ratio is not None,
-        "size": budget_of(run) or 0, "cached": run.setting("cache", "tokens") or 0,
+        "size": budget_of(run) or 0, "percent": 100 * (result.ratio or 0),
+        "cached": run.setting("cache", "tokens") or 0, "k_cache": run.setting("cache", "k_cache"), "policy": str(run.setting("cache", "policy")).upper(),
     }  # fmt: skip
     return own | {f"method.{key}": value for key, value in result.params.items()}
 
@@ -104,19 +105,17 @@ class Data:
             tables.append(self.tables[run.folder])
         return to_pandas(together(tables))
 
-    def parts(
-        self, words: str, split: Sequence[str] = (), with_full: bool = True, outer: int = 0, by_set: bool = True
-    ) -> list[Part]:
+    def parts(self, words: str, split: Sequence[str] = (), outer: int = 0, by_set: bool = True) -> list[Part]:
         """The figures that these runs fill, the largest set first; full attention is in each part of a split."""
         made: list[tuple[tuple[Any, ...], Part]] = []
         chosen = self.query(words)
         sets = run_sets(chosen) if by_set else [RunSet("", conditions(run), chosen) for run in chosen[:1]]
         for run_set in sets:
             of = {str(run.folder): tuple(self.facts[str(run.folder)][key] for key in split) for run in run_set.runs}
-            keys = {key for run, key in of.items() if not (with_full and self.facts[run]["full"])} if split else {()}
+            keys = {key for run, key in of.items() if not (by_set and self.facts[run]["full"])} if split else {()}
             for key in sorted(keys):
                 here = run_set.only(
-                    lambda run, key=key, of=of: (with_full and run.is_full) or of[str(run.folder)] == key
+                    lambda run, key=key, of=of: (by_set and run.is_full) or of[str(run.folder)] == key
                 )
                 own = {str(run.folder): self.facts[str(run.folder)] for run in here.runs}
                 part = Part(here, run_set, own, self.samples(here.runs), dict(zip(split, key, strict=True)))
