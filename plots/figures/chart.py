@@ -15,14 +15,17 @@ Not here: values (`plots/figures/rows.py`), which figures there are (`plots/figu
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite
+from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib import rcParams
 from matplotlib.ticker import LogLocator, MaxNLocator
 from pandas import DataFrame
 
 from kvbench.plots import style
+from kvbench.plots.looks import told_apart
 from kvbench.plots.read import Run
 from kvbench.plots.style import Canvas, Picture
 
@@ -44,6 +47,7 @@ class Scale:
     kind: str = ""  # cost, names, whole, log (of 1, 2, 5), powers, log2 and each (a tick a value)
     limits: tuple[float | None, float | None] | None = None
     ticks: Sequence[float] = ()
+    names: Sequence[str] = ()  # of all categories; (): those of the panel
 
     def apply(self, axis: Any, values: Sequence[Any]) -> None:
         ax, which = axis.axes, axis.axis_name
@@ -87,7 +91,7 @@ class Chart:
     band: bool = False  # intervals are bands
     share: bool = False  # the y axis
     colour: tuple[str, float | None, float | None, bool] = ("", None, None, False)  # label, ends, logarithmic
-    titled: bool = True  # whether panels are
+    titled: bool | None = None  # whether panels are; None: where there are several
     flat: bool = False  # what is measured stands across, what is named stands on the y axis
     ratios: Sequence[float] = ()  # widths of panels
 
@@ -127,11 +131,12 @@ def draw(
         else:
             draw_panel(ax, chart, part, x, y)
         fit = int(picture.figure.get_figwidth() / n_columns * (14 if chart.colour[0] else 99) / canvas.text)
-        ax.set_title(style.wrapped(name, fit) if len(panels) > 1 and chart.titled else "")
+        ax.set_title(style.wrapped(name, fit) if chart.titled or (chart.titled is None and len(panels) > 1) else "")
         is_last, is_first = i + n_columns >= len(panels), i % n_columns == 0
-        ax.set_ylabel(y.label if is_first or not isinstance(chart.y, Scale) else "")
-        ax.set_xlabel(x.label if is_last and (n_columns == 1 or not isinstance(chart.x, Scale)) else "")
-    if n_columns > 1 and isinstance(chart.x, Scale):
+        across, up = (y.label, x.label) if chart.flat else (x.label, y.label)
+        ax.set_ylabel(up if is_first or not isinstance(chart.y, Scale) else "")
+        ax.set_xlabel(across if is_last and (n_columns == 1 or chart.flat or not isinstance(chart.x, Scale)) else "")
+    if n_columns > 1 and isinstance(chart.x, Scale) and not chart.flat:
         picture.figure.supxlabel(chart.x.label)
     if image is not None:
         bar = {"shrink": 0.8, "aspect": 2 + 8 * n_rows} if len(panels) > 1 else {}
@@ -141,6 +146,16 @@ def draw(
     if len(panels) == 1:
         picture.axes = axes[0]
     return picture
+
+
+def written(
+    chart: Chart, rows: Iterable[dict[str, Any]], about: str, runs: Sequence[Run], folder: Path, name: str, note: str
+) -> list[Path]:
+    """A figure of a page of its own, as PNG and SVG."""
+    with matplotlib.rc_context(Canvas().rc), told_apart(run.method for run in runs):
+        picture = draw(chart, rows, Canvas(), about, runs)
+        picture.note(note)
+        return style.save(picture.finish(chart.legend), folder, name, ["png", "svg"])[:2]
 
 
 def shortened(names: Iterable[str]) -> str:
@@ -164,7 +179,7 @@ def look_of(look: str, nth: int, mark: str) -> dict[str, Any]:
 
 
 def draw_panel(ax: Any, chart: Chart, part: DataFrame, x: Scale, y: Scale) -> None:
-    names = list(dict.fromkeys(part.loc[part.mark != "level", "x"])) if x.kind == "names" else []
+    names = [*x.names] or list(dict.fromkeys(part.loc[part.mark != "level", "x"])) if x.kind == "names" else []
     names = names if any(isinstance(name, str) for name in names) else sorted(names)
     if names:
         part = part.assign(x=[names.index(value) if value in names else np.nan for value in part.x])

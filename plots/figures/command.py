@@ -33,9 +33,7 @@ NARROWEST, WIDEST = 2.0, 12.0
 PHONE_TEXT = 1.25  # times that of paper
 
 
-def draw(
-    figure: Figure, data: Data, folder: Path, canvas: Canvas, formats: Sequence[str]
-) -> dict[str, manifest.Entry]:
+def draw(figure: Figure, data: Data, folder: Path, canvas: Canvas, formats: Sequence[str]) -> dict[str, manifest.Entry]:
     """Draw all figures of one kind, and remove files of run sets that are no longer there."""
     drawn: dict[str, manifest.Entry] = {}
     with matplotlib.rc_context(canvas.rc):

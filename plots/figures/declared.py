@@ -148,7 +148,7 @@ def plain(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | Non
         spread = mean_of(ends, ["run", *figure.by, "at"], "value", figure.scale)
     counts = Counter(run for run, *_ in found)
     own = dict(part.variants(run for run, n in counts.items() if n >= figure.fewest[1]) if not figure.line else ())
-    lines: dict[Any, dict[Any, Row]] = {}
+    lines, ranks = dict[Any, dict[Any, Row]](), dict[Any, tuple[Any, ...]]()
     for run in [*own] or part.facts:
         for key, place in reversed(found.items()):  # of several lengths that are no x the longest
             if key[0] != run or (y := replace(place, by_sample=True).mean) is None:
@@ -156,16 +156,18 @@ def plain(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | Non
             fact = part.facts[run] | dict(zip(figure.by, key[1:], strict=True))
             rank = PARTS.index(fact["name"]) if fact.get("name") in PARTS else len(PARTS)
             words = figure.line.format(**fact).strip()
-            at = (0, 0, run) if own else (fact["size"], rank, words)
+            line = own.get(run, {"line": words})
             row = {"x": fact[figure.x], "y": figure.scale * y, "run": run, "mark": figure.mark, "at": fact.get("at")}
             row |= {end: spread[*key, i] for i, end in enumerate(("low", "high")) if (*key, i) in spread}
-            lines.setdefault(at, {}).setdefault(row["x"], row | own.get(run, {"line": words}))
-    order = [*lines] if own else sorted(lines)
-    kept = [at for at in order if len(lines[at]) >= figure.fewest[1] and any(row["y"] for row in lines[at].values())]
+            lines.setdefault((line["line"], line.get("nth")), {}).setdefault(row["x"], row | line)
+            ranks.setdefault((line["line"], line.get("nth")), () if own else (fact["size"], rank, words))
+    order = sorted(lines, key=lambda line: ranks[line])
+    kept = [lines[line] for line in order if len(lines[line]) >= figure.fewest[1]]
+    kept = [line for line in kept if any(row["y"] for row in line.values())]
     rows = [
-        {"nth": nth, "hatch": HATCHES[nth % len(HATCHES)]} | lines[at][x]
-        for nth, at in enumerate(kept)
-        for x in sorted(lines[at])
+        {"nth": nth, "hatch": HATCHES[nth % len(HATCHES)]} | line[x]
+        for nth, line in enumerate(kept)
+        for x in sorted(line)
     ]
     if len(kept) < figure.fewest[0] or not rows:
         return None
@@ -211,7 +213,8 @@ def levels_of(part: Part, found: Sequence[Point], panels: Iterable[str]) -> list
     made = list[Row]()
     for panel in panels:
         full = [point for point in found if point.panel == panel and part.facts[point.run]["full"]]
-        made += [{**point.row, "x": nan, "panel": panel, "line": "Full", "look": "full", "mark": "level"} for point in full[:1]]
+        level = {"x": nan, "panel": panel, "line": "Full", "look": "full", "mark": "level", "why": ""}
+        made += [point.row | level for point in full[:1]]
     return made
 
 
@@ -289,9 +292,7 @@ def some_layers(figure: Figure, part: Part, rows: list[Row]) -> Drawn:
     named = sorted({0, n_layers // 4, n_layers // 2, 3 * n_layers // 4, n_layers - 1})
     grey = {"mark": "faint", "look": GREY, "line": ""}
     faint = [row | grey | {"group": str(row["at"])} for row in rows if row["at"] not in named]
-    return Drawn(
-        [*faint, *(row | {"nth": named.index(row["at"])} for row in rows if row["at"] in named)], figure.chart
-    )
+    return Drawn([*faint, *(row | {"nth": named.index(row["at"])} for row in rows if row["at"] in named)], figure.chart)
 
 
 def by_cache(figure: Figure, part: Part, rows: list[Row]) -> Drawn | None:
@@ -397,7 +398,7 @@ def code_sizes(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn 
     panels = Counter(panel for panel, _ in bars)
     rows = [row for (panel, _), row in bars.items() if panels[panel] >= figure.fewest[1]]
     levels, title = levels_of(part, found, dict.fromkeys(row["panel"] for row in rows)), figure.chart.title
-    if len(panels) == 1:
+    if len(panels) == 1 and rows:
         title = figure.chart.title.replace("PQCache", f"PQCache on {rows[0]['panel']}", 1)
     return Drawn([*rows, *levels], replace(figure.chart, title=title)) if rows else None
 
@@ -595,7 +596,7 @@ FIGURES = (
     Figure(
         "memory_vs_transfer", "full attention", ("pqcache_figure1",), "full",
         Chart("K and V by length, and their transfer", Scale("tokens", "powers"),
-              (Scale("GiB", "powers"), Scale("seconds, batch 1", "powers")), width=style.COLUMN + 1.2, columns=2, titled=False),
+              (Scale("GiB", "powers"), Scale("seconds, batch 1", "powers")), width=4.7, columns=2, titled=False),
         transfer, split=("model",), by_set=False,
     ),
     Figure(

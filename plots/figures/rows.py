@@ -39,7 +39,8 @@ def facts(run: Run) -> Row:
         "comm": run.comm, "by_tokens": result.budget is not None, "by_bytes": result.memory_exact is not None,
         "model": run.model, "by_answers": result.budget_counts is not None, "by_share": result.ratio is not None,
         "size": budget_of(run) or 0, "percent": 100 * (result.ratio or 0),
-        "cached": run.setting("cache", "tokens") or 0, "k_cache": run.setting("cache", "k_cache"), "policy": str(run.setting("cache", "policy")).upper(),
+        "cached": run.setting("cache", "tokens") or 0, "k_cache": run.setting("cache", "k_cache"),
+        "policy": str(run.setting("cache", "policy")).upper(),
     }  # fmt: skip
     return own | {f"method.{key}": value for key, value in result.params.items()}
 
@@ -114,9 +115,7 @@ class Data:
             of = {str(run.folder): tuple(self.facts[str(run.folder)][key] for key in split) for run in run_set.runs}
             keys = {key for run, key in of.items() if not (by_set and self.facts[run]["full"])} if split else {()}
             for key in sorted(keys):
-                here = run_set.only(
-                    lambda run, key=key, of=of: (by_set and run.is_full) or of[str(run.folder)] == key
-                )
+                here = run_set.only(lambda run, key=key, of=of: (by_set and run.is_full) or of[str(run.folder)] == key)
                 own = {str(run.folder): self.facts[str(run.folder)] for run in here.runs}
                 part = Part(here, run_set, own, self.samples(here.runs), dict(zip(split, key, strict=True)))
                 made.append((key[:outer], part))
