@@ -156,7 +156,7 @@ def write(runs: Sequence[Run], out: Path) -> list[Path]:
     records = [
         {"set": title, "method": run.result.method_label, "budget": budget_of(run), "mode": run.result.protocol}
         | {"turn": turn, "score": place.mean}
-        | {"low": place.interval and place.interval.low, "high": place.interval and place.interval.high}
+        | {end: place.interval and float(getattr(place.interval, end)) for end in ("low", "high")}
         for title, each in sets.items()
         for run in each
         for turn, place in by_turn(run).items()

@@ -39,6 +39,7 @@ from kvbench.plots.style import SCORE, Canvas, Picture
 from kvbench.results import few_samples
 from kvbench.results.intervals import ANYWHERE
 
+OUTPUT_ERROR = "measures.output_error", (0.0, inf)
 N_PANELS = 16  # datasets
 N_MAPS = 24
 N_BARS = 7  # side by side, at each length
@@ -86,6 +87,7 @@ class Figure:
     axis: str = ""  # the cost on the x axis
     is_choosable: bool = False  # whether another axis can be asked for
     facet: str = ""
+    has_front: bool = False
     fewest: tuple[int, int] = (1, 1)  # lines, and points of a line
     # What `plain` draws:
     value: str = "value"  # column of the frame
@@ -105,15 +107,16 @@ class Figure:
         ]
         return "\n".join([f"{self.name}: not drawn, no runs of {self.needs}; make some with", *commands])
 
-    def axis_for(self, canvas: Canvas) -> Axis:
-        return AXES[canvas.axis if self.is_choosable and canvas.axis else self.axis]
+    def axes(self, canvas: Canvas) -> list[Axis]:
+        names = canvas.axis if self.is_choosable and canvas.axis else self.axis
+        return [AXES[name] for name in names.split("+")] if names else []
 
     def draw(self, data: Data, canvas: Canvas) -> list[Picture]:
         """A picture for each part of the runs that has something to show."""
         made = list[Picture]()
         for part in data.parts(self.runs, self.split, self.outer, self.by_set):
             words = {"given": "numbers of tokens" if part.at.get("by_tokens") else "ratios"}
-            words["axis"] = self.axis_for(canvas).words if self.axis else ""
+            words["axis"] = " ".join(axis.words for axis in self.axes(canvas)[:1])
             words["held"] = f", {part.at['cached']} tokens cached" if part.at.get("cached") else ""
             title = self.chart.title.format(**(part.at | words))
             found = self.rows(replace(self, chart=replace(self.chart, title=title)), part, canvas, data)
@@ -179,33 +182,48 @@ def plain(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | Non
 
 
 def by_cost(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
-    """A line per method, a panel per dataset or one of all; full attention is a level there, here a point."""
-    axis, is_mean = figure.axis_for(canvas), figure.fewest[1] == 1
-    comms = {fact["comm"] for fact in part.facts.values() if not fact["full"]}
+    """A line per method; a panel per dataset, or one for each of several axes, with full attention as a level."""
+    axes, has_level = figure.axes(canvas), bool(figure.facet) or "+" in figure.axis
+    is_error = len(axes) > 1 and part.run_set.task == "fidelity"
     if figure.axis == "footprint":
         entries = mean_of(part.samples, ["run"], "footprint_entries")
-        whole = [value for (run,), value in entries.items() if part.facts[run]["full"] and value]
-        if not whole:
-            return None
-        axis = replace(axis, unit=whole[0])
-    found = points(part, axis, figure.facet)
+        axes = [replace(axes[0], unit=y) for (run,), y in entries.items() if part.facts[run]["full"] and y][:1]
+    comms = {fact["comm"] for fact in part.facts.values() if not fact["full"]}
 
     def tail(run: str) -> str:
-        words = part.tails[run]
-        return f"{words} comm {part.facts[run]['comm']}".strip() if is_mean and len(comms) > 1 else words
+        words = "" if len(axes) > 1 else part.tails[run]
+        return words if has_level or len(comms) == 1 else f"{words} comm {part.facts[run]['comm']}".strip()
 
-    rows = as_lines(part, found, tail, figure.fewest[1])
-    if figure.facet:
-        rows = [row for row in rows if row["look"] != "full"]
-        shown = [name for name in dict.fromkeys(point.panel for point in found) if name in {r["panel"] for r in rows}]
-        rows = [row for name in shown[:N_PANELS] for row in rows if row["panel"] == name]
-    if len({row["look"] if is_mean else row["line"] for row in rows} - {"oracle"}) < figure.fewest[0]:
+    rows, others = list[Row](), list[Row]()
+    for axis in axes:
+        found = points(part, axis, figure.facet, *(OUTPUT_ERROR if is_error else ()))
+        here = [row for row in as_lines(part, found, tail, figure.fewest[1]) if not has_level or row["look"] != "full"]
+        shown = [*dict.fromkeys(row["panel"] for row in here)][:N_PANELS]
+        here = [row for row in here if row["panel"] in shown]
+        more = levels_of(part, found, shown) if has_level and not is_error else []
+        if figure.has_front and axis is axes[0]:
+            more += front_of(part, here, found, "lower" if is_error else "higher")
+        panel = {"panel": axis.label} if len(axes) > 1 else {}
+        rows, others = [*rows, *(row | panel for row in here)], [*others, *(row | panel for row in more)]
+    lines = {row["line"] if has_level else row["look"] for row in rows} - {"oracle"}
+    if len(lines) < figure.fewest[0]:
         return None
-    front = front_of(part, rows, found) if is_mean else []
-    levels = levels_of(part, found, dict.fromkeys(row["panel"] for row in rows)) if figure.facet else []
-    chart = replace(figure.chart, x=Scale(axis.label, "cost"))
-    said = [*([FRONT_SAID] if front else []), *([lengths(part)] if figure.axis == "footprint" else [])]
-    return explained(Drawn([*rows, *levels, *front], chart, said=said), axis, rows, part)
+    chart = replace(figure.chart, x=[Scale(axis.label, "cost") for axis in axes])
+    if len(axes) == 1:
+        chart = replace(chart, x=chart.x[0])
+    elif is_error:
+        chart = replace(chart, title=chart.title.replace("Score", "Output error"), y=Scale("output error", "log"))
+    counts, notes = [row["n"] for row in rows], list[str]()
+    if any(row["look"] == "oracle" for row in rows):
+        hidden = f"; {axes[0].hides} is not on the axis" if axes[0].hides else ""
+        notes.append(f"Oracle: tokens by their true attention; no bound on scores{hidden}")
+    n_compared = len({row["run"] for row in rows if not part.facts[row["run"]]["full"]})
+    if n_compared and (few := few_samples(min(counts), n_compared)):
+        notes.append(f"n {min(counts)}: {few}")
+    said = [f"n {' to '.join(map(str, sorted({min(counts), max(counts)})))} samples a point", f"Bars: {BARS}"]
+    said += [FRONT_SAID] if any(row["mark"] == "front" for row in others if "mark" in row) else []
+    said += [lengths(part)] if figure.axis == "footprint" else []
+    return Drawn([*rows, *others], chart, notes=notes, said=said)
 
 
 def levels_of(part: Part, found: Sequence[Point], panels: Iterable[str]) -> list[Row]:
@@ -218,19 +236,6 @@ def levels_of(part: Part, found: Sequence[Point], panels: Iterable[str]) -> list
     return made
 
 
-def explained(drawn: Drawn, axis: Axis, rows: Sequence[Row], part: Part) -> Drawn:
-    """What the marks mean, and what the figure cannot show."""
-    notes, counts = list(drawn.notes), [row["n"] for row in rows]
-    if any(row["look"] == "oracle" for row in rows):
-        hidden = f"; {axis.hides} is not on the axis" if axis.hides else ""
-        notes.append(f"Oracle: tokens by their true attention; no bound on scores{hidden}")
-    n_compared = len({row["run"] for row in rows if not part.facts[row["run"]]["full"]})
-    if n_compared and (few := few_samples(min(counts), n_compared)):
-        notes.append(f"n {min(counts)}: {few}")
-    n = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-    return replace(drawn, notes=notes, said=[f"n {n} samples a point", f"Bars: {BARS}", *drawn.said])
-
-
 def lengths(part: Part) -> str:
     """How long answers are, in words."""
     ended = part.samples[part.samples["status"] == "ok"]
@@ -239,35 +244,6 @@ def lengths(part: Part) -> str:
         for run, tokens in ended.groupby("run", sort=False, observed=True)["generated_tokens"].mean().items()
     ]
     return f"Tokens of an answer: {', '.join(said)}"
-
-
-def by_bytes(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
-    """Output error, or score, against the share of bytes that was measured; beside it what a step can read."""
-    is_error = part.run_set.task == "fidelity"
-    value = ("measures.output_error", (0.0, inf)) if is_error else ("score", None)
-    rows, found = list[Row](), list[Point]()
-    for axis in (AXES["share"], AXES["reads"]):
-        here = points(part, axis, "", *value)
-        lines = as_lines(part, [point for point in here if not part.facts[point.run]["full"]])
-        if axis.name == "share" and len({row["line"] for row in lines}) < 2:
-            return None
-        rows += [{**row, "panel": axis.label} for row in lines]
-        found = found or here
-    first = [row for row in rows if row["panel"] == AXES["share"].label]
-    front = front_of(part, first, found, "lower" if is_error else "higher")
-    by_set = [] if is_error else points(part, None, "dataset")
-    whole = levels_of(part, by_set, part.run_set.datasets())
-    levels = [
-        {**whole[0], "panel": axis.label, "y": sum(row["y"] for row in whole) / len(whole)}
-        for axis in (AXES["share"], AXES["reads"])
-        if whole
-    ]
-    y = Scale("output error", "log") if is_error else Scale("mean score, 0 to 100")
-    title = f"{'Output error' if is_error else 'Score'} against the bytes on the device"
-    scales = [Scale(AXES[name].label, "cost") for name in ("share", "reads")]
-    chart = replace(figure.chart, title=title, x=scales, y=y)
-    drawn = Drawn([*rows, *levels, *front], chart, said=[FRONT_SAID] if front else [])
-    return explained(drawn, AXES["share"], first, part)
 
 
 # --- what is drawn besides plain lines and bars ------------------------------------------------------
@@ -485,7 +461,9 @@ FIGURES = (
     Figure(
         "frontier", "byte budgets", ("frontier", "frontier_needle", "frontier_composed"),
         "(task == 'fidelity' or scored) and (full or by_bytes)",
-        Chart("", COST, COST, 2.8, width=6.75, columns=2, legend=3, share=True, titled=False), by_bytes,
+        Chart("Score against the {axis}", COST, Scale("mean score, 0 to 100"), 2.8, width=6.75, columns=2, legend=3,
+              share=True, titled=False), by_cost,
+        axis="share+reads", fewest=(2, 1), has_front=True,
     ),
     Figure(
         "score_vs_comm", "two values of comm or more", ("pqcache_figure10d",),
@@ -608,7 +586,7 @@ FIGURES = (
         "pareto", "three methods or more", ("pqcache_table2", "clusterkv_table1", "xkv_table3"),
         "scored and better == 'higher'",
         Chart("Score against {axis}", COST, Scale(f"mean {SCORE}"), 2.5), by_cost,
-        axis="device", is_choosable=True, fewest=(2, 1),
+        axis="device", is_choosable=True, fewest=(2, 1), has_front=True,
     ),
 )  # fmt: skip
 BY_NAME = {figure.name: figure for figure in FIGURES}
