@@ -234,7 +234,7 @@ def draw(found: Comparison, folder: Path, name: str = "comparison") -> Path:
                 own = {"panel": COSTS, "line": line, "mark": mark, "look": style.look(row.method)["color"]}
                 rows.append(own | {"x": row.label, "y": 100 * share if share else nan})
         picture = draw_chart(chart, rows, Canvas(), about(found))
-        ax = picture.axes.ravel()[-1]
+        ax = picture.axes[-1]
         for at, (word, of) in {1.28: ("held", 1), 1.56: ("moved", 2)}.items():
             ax.text(at, 1.02, word, transform=ax.transAxes, ha="right", va="bottom", fontsize=style.SMALL)
             for i, each in enumerate(shares):

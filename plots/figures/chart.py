@@ -143,8 +143,7 @@ def draw(
         picture.figure.colorbar(image, ax=list(axes[: len(panels)]), label=chart.colour[0], format=tick, **bar)
     why = table[table.why != ""].groupby("why")["line"].unique()
     picture.note(*(f"Open: {reason} ({shortened(names)})" for reason, names in why.items()))
-    if len(panels) == 1:
-        picture.axes = axes[0]
+    picture.axes = axes[0] if len(panels) == 1 else axes[: len(panels)]
     return picture
 
 

@@ -205,8 +205,8 @@ def by_cost(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | N
             more += front_of(part, here, found, "lower" if is_error else "higher")
         panel = {"panel": axis.label} if len(axes) > 1 else {}
         rows, others = [*rows, *(row | panel for row in here)], [*others, *(row | panel for row in more)]
-    lines = {row["line"] if has_level else row["look"] for row in rows} - {"oracle"}
-    if len(lines) < figure.fewest[0]:
+    apart = "look" if figure.has_front and not has_level else "line"
+    if len({row[apart] for row in rows} - {"oracle"}) < figure.fewest[0]:
         return None
     chart = replace(figure.chart, x=[Scale(axis.label, "cost") for axis in axes])
     if len(axes) == 1:

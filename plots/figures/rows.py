@@ -284,4 +284,5 @@ def front_of(part: Part, rows: Sequence[Row], found: Sequence[Point], better: st
         if is_deployable(part.runs[point.run]) and not point.place.over
     }
     on = front(bounded, better)
-    return [{key: rows[i][key] for key in ("panel", "x", "y")} | {"mark": "front", "line": "front"} for i in on]
+    made = [{key: rows[i][key] for key in ("panel", "x", "y")} | {"mark": "front", "line": "front"} for i in on]
+    return made if len(made) > 1 else []
