@@ -220,7 +220,7 @@ COSTS = "keys and values"
 def draw(found: Comparison, folder: Path, name: str = "comparison") -> Path:
     """A panel of scores per task, and one of what is held and moved: the PNG's path."""
     n, names = len(found.tasks), [row.label for row in found.rows]
-    words = ["score, with its 95 % interval; dashed: full attention" if i == n // 2 else "" for i in range(n)]
+    words = ["score, with its 95 % interval; dotted: full attention" if i == n // 2 else "" for i in range(n)]
     chart = Chart(
         "Scores, and what they cost", Scale(kind="names", names=names),
         [*(Scale(each, "", (-3, 103), (0, 50, 100)) for each in words), SHARES],

@@ -36,6 +36,7 @@ COLUMNS = {
 ORACLE = "oracle"
 NAMED = 3  # methods that a note names before it counts
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "oo", "--", "**", "||", "OO")
+MANY = 10  # points of a line, whose marks are small
 CELL = 0.26, 0.13  # inches that a number in a cell takes
 
 
@@ -135,9 +136,10 @@ def draw(
         is_last, is_first = i + n_columns >= len(panels), i % n_columns == 0
         across, up = (y.label, x.label) if chart.flat else (x.label, y.label)
         ax.set_ylabel(up if is_first or not isinstance(chart.y, Scale) else "")
-        ax.set_xlabel(across if is_last and (n_columns == 1 or chart.flat or not isinstance(chart.x, Scale)) else "")
-    if n_columns > 1 and isinstance(chart.x, Scale) and not chart.flat:
-        picture.figure.supxlabel(chart.x.label)
+        if chart.flat or not isinstance(chart.x, Scale):
+            ax.set_xlabel(across)
+        elif is_last and i % n_columns == (n_columns - 1) // 2:  # once, in the middle: they would overlap
+            ax.set_xlabel(across, x=0.5 if n_columns % 2 else 1.08)
     if image is not None:
         bar = {"shrink": 0.8, "aspect": 2 + 8 * n_rows} if len(panels) > 1 else {}
         picture.figure.colorbar(image, ax=list(axes[: len(panels)]), label=chart.colour[0], format=tick, **bar)
@@ -167,13 +169,14 @@ def look_of(look: str, nth: int, mark: str) -> dict[str, Any]:
     """How a line is drawn: as its method is, or as one of a number of lines."""
     if mark == "dash":
         return {"color": style.ink(), "marker": "_", "markersize": 12, "linestyle": ""}
-    if look.startswith("#"):
-        return {"color": look, "marker": "o", "linestyle": "-"}
-    found = style.look(look, nth) if look else style.numbered(nth, style.DASHES[nth // 6 % len(style.DASHES)])
+    if mark == "faint" and not look:
+        return {"color": style.ink(), "alpha": 0.25}
+    found = style.look(look, nth) if look and look[0] != "#" else style.numbered(nth, style.DASHES[nth // 6 % len(style.DASHES)])
     if look == ORACLE:
         found |= {"linewidth": 0.8, "zorder": 1.5}
     if mark == "rule":
         found |= {"marker": "", "linestyle": style.DASHES[nth % 3]}
+    found |= {"color": look, "marker": "o", "markeredgecolor": look} if look[:1] == "#" else {}
     return found | ({"linestyle": ""} if mark in ("points", "hollow") else {})
 
 
@@ -189,17 +192,21 @@ def draw_panel(ax: Any, chart: Chart, part: DataFrame, x: Scale, y: Scale) -> No
         xs, ys = rows.x.to_numpy(float), rows.y.to_numpy(float)
         if mark == "level":
             put = ax.axvline if chart.flat else ax.axhline
-            put(ys[0], color=colours["color"], linestyle="--", linewidth=0.9, label=label, zorder=1)
+            dash = {"linestyle": ":", "linewidth": 0.6} if chart.flat else {"linestyle": "--", "linewidth": 0.9}
+            put(ys[0], color=colours["color"], **dash, label=label, zorder=1)
         elif mark == "front":
             ax.step(xs, ys, where="post", color="#999999", linewidth=2.5, alpha=0.5, label=label, zorder=1)
         elif mark == "faint":
-            ax.plot(xs, ys, color=colours["color"], linewidth=0.7, zorder=1.2, label=label)
+            faint = {key: colours[key] for key in ("color", "alpha") if key in colours}
+            ax.plot(xs, ys, **faint, linewidth=0.7, zorder=1.2, label=label)
         elif mark in ("bar", "pale bar"):
             draw_bars(ax, rows, groups, bottoms, {"color": colours["color"], "alpha": 1 if mark == "bar" else 0.55})
         else:
             across = (ys, xs) if chart.flat else (xs, ys)
             if mark == "hollow":
                 colours["markerfacecolor"] = "none"
+            if not look and len(xs) > MANY:
+                colours["markersize"] = 2.5
             ax.plot(*across, label=label, **colours)
             draw_spread(ax, chart, rows, colours)
             is_open = (rows.why != "").to_numpy()

@@ -56,7 +56,6 @@ WHOLE = {"prefill_parts_s": "timing.ttft_s", "step_parts_s": "timing.tpot_s"}
 PROMPT, NAMES = Scale("tokens of the prompt"), Scale("tokens of the prompt", "names")
 SECONDS = Scale("seconds")
 LAYER = Scale("layer")
-GREY = "#CCCCCC"
 
 
 @dataclass(frozen=True)
@@ -266,7 +265,7 @@ def some_layers(figure: Figure, part: Part, rows: list[Row]) -> Drawn:
     """Five layers in colours, the others grey."""
     n_layers = 1 + max(row["at"] for row in rows)
     named = sorted({0, n_layers // 4, n_layers // 2, 3 * n_layers // 4, n_layers - 1})
-    grey = {"mark": "faint", "look": GREY, "line": ""}
+    grey = {"mark": "faint", "line": ""}
     faint = [row | grey | {"group": str(row["at"])} for row in rows if row["at"] not in named]
     return Drawn([*faint, *(row | {"nth": named.index(row["at"])} for row in rows if row["at"] in named)], figure.chart)
 
