@@ -171,7 +171,11 @@ def look_of(look: str, nth: int, mark: str) -> dict[str, Any]:
         return {"color": style.ink(), "marker": "_", "markersize": 12, "linestyle": ""}
     if mark == "faint" and not look:
         return {"color": style.ink(), "alpha": 0.25}
-    found = style.look(look, nth) if look and look[0] != "#" else style.numbered(nth, style.DASHES[nth // 6 % len(style.DASHES)])
+    found = (
+        style.look(look, nth)
+        if look and look[0] != "#"
+        else style.numbered(nth, style.DASHES[nth // 6 % len(style.DASHES)])
+    )
     if look == ORACLE:
         found |= {"linewidth": 0.8, "zorder": 1.5}
     if mark == "rule":

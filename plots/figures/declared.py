@@ -24,7 +24,6 @@ from kvbench.plots.figures.rows import (
     Axis,
     Data,
     Part,
-    Point,
     Row,
     as_lines,
     front_of,
@@ -155,11 +154,12 @@ def plain(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | Non
         for key, place in reversed(found.items()):  # of several lengths that are no x the longest
             if key[0] != run or (y := replace(place, by_sample=True).mean) is None:
                 continue
-            fact = part.facts[run] | dict(zip(figure.by, key[1:], strict=True))
+            own_keys = dict(zip(figure.by, key[1:], strict=True))
+            fact = part.facts[run] | own_keys
             rank = PARTS.index(fact["name"]) if fact.get("name") in PARTS else len(PARTS)
             words = figure.line.format(**fact).strip()
             line = own.get(run, {"line": words})
-            row = {"x": fact[figure.x], "y": figure.scale * y, "run": run, "mark": figure.mark, "at": fact.get("at")}
+            row = own_keys | {"x": fact[figure.x], "y": figure.scale * y, "run": run, "mark": figure.mark}
             row |= {end: spread[*key, i] for i, end in enumerate(("low", "high")) if (*key, i) in spread}
             lines.setdefault((line["line"], line.get("nth")), {}).setdefault(row["x"], row | line)
             ranks.setdefault((line["line"], line.get("nth")), () if own else (fact["size"], rank, words))
@@ -201,7 +201,7 @@ def by_cost(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | N
         here = [row for row in here if row["panel"] in shown]
         more = levels_of(part, found, shown) if has_level and not is_error else []
         if figure.has_front and axis is axes[0]:
-            more += front_of(part, here, found, "lower" if is_error else "higher")
+            more += front_of(part, here, "lower" if is_error else "higher")
         panel = {"panel": axis.label} if len(axes) > 1 else {}
         rows, others = [*rows, *(row | panel for row in here)], [*others, *(row | panel for row in more)]
     apart = "look" if figure.has_front and not has_level else "line"
@@ -225,14 +225,11 @@ def by_cost(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | N
     return Drawn([*rows, *others], chart, notes=notes, said=said)
 
 
-def levels_of(part: Part, found: Sequence[Point], panels: Iterable[str]) -> list[Row]:
+def levels_of(part: Part, found: Sequence[Row], panels: Iterable[str]) -> list[Row]:
     """Full attention's score as a level of each panel."""
-    made = list[Row]()
-    for panel in panels:
-        full = [point for point in found if point.panel == panel and part.facts[point.run]["full"]]
-        level = {"x": nan, "panel": panel, "line": "Full", "look": "full", "mark": "level", "why": ""}
-        made += [point.row | level for point in full[:1]]
-    return made
+    full = {row["panel"]: row for row in reversed(found) if part.facts[row["run"]]["full"]}
+    level = {"x": nan, "line": "Full", "look": "full", "mark": "level", "why": ""}
+    return [full[panel] | level for panel in panels if panel in full]
 
 
 def lengths(part: Part) -> str:
@@ -272,13 +269,12 @@ def some_layers(figure: Figure, part: Part, rows: list[Row]) -> Drawn:
 
 def by_cache(figure: Figure, part: Part, rows: list[Row]) -> Drawn | None:
     """What each size of the cache saves, at the longest prompt."""
-    base = {row["run"]: row["y"] for row in rows}
-    first = min(rows, key=lambda row: row["x"])
-    for row in rows:
-        row["words"] = f"{100 * (row['y'] / first['y'] - 1):+.1f} %" if row is not first else ""
-    length = timed(part.samples)["length"].max()
+    length = max(row["length"] for row in rows)
+    rows = [row for row in rows if row["length"] == length]
+    saved = [f"{100 * (row['y'] / rows[0]['y'] - 1):+.1f} %" for row in rows]
     title = f"PQCache's time per token by cache, {tick(length)} tokens"
-    return Drawn(rows, replace(figure.chart, title=title)) if len(base) > 1 else None
+    rows = [rows[0], *(row | {"words": words} for row, words in zip(rows[1:], saved[1:], strict=True))]
+    return Drawn(rows, replace(figure.chart, title=title)) if len(rows) > 1 else None
 
 
 def stacked(figure: Figure, part: Part, rows: list[Row]) -> Drawn:
@@ -296,6 +292,8 @@ def stacked(figure: Figure, part: Part, rows: list[Row]) -> Drawn:
 def transfer(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
     """Bytes of K and V per token as full attention measured them, by length and batch, and their time over a link."""
     rows = part.samples[part.samples["status"] == "ok"]
+    if "bytes_resident_device" not in rows:
+        return None
     if "timing.ttft_s" in rows:
         rows = rows[rows["timing.ttft_s"].isna()]
     rows = rows[(rows["bytes_resident_device"] > 0) & (rows["generated_tokens"] > 0)]
@@ -322,7 +320,7 @@ def transfer(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | 
 
 def scores_of(part: Part) -> dict[str, Row]:
     """Each run's score with its interval."""
-    return {point.run: point.row for point in points(part, None)}
+    return {row["run"]: row | {"why": ""} for row in points(part)}
 
 
 def iterations(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Iterable[Drawn]:
@@ -344,7 +342,7 @@ def iterations(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Iterab
         if len(of) > 1:
             ordered = sorted(of, key=lambda word: float(word) if word.isdecimal() else inf)
             made = [
-                scores[of[word]] | {"x": times[word][1], "line": f"T = {word}", "nth": i, "mark": "points", "why": ""}
+                scores[of[word]] | {"x": times[word][1], "line": f"T = {word}", "nth": i, "mark": "points"}
                 for i, word in enumerate(ordered)
                 if of[word] in scores
             ]
@@ -354,28 +352,25 @@ def iterations(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Iterab
 def against_retention(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
     """The score against mean retention, the total of tokens being the same."""
     means, scores = mean_of(part.samples, ["run"], "report.r_avg"), scores_of(part)
-    rows = [scores[run] | {"x": x, "mark": "points", "why": ""} for (run,), x in means.items() if run in scores]
+    rows = [scores[run] | {"x": x, "mark": "points"} for (run,), x in means.items() if run in scores]
     return Drawn(rows, figure.chart) if len({row["x"] for row in rows}) >= figure.fewest[1] else None
 
 
 def code_sizes(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
     """The score of each size of codes, a panel per dataset."""
     m, b, nominal = (mean_of(part.samples, ["run"], f"report.{key}") for key in ("m", "b", "comm_nominal"))
-    found, bars = points(part, None, "dataset"), dict[tuple[str, str], Row]()
-    sized = {point.run: (int(m[point.run,]), int(b[point.run,])) for point in found if (point.run,) in m}
-    by_bits = [point for point in found if point.run in sized]
-    for point in sorted(by_bits, key=lambda point: (sized[point.run][0] * sized[point.run][1], sized[point.run])):
-        is_dear = nominal.get((point.run,), 0) > 1 / 128 + 1e-9
+    found, bars = points(part, None, "dataset"), dict[tuple[str, Any], Row]()
+    for row in (row for row in found if (row["run"],) in m):
+        size, is_dear = (int(m[row["run"],]), int(b[row["run"],])), nominal.get((row["run"],), 0) > 1 / 128 + 1e-9
         own = {"nth": 5, "hatch": "///"} if is_dear else {"nth": 0}
         own |= {"line": f"codes cost {'more than 1/128' if is_dear else '1/128 at most'}", "mark": "bar", "why": ""}
-        x = "{}x{}".format(*sized[point.run])
-        bars[point.panel, x] = point.row | own | {"x": x, "panel": point.panel}
+        bars[row["panel"], (size[0] * size[1], size)] = row | own | {"x": "{}x{}".format(*size)}
     panels = Counter(panel for panel, _ in bars)
-    rows = [row for (panel, _), row in bars.items() if panels[panel] >= figure.fewest[1]]
-    levels, title = levels_of(part, found, dict.fromkeys(row["panel"] for row in rows)), figure.chart.title
-    if len(panels) == 1 and rows:
-        title = figure.chart.title.replace("PQCache", f"PQCache on {rows[0]['panel']}", 1)
-    return Drawn([*rows, *levels], replace(figure.chart, title=title)) if rows else None
+    rows = [bars[at] for at in sorted(bars, key=lambda at: at[1]) if panels[at[0]] >= figure.fewest[1]]
+    if not rows:
+        return None
+    title = figure.chart.title.replace("PQCache", f"PQCache on {rows[0]['panel']}" if len(panels) == 1 else "PQCache")
+    return Drawn([*rows, *levels_of(part, found, panels)], replace(figure.chart, title=title))
 
 
 def answer_time(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:

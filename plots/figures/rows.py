@@ -21,7 +21,7 @@ from pandas import DataFrame, Series
 
 from kvbench.plots.read import OLDER_KEYS, Run, conditions, prompt
 from kvbench.plots.run_sets import RunSet, asked, budget_of, is_deployable, other_setting, outside_budget, run_sets
-from kvbench.plots.scored import Scored, places
+from kvbench.plots.scored import places
 from kvbench.plots.stats import front
 from kvbench.results import METRICS
 from kvbench.results.frame import of_samples, to_pandas, together
@@ -65,19 +65,15 @@ class Part:
         tail = other_setting(self.run_set)
         return {run: "" if found.is_full else tail(found) for run, found in self.runs.items()}
 
-    def variant(self, run: str) -> str:
-        """A method's label with what it was asked."""
-        fact = self.facts[run]
-        return fact["label"] if fact["full"] else f"{fact['label']} {fact['asked']} {self.tails[run]}".strip()
-
     def variants(self, runs: Iterable[str]) -> Iterator[tuple[str, Row]]:
-        """Full attention once, then others, each with how a line of it is drawn."""
+        """Full attention once, then others with what each was asked, and how a line of it is drawn."""
         seen = Counter[str]()
         for run in sorted(set(runs), key=lambda run: (not self.facts[run]["full"], self.facts[run]["who"], run)):
-            who = self.facts[run]["who"]
-            if not (self.facts[run]["full"] and seen[who]):
-                yield run, {"run": run, "line": self.variant(run), "look": who, "nth": seen[who]}
-                seen[who] += 1
+            fact = self.facts[run]
+            words = "" if fact["full"] else f" {fact['asked']} {self.tails[run]}".rstrip()
+            if not (fact["full"] and seen[fact["who"]]):
+                yield run, {"run": run, "line": fact["label"] + words, "look": fact["who"], "nth": seen[fact["who"]]}
+                seen[fact["who"]] += 1
 
 
 class Data:
@@ -215,73 +211,55 @@ AXES = {
 CHOICES = ("device", "moved", "attended")
 
 
-@dataclass(frozen=True)
-class Point:
-    """A run's value, of a dataset or of all, against what it cost."""
-
-    run: str
-    panel: str
-    x: float
-    place: Scored
-    row: Row  # of the chart
-
-
 def points(
-    part: Part, axis: Axis | None, facet: str = "", value: str = "score", limits: Bounds | None = None
-) -> list[Point]:
-    by = ["run", *([facet] if facet else [])]
+    part: Part, axis: Axis | None = None, facet: str = "", value: str = "score", limits: Bounds | None = None
+) -> list[Row]:
+    """Each run's value, of a dataset or of all, against what it cost."""
     if value not in part.samples:
         return []
+    by, made = ["run", facet] if facet else ["run"], list[Row]()
     groups = part.samples.groupby(by, sort=False, observed=True)
     costs = {key: 0.0 if axis is None else axis.of(rows) for key, rows in groups}
-    made: list[Point] = []
     for key, place in places(part.samples, by, value, limits).items():
         whole = replace(place, by_sample=True)  # as in result.json: all datasets' samples count alike
-        x, mean, ends = costs[key], whole.mean, whole.interval
-        if x is None or mean is None:
+        if costs[key] is None or whole.mean is None:
             continue
-        scale = METRICS[place.metric].scale if limits is None else 1
+        scale, ends = METRICS[place.metric].scale if limits is None else 1, whole.interval
         why = "over its budget" if place.over else outside_budget(part.runs[key[0]], ())
-        row = {"x": x, "y": scale * mean, "why": why, "run": key[0], "n": whole.n}
+        row = {"run": key[0], "panel": key[-1] if facet else "", "x": costs[key], "y": scale * whole.mean, "why": why}
         row |= {} if ends is None else {"low": scale * ends.low, "high": scale * ends.high}
-        made.append(Point(key[0], key[-1] if facet else "", x, place, row))
+        made.append(row | {"n": whole.n, "place": place})
     return made
 
 
-def as_lines(
-    part: Part, found: Sequence[Point], tail: Callable[[str], str] = lambda run: "", fewest: int = 1
-) -> list[Row]:
+def as_lines(part: Part, found: Sequence[Row], tail: Callable[[str], str], fewest: int = 1) -> list[Row]:
     """Points of runs that differ in their budget only are one line of a method; others are other lines of it."""
-    made: list[Row] = []
-    for panel in dict.fromkeys(point.panel for point in found):
-        of: dict[tuple[str, str, str], dict[Any, Point]] = {}
-        for point in (each for each in found if each.panel == panel):
-            fact, comm = part.facts[point.run], part.runs[point.run].result.comm
-            words = "" if fact["full"] else tail(point.run)
-            line = of.setdefault((fact["who"], fact["label"], words), {})
-            if not (fact["full"] and line):
-                # What was asked is part of the key: some costs, such as bytes moved, are 0 at every budget.
-                line.setdefault((point.x, fact["size"], inf if comm is None else comm), point)
-        seen = Counter[str]()
-        for (who, label, words), line in sorted(of.items()):
-            name = f"{label} {words}".strip() + (": reference" if who == "oracle" else "")
-            own = {"panel": panel, "line": name, "look": who, "nth": seen[who]}
-            seen[who] += 1
-            made += [own | line[at].row for at in sorted(line)] if len(line) >= fewest else []
+    lines: dict[tuple[str, str, str, str], dict[Any, Row]] = {}
+    for row in found:
+        fact, comm = part.facts[row["run"]], part.runs[row["run"]].result.comm
+        words = "" if fact["full"] else tail(row["run"])
+        line = lines.setdefault((row["panel"], fact["who"], fact["label"], words), {})
+        if not (fact["full"] and line):
+            # What was asked is part of the key: some costs, such as bytes moved, are 0 at every budget.
+            line.setdefault((row["x"], fact["size"], inf if comm is None else comm), row)
+    made, seen, panels = list[Row](), Counter[tuple[str, str]](), [*dict.fromkeys(row["panel"] for row in found)]
+    for (panel, who, label, words), line in sorted(lines.items(), key=lambda line: (panels.index(line[0][0]), line[0])):
+        name = f"{label} {words}".strip() + (": reference" if who == "oracle" else "")
+        own = {"line": name, "look": who, "nth": seen[panel, who]}
+        seen[panel, who] += 1
+        made += [line[at] | own for at in sorted(line)] if len(line) >= fewest else []
     return made
 
 
-def front_of(part: Part, rows: Sequence[Row], found: Sequence[Point], better: str = "higher") -> list[Row]:
-    """The drawn points that are shown to be better than all that cost no more, where there are some.
+def front_of(part: Part, rows: Sequence[Row], better: str = "higher") -> list[Row]:
+    """The points that are shown to be better than all that cost no more, where there are some.
 
     Only methods that could be deployed and kept their budgets can be on it; the others beat nobody either.
     """
-    by_run = {(point.run, point.x): point for point in found}
-    own = {i: by_run[row["run"], row["x"]] for i, row in enumerate(rows)}
     bounded = {
-        i: (point.x, point.place.samples)
-        for i, point in own.items()
-        if is_deployable(part.runs[point.run]) and not point.place.over
+        i: (row["x"], row["place"].samples)
+        for i, row in enumerate(rows)
+        if is_deployable(part.runs[row["run"]]) and not row["place"].over
     }
     on = front(bounded, better)
     made = [{key: rows[i][key] for key in ("panel", "x", "y")} | {"mark": "front", "line": "front"} for i in on]

@@ -104,7 +104,7 @@ def test_lines_hold_the_runs_own_scores_and_models_are_apart(tmp_path: Path) -> 
     write(tmp_path, "h2o", "longbench", answers(["a"], 0.9), ratio="2/5", model="other")
     found = Data(load(tmp_path)).parts("scored")
     assert [part.run_set.where.model for part in found] == ["tiny", "other"]
-    rows = as_lines(found[0], points(found[0], AXES["device"], "dataset"))
+    rows = as_lines(found[0], points(found[0], AXES["device"], "dataset"), lambda run: "")
     assert {found[0].runs[row["run"]].result.ratio: row["y"] for row in rows} == scores
     assert len({row["line"] for row in rows}) == 1 and all(row["low"] <= row["y"] <= row["high"] for row in rows)
 
