@@ -1,6 +1,6 @@
 """The command line of a page: `python -m kvbench.plots.NAME [RUNS] [--out FOLDER]`.
 
-Not here: what stands on a page (`plots/results.py`, `plots/scopes.py`, `plots/turns.py`).
+Not here: what stands on a page (`plots/turns.py`, `plots/parts.py`, `plots/costs.py`).
 """
 
 import argparse

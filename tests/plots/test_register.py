@@ -11,8 +11,8 @@ from typing import Any
 import pandas
 import pytest
 import yaml
-
 from kvbench.plots.kept import keep
+
 from kvbench.plots.pages import register
 from kvbench.results import interval
 from kvbench.tests.plots.test_experiments import cells, composed
