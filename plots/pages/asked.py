@@ -185,13 +185,13 @@ def page_of(name: str, path: Path) -> Page:
 
 def asked(key: str, said: Mapping[str, Any]) -> Asked:
     """A set; one that names its rows comes in their number and counts when all were answered."""
-    found = dict(said)
+    found: dict[str, Any] = dict(said)
     if rows := found.get("samples"):
         found |= {"n": rows[1] - rows[0], "is_ordered": True, "enough": 1.0}
         found["questions"] = found.get("questions", 1)
         found["scope"] = HIDDEN if found["questions"] > 1 else ""  # compressed before it is asked anything
-    chance = {part: float(Fraction(str(value))) for part, value in found.get("chance", {}).items()}
-    return Asked(key=key, **found | {"chance": chance})
+    found["chance"] = {part: float(Fraction(str(value))) for part, value in found.get("chance", {}).items()}
+    return Asked(key=key, **found)
 
 
 def share(asked: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from kvbench.plots import style
-from kvbench.plots.pages.asked import SHOWN, share
+from kvbench.plots.pages.asked import SHOWN, page, share
 from kvbench.plots.pages.queries import Column, Task
 from kvbench.plots.pages.words import label, listed
 from kvbench.plots.style import Canvas, Picture
@@ -25,14 +25,6 @@ SMALL = 6.5  # points, of names and ranks next to rows
 ROW = 0.16  # inches of a method
 PANEL = 0.42  # of a panel's title and numbers
 BESIDE = 0.18  # of a row, by which a hollow mark stands above its filled one
-NOTES = (
-    "Bars: 95 % intervals over samples. Dashed: full attention. On the right: the ranks that a method may have, behind "
-    "those shown to be better and ahead of those shown to be worse (paired test, corrected for its comparisons)"
-)
-BOTH = (
-    "Filled: the question hidden while the prompt was compressed; hollow: shown. Ranks are with it hidden, where that "
-    "was asked"
-)
 LONG = re.compile(r"(\.\d\d)\d+")
 HASHED = re.compile(r"(?<=[\"#])[mp][0-9a-f]{10}(?=[\")])")  # of what is clipped, to digits that differ from run to run
 SVG: dict[Any, Any] = {"svg.hashsalt": "kvbench", "svg.fonttype": "none"}  # the same bytes again, and text as text
@@ -50,7 +42,8 @@ def picture(task: Task) -> Picture:
     for (ax,), columns in zip(canvas.axes, panels, strict=True):
         panel(ax, task, columns)
     canvas.axes[-1][0].set_xlabel(style.SCORE)
-    canvas.note(*([BOTH] if len(task.protocols) > 1 else []), *longer(task, panels), NOTES)
+    notes = page("results").more["notes"]
+    canvas.note(*([notes["both"]] if len(task.protocols) > 1 else []), *longer(task, panels), notes["all"])
     return canvas.finish(legend=False)
 
 

@@ -158,6 +158,8 @@ def between(column: Column, names: Sequence[str]) -> dict[tuple[str, str], Corre
 
 def groups(column: Column, names: Sequence[str]) -> tuple[list[str], list[str]]:
     """The best method with those that are not shown to be worse, and the others, each in the order of scores."""
+    if not names:
+        return [], []
     found = column.between if [*names] == column.methods else between(column, names)
     names = sorted(names, key=lambda name: -column.mean(name))
     apart = {name for pair, one in found.items() if one.sign and names[0] in pair for name in pair} - {names[0]}
@@ -492,15 +494,18 @@ def standings(every: tuple[Task, ...], protocol: str, asked: str, has_host: bool
     found: dict[str, dict[str, OfSkill]] = {}
     for skill in page("which-method").more["skills"]:
         columns = by_skill.get(skill, [])
-        best = [groups(one, [name for name in one.methods if has_host or not fetches(name)]) for one in columns]
-        names = [name for name in sum(best[0], []) if all(name in sum(of, []) for of in best)] if best else []
+        if not columns:
+            continue
+        runnable = [[name for name in one.methods if has_host or not fetches(name)] for one in columns]
+        best = [groups(*one)[0] for one in zip(columns, runnable, strict=True)]
         full = [[*values(one.full).values()] for one in columns]
         standing = {
             name: OfSkill(
-                all(name in first for first, _ in best),
+                all(name in of for of in best),
                 paired_over_datasets([[*values(one.of[name]).values()] for one in columns], full),
             )
-            for name in names
+            for name in runnable[0]
+            if all(name in of for of in runnable)
         }
         if standing:
             found[skill] = dict(sorted(standing.items(), key=lambda item: (-item[1].distance, item[0])))

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from pandas import DataFrame
 
 from kvbench.engine.budget import show
 from kvbench.engine.foreign import CsvWriter
@@ -32,6 +31,7 @@ from kvbench.results import SampleRow, read_config
 from kvbench.results.frame import of_sample
 from kvbench.results.read import parse_samples
 
+Frame = Any  # of pandas, whose own types leave open what a cell is
 KEPT = "scores.csv.gz"
 PAGES = ("results", "cited", "register")  # that have answers beside them
 PLACE = ("set", "column", "model", "protocol", "asked", "method")
@@ -47,30 +47,35 @@ COLUMNS = (*NAMES, *NUMBERS)
 # --- files ---------------------------------------------------------------------------------------
 
 
-def committed() -> DataFrame:
+def committed() -> Frame:
     """The answers of all pages."""
     return pd.concat([kept(name) for name in PAGES], ignore_index=True)
 
 
-def kept(name: str) -> DataFrame:
+def kept(name: str) -> Frame:
     """A page's committed answers; `page` is its name. A name that is empty is "", and no missing value."""
     return typed(load(DOCS / name / KEPT)).assign(page=name)
 
 
-def typed(texts: DataFrame) -> DataFrame:
+def typed(texts: Frame) -> Frame:
     """Texts with all columns and with numbers; `ValueError` for answers that do not say whose they are."""
     if "sample" not in texts or (texts["sample"] == "").any():
         raise ValueError("there are answers without a sample, and no test is made of those")
-    found = texts.reindex(columns=[*COLUMNS]).fillna(dict.fromkeys(NAMES, ""))
+    found = whole(texts)
     return found.assign(**{name: pd.to_numeric(found[name]) for name in NUMBERS})
 
 
-def load(path: Path) -> DataFrame:
+def whole(texts: Frame) -> Frame:
+    """Texts with all columns; those that a file lacks are empty."""
+    return texts.reindex(columns=[*COLUMNS], fill_value="")
+
+
+def load(path: Path) -> Frame:
     """A file as it was written, all of it texts."""
     return pd.read_csv(path, dtype=str, keep_default_na=False)
 
 
-def keep(path: Path, texts: DataFrame) -> None:
+def keep(path: Path, texts: Frame) -> None:
     """Write texts, less the columns that have none; the same texts make the same bytes."""
     names = [name for name in COLUMNS if name in texts and (texts[name] != "").any()]
     out = io.StringIO()
@@ -85,7 +90,7 @@ def keep(path: Path, texts: DataFrame) -> None:
 # --- runs ----------------------------------------------------------------------------------------
 
 
-def of_runs(root: Path, name: str) -> DataFrame:
+def of_runs(root: Path, name: str) -> Frame:
     """The answers of the runs below a folder that a page asks for, as texts."""
     sets = page(name).sets.values()
     rows = [
@@ -95,7 +100,7 @@ def of_runs(root: Path, name: str) -> DataFrame:
         if asked.has(config)
         for row in rows_of(asked, config, *answers(folder))
     ]
-    return DataFrame(rows, columns=[*COLUMNS], dtype=str)
+    return pd.DataFrame(rows, columns=[*COLUMNS])
 
 
 def configured(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -133,11 +138,11 @@ def label_of(folder: Path, rows: Sequence[SampleRow]) -> str:
 
 def rows_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow], label: str) -> Iterator[dict[str, str]]:
     """A run's lines of a set; questions that are one answer there, and the turns of a sample, with their means."""
-    names = dict(
-        set=asked.key, model=config["model"]["name"], method=config["method"]["name"], method_label=label,
-        protocol=asked.scope or config.get("compression_scope") or SHOWN, asked=budget_of(config),
-        comm_exact=str(config.get("comm") or ""),
-    )  # fmt: skip
+    names = {
+        "set": asked.key, "model": config["model"]["name"], "method": config["method"]["name"], "method_label": label,
+        "protocol": asked.scope or config.get("compression_scope") or SHOWN, "asked": budget_of(config),
+        "comm_exact": str(config.get("comm") or ""),
+    }  # fmt: skip
     together: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for one in rows:
         row = of_sample(one)
@@ -149,7 +154,7 @@ def rows_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow], 
             together.setdefault((part, sample, context or row[asked.per]), []).append(row)
     for (part, sample, id), each in together.items():
         numbers = {name: said([row.get(name) for row in each]) for name in NUMBERS if is_kept(name, asked)}
-        yield names | numbers | {"column": part, "sample": sample, "id": id}
+        yield dict.fromkeys(COLUMNS, "") | names | numbers | {"column": part, "sample": sample, "id": id}
 
 
 def is_kept(name: str, asked: Asked) -> bool:
@@ -179,7 +184,7 @@ def said(values: Sequence[Any]) -> str:
 # --- both ----------------------------------------------------------------------------------------
 
 
-def renewed(kept: DataFrame, later: DataFrame, name: str) -> DataFrame:
+def renewed(kept: Frame, later: Frame, name: str) -> Frame:
     """Kept answers with those of later runs, which decide place by place (`PLACE`).
 
     If the runs ask one of a place's kept samples again, nothing older of it stays, so that no mean mixes two versions
@@ -190,18 +195,15 @@ def renewed(kept: DataFrame, later: DataFrame, name: str) -> DataFrame:
     Known samples stay in the order they had, and new ones follow: a comparison says how many were known when it was
     chosen, and those are full attention's first.
     """
-    both = (
-        pd.concat([kept, later], ignore_index=True)
-        .fillna("")
-        .assign(is_later=[False] * len(kept) + [True] * len(later))
-    )
+    both = pd.concat([whole(kept), whole(later)], ignore_index=True)
+    both["is_later"] = [False] * len(kept) + [True] * len(later)
     order = {key: i for i, key in enumerate(page(name).sets)}
-    places = {key: of for key, of in both.groupby([*PLACE], sort=False)}
+    places: dict[Any, Frame] = dict(iter(both.groupby([*PLACE], sort=False)))
     found = [of_place(places[key]) for key in sorted(places, key=lambda key: (order[key[0]], key))]
     return pd.concat(found, ignore_index=True)[[*COLUMNS]] if found else both[[*COLUMNS]]
 
 
-def of_place(rows: DataFrame) -> DataFrame:
+def of_place(rows: Frame) -> Frame:
     """The answers of a place, each once, in the order in which they came to be known."""
     first = rows.drop_duplicates("id")["id"]
     before, now = rows[~rows["is_later"]], rows[rows["is_later"]]

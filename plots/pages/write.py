@@ -12,14 +12,13 @@ from typing import Any
 
 import matplotlib
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from pandas import DataFrame
 
 from kvbench.engine.foreign import write_csv
 from kvbench.plots import style
 from kvbench.plots.pages import queries, words
 from kvbench.plots.pages.asked import FULL, HERE, SCOPES, At, page
 from kvbench.plots.pages.figure import SVG, picture, save
-from kvbench.plots.pages.queries import Column, Task
+from kvbench.plots.pages.queries import Column, Frame, Task
 from kvbench.plots.pages.read import KEPT, keep, load, of_runs, renewed, typed
 from kvbench.plots.scored import Scored
 from kvbench.plots.stats import is_bound
@@ -48,9 +47,9 @@ class Answers:
     """The answers below a folder, each file read once for all pages."""
 
     def __init__(self, out: Path) -> None:
-        self.out, self.known = out, dict[str, tuple[DataFrame, tuple[Task, ...]]]()
+        self.out, self.known = out, dict[str, tuple[Frame, tuple[Task, ...]]]()
 
-    def of(self, name: str) -> tuple[DataFrame, tuple[Task, ...]]:
+    def of(self, name: str) -> tuple[Frame, tuple[Task, ...]]:
         if name not in self.known:
             frame = typed(load(self.out / name / KEPT))
             self.known[name] = frame, queries.tasks(page(name), frame)

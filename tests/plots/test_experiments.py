@@ -60,7 +60,7 @@ def composed(cell: list[str]) -> Settings:
 
 def test_every_table_and_figure_has_a_file() -> None:
     wanted = {f"{paper}_{item}" for paper, items in PAPERS.items() for item in items.split()}
-    others = {"first_look", "scopes_needle", "scopes_name", "scopes_longbench"}  # of `make run`, and of `make paper-tables`
+    others = {"first_look", "scopes_needle", "scopes_name", "scopes_longbench"}  # of `make run` and `make paper-tables`
     others |= {"frontier", "frontier_needle", "frontier_composed"}  # of docs/byte-budget.md
     others |= {
         "answers",
