@@ -4,7 +4,10 @@ A page is a template (`*.md.j2`), and what it asks is a YAML file beside it; of 
 
     asked.py     what a page asks: sets of samples, comparisons fixed beforehand
     read.py      committed answers and those of runs, as frames: `committed`, `kept`
-    queries.py   what all templates ask of them
+    columns.py   a set's answers by column, and how its methods compare
+    fixed.py     comparisons fixed beforehand
+    queries.py   what is asked of several sets, and of costs
+    methods.py   what a method's file says of it
     words.py     names and numbers as they are printed
     figure.py    the figures of docs/results.md
     write.py     pages and the files beside them

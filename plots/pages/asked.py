@@ -1,6 +1,6 @@
 """What a page asks: sets of samples, and comparisons that were fixed beforehand, as its YAML file says them.
 
-Not here: the answers (`read.py`), what is worked out of them (`queries.py`).
+Not here: the answers (`read.py`), what is worked out of them (`columns.py`).
 """
 
 from collections.abc import Mapping, Sequence

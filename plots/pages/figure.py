@@ -4,7 +4,7 @@ A filled mark is with the question hidden from the method, a hollow one with the
 was asked its marks are filled. SVGs have no ground of their own and turn their ink light where the reader's page is
 dark.
 
-Not here: the answers (`queries.py`), the page (`results.md.j2`).
+Not here: the answers (`columns.py`), the page (`results.md.j2`).
 """
 
 import re
@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 
 from kvbench.plots import style
 from kvbench.plots.pages.asked import SHOWN, page, share
-from kvbench.plots.pages.queries import Column, Task
+from kvbench.plots.pages.columns import Column, Task
 from kvbench.plots.pages.words import label, listed
 from kvbench.plots.style import Canvas, Picture
 

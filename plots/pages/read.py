@@ -9,7 +9,7 @@ where on the page a row stands. `sample` is the cluster: a context, a dialogue o
 independent; `id` is what two methods must both have answered. Where a page keeps a line a sample, its score is the mean
 of the sample's turns or draws. Of values that were not kept there are none.
 
-Not here: which answers a page asks for (`asked.py`), what is worked out of them (`queries.py`).
+Not here: which answers a page asks for (`asked.py`), what is worked out of them (`columns.py`).
 """
 # pyright: basic
 

@@ -3,19 +3,15 @@
 Not here: sentences (the templates), numbers (`queries.py`).
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from typing import TYPE_CHECKING
 
 from kvbench.plots.pages.asked import SCOPES, At, Comparison, share
+from kvbench.plots.pages.columns import Column, Task
+from kvbench.plots.pages.methods import fetches, title
+from kvbench.plots.pages.queries import OfSkill
 from kvbench.plots.scored import Scored
 from kvbench.plots.stats import Corrected, Paired, is_bound, p_words
-from kvbench.results.names import known, own_methods
 from kvbench.results.sheet import ABSENT
-
-if TYPE_CHECKING:
-    from kvbench.plots.pages.queries import Column, OfSkill, Task
 
 FEW = 20  # samples, below which the register says hits and no interval
 
@@ -23,35 +19,12 @@ FEW = 20  # samples, below which the register says hits and no interval
 # --- names ---------------------------------------------------------------------------------------
 
 
-@cache
-def source(method: str) -> str:
-    """A method's folder, from the repository's root, and what its file says; "" of a method that is not ours."""
-    path = own_methods().get(method)
-    return "" if path is None else f"methods/{path.parent.name}/\n{path.read_text(encoding='utf-8')}"
-
-
-def title(method: str) -> str:
-    """A method's title in its file; of a preset, the method's. A variant's label says more."""
-    found = re.search(r'^    title = "(.+)"$', source(known(method) or method), re.MULTILINE)
-    return method if found is None else found[1]
-
-
-def fetches(method: str) -> bool:
-    """Whether it keeps all keys and values in host memory, and takes what a step needs from there."""
-    return source(method).startswith("methods/retrieving/")
-
-
-def needs(method: str, signs: Mapping[str, str]) -> str:
-    """What a method takes, by what its file says."""
-    return ", ".join(words for sign, words in signs.items() if sign in source(method)) or ABSENT
-
-
-def label(task: "Task", at: At, method: str) -> str:
+def label(task: Task, at: At, method: str) -> str:
     """A variant's name for readers, with all that warns of what it is."""
     return task.labels.get((at, method)) or title(method)
 
 
-def row_name(method: str, tasks: Sequence["Task"]) -> str:
+def row_name(method: str, tasks: Sequence[Task]) -> str:
     """The name of a row that holds a method's variants in all columns of some tasks.
 
     The first label, and where another differs: "KVzip, whole prompt (question hidden: KVzip)".
@@ -65,7 +38,7 @@ def row_name(method: str, tasks: Sequence["Task"]) -> str:
     return named(found) or title(method)
 
 
-def named_once(every: Iterable["Task"]) -> dict[str, str]:
+def named_once(every: Iterable[Task]) -> dict[str, str]:
     """Row names of all methods that are asked by bytes, as the first task has them."""
     found: dict[str, str] = {}
     for task in every:
@@ -74,7 +47,7 @@ def named_once(every: Iterable["Task"]) -> dict[str, str]:
     return found
 
 
-def names_at(every: Iterable["Task"], at: At) -> dict[str, str]:
+def names_at(every: Iterable[Task], at: At) -> dict[str, str]:
     """Names of the variants at a budget, over all tasks."""
     found: dict[str, dict[str, None]] = {}
     for task in every:
@@ -84,7 +57,7 @@ def names_at(every: Iterable["Task"], at: At) -> dict[str, str]:
     return {name: " or ".join(each) for name, each in found.items()}
 
 
-def name_over(method: str, every: Sequence["Task"], columns: Iterable[At]) -> str:
+def name_over(method: str, every: Sequence[Task], columns: Iterable[At]) -> str:
     """The name of a row whose cells are of several tasks each."""
     found: dict[str, list[tuple[str, str]]] = {}
     for at in columns:
@@ -93,12 +66,12 @@ def name_over(method: str, every: Sequence["Task"], columns: Iterable[At]) -> st
     return named(found)
 
 
-def name_of(one: Comparison, side: int, task: "Task | None") -> str:
+def name_of(one: Comparison, side: int, task: Task | None) -> str:
     at, method = one.places[side]
     return title(method) if task is None else label(task, at, method)
 
 
-def plain_name(task: "Task", method: str) -> str:
+def plain_name(task: Task, method: str) -> str:
     """A name without its bits and without that its index is smaller, which has a column of its own."""
     mine = task.rows[task.rows["method"] == method]["method_label"]
     return str(mine.iloc[0]).split(" or ")[0].replace(" (smaller index)", "") or title(method)
@@ -118,11 +91,11 @@ def where(columns: Mapping[str, Sequence[tuple[str, str]]], label: str) -> str:
     )
 
 
-def labels(task: "Task", column: "Column", methods: Iterable[str]) -> str:
+def labels(task: Task, column: Column, methods: Iterable[str]) -> str:
     return listed(label(task, column.at, method) for method in methods)
 
 
-def left_out(task: "Task", names: Mapping[str, str]) -> str:
+def left_out(task: Task, names: Mapping[str, str]) -> str:
     """Other tasks' methods; those that cut while they answer are no other task's."""
     return "" if task.asked.has_tokens else listed(sorted(names[name] for name in {*names} - {*task.methods}))
 
@@ -132,7 +105,7 @@ def fetching(names: Mapping[str, str]) -> str:
     return listed(called for name, called in names.items() if fetches(name))
 
 
-def with_distances(methods: Iterable[str], names: Mapping[str, str], standing: Mapping[str, "OfSkill"]) -> str:
+def with_distances(methods: Iterable[str], names: Mapping[str, str], standing: Mapping[str, OfSkill]) -> str:
     return listed(f"{names[method]} {distance(standing[method].paired)}" for method in methods)
 
 
@@ -207,14 +180,14 @@ def small(words: str) -> str:
     return words[:1].lower() + words[1:]
 
 
-def lengths(column: "Column", method: str) -> tuple[str, str]:
+def lengths(column: Column, method: str) -> tuple[str, str]:
     """Lengths of answers: a longer one costs more, and one that was cut off is wrong."""
     if method not in column.of:
         return ABSENT, ABSENT
     return f"{column.cost(method, 'generated_tokens'):.0f}", f"{100 * column.cost(method, 'cut_off'):.0f} %"
 
 
-def skills_of(method: str, standing: Mapping[str, Mapping[str, "OfSkill"]]) -> str:
+def skills_of(method: str, standing: Mapping[str, Mapping[str, OfSkill]]) -> str:
     """A method's distances, by skill; bold where it is in front."""
     mine = {skill: of[method] for skill, of in standing.items() if method in of}
     said = [
@@ -224,7 +197,7 @@ def skills_of(method: str, standing: Mapping[str, Mapping[str, "OfSkill"]]) -> s
     return ", ".join(said) or ABSENT
 
 
-def least_most(task: "Task") -> tuple[int, int]:
+def least_most(task: Task) -> tuple[int, int]:
     """Samples of its columns."""
     found = [column.n for column in task.columns]
     return min(found), max(found)

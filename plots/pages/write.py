@@ -1,7 +1,7 @@
 """Pages from their templates, and the files beside them: the same answers make the same bytes.
 
-A template gets `page`, what it asks; `frame`, the answers; `tasks`, these by set. It may call all of `queries.py` and
-`words.py`.
+A template gets `page`, what it asks; `frame`, the answers; `tasks`, these by set. It may call all of `columns.py`,
+`fixed.py`, `queries.py`, `methods.py` and `words.py`.
 
 Not here: the command (`__main__.py`).
 """
@@ -15,10 +15,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvbench.engine.foreign import write_csv
 from kvbench.plots import style
-from kvbench.plots.pages import queries, words
-from kvbench.plots.pages.asked import FULL, HERE, SCOPES, At, page
+from kvbench.plots.pages import columns, fixed, methods, queries, words
+from kvbench.plots.pages.asked import FULL, HERE, SCOPES, At, page, size
+from kvbench.plots.pages.columns import Column, Frame, Task, tasks
 from kvbench.plots.pages.figure import SVG, picture, save
-from kvbench.plots.pages.queries import Column, Frame, Task
 from kvbench.plots.pages.read import KEPT, keep, load, of_runs, renewed, typed
 from kvbench.plots.scored import Scored
 from kvbench.plots.stats import is_bound
@@ -39,7 +39,9 @@ def environment() -> Environment:
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
     made.filters |= {"md": lambda text: plain_markdown(str(text)), "code": words.code}
-    made.globals |= vars(queries) | vars(words) | {"FULL": FULL, "LEVEL": LEVEL, "SCOPES": SCOPES, "at_of": At}
+    for library in (columns, fixed, methods, queries, words):
+        made.globals |= vars(library)
+    made.globals |= {"FULL": FULL, "LEVEL": LEVEL, "SCOPES": SCOPES, "at_of": At}
     return made
 
 
@@ -52,7 +54,7 @@ class Answers:
     def of(self, name: str) -> tuple[Frame, tuple[Task, ...]]:
         if name not in self.known:
             frame = typed(load(self.out / name / KEPT))
-            self.known[name] = frame, queries.tasks(page(name), frame)
+            self.known[name] = frame, tasks(page(name), frame)
         return self.known[name]
 
     def has(self, name: str) -> bool:
@@ -62,9 +64,9 @@ class Answers:
 def text(name: str, answers: Answers) -> str:
     """A page; the answers of a second page, which stand on it too, may be missing."""
     first, *others = PAGES[name]
-    frame, tasks = answers.of(first)
+    frame, found = answers.of(first)
     beside = {other: answers.of(other)[1] if answers.has(other) else () for other in others}
-    return environment().get_template(f"{name}.md.j2").render(page=page(name), frame=frame, tasks=tasks, **beside)
+    return environment().get_template(f"{name}.md.j2").render(page=page(name), frame=frame, tasks=found, **beside)
 
 
 def write(names: Sequence[str], out: Path, runs: Path | None) -> list[Path]:
@@ -93,10 +95,10 @@ def write_one(name: str, answers: Answers) -> Iterator[Path]:
         yield from beside_results(answers.of(name)[1], answers.out / name)
 
 
-def beside_results(tasks: Sequence[Task], folder: Path) -> Iterator[Path]:
+def beside_results(every: Sequence[Task], folder: Path) -> Iterator[Path]:
     """A figure and a table of all numbers for each task."""
     with matplotlib.rc_context({**style.RC, **SVG}):
-        for task in tasks:
+        for task in every:
             if task.is_comparable:
                 if not task.asked.others_of:
                     save(picture(task), folder / f"{task.asked.key}.svg")
@@ -108,7 +110,7 @@ def beside_results(tasks: Sequence[Task], folder: Path) -> Iterator[Path]:
 def numbers(task: Task) -> Iterator[list[Any]]:
     for column in task.columns:
         asked = column.at.asked
-        head = [SCOPES[column.at.protocol], f"{float(queries.size(asked)):g}"]
+        head = [SCOPES[column.at.protocol], f"{float(size(asked)):g}"]
         full = [*head, "Full", column.n, *ends(column.full)]
         yield [*full, *[""] * 9, 1, *words.lengths(column, FULL)]
         for name in task.methods:

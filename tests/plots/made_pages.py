@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from kvbench.plots.pages.asked import FULL, HIDDEN, SHOWN, Page, page
-from kvbench.plots.pages.queries import Task, tasks
+from kvbench.plots.pages.columns import Task, tasks
 from kvbench.plots.pages.read import KEPT, keep, typed
 from kvbench.plots.pages.write import write
 

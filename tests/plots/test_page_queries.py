@@ -15,25 +15,22 @@ from kvbench.engine.budget import BudgetRequest, resolve
 from kvbench.methods.retrieving.quest import matched_page_len
 from kvbench.methods.retrieving.sparq import n_components
 from kvbench.plots.pages.asked import FULL, HIDDEN, ITSELF, SCOPES, SHOWN, At, Comparison, page
+from kvbench.plots.pages.columns import Task, values
 from kvbench.plots.pages.figure import at_budget, named, picture
+from kvbench.plots.pages.fixed import findings, fresh, looked_at, outcomes
+from kvbench.plots.pages.methods import fetches, needs, title
 from kvbench.plots.pages.queries import (
-    Task,
     budgets,
     collapses,
     comms_of,
-    findings,
-    fresh,
     in_front,
-    looked_at,
     losses,
-    outcomes,
     pages,
     second_budget,
     standings,
-    values,
 )
 from kvbench.plots.pages.read import KEPT, load, renewed, typed
-from kvbench.plots.pages.words import fetches, label, needs, row_name, title
+from kvbench.plots.pages.words import label, row_name
 from kvbench.plots.stats import paired
 from kvbench.tests.plots import made_pages
 from kvbench.tests.plots.made_pages import (

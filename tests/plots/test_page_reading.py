@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from kvbench.plots.pages.asked import FULL, HIDDEN, SHOWN, page
-from kvbench.plots.pages.queries import tasks
+from kvbench.plots.pages.columns import tasks
 from kvbench.plots.pages.read import COLUMNS, keep, load, of_runs, renewed, rows_of, typed, whole
 from kvbench.results import SampleRow, frame, read_config
 from kvbench.results.frame import frame as frame_of_runs

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from kvbench.plots.pages.asked import HIDDEN, SHOWN, Comparison, Page, asked, page
-from kvbench.plots.pages.queries import Registered, registered
+from kvbench.plots.pages.fixed import Registered, registered
 from kvbench.plots.pages.read import typed
 from kvbench.results import interval
 from kvbench.results.intervals import LEVEL
