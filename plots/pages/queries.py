@@ -38,8 +38,8 @@ def kept_share(column: Column, method: str) -> float | None:
     """Of full attention's lead over random tokens, what a method keeps; None where there is no lead."""
     if FLOOR not in column.of or method in (FULL, FLOOR):
         return None
-    floor, lead = column.mean(FLOOR), column.mean(FULL) - column.mean(FLOOR)
-    return (column.mean(method) - floor) / lead if lead > 0 else None
+    lead = column.mean(FULL) - column.mean(FLOOR)
+    return (column.mean(method) - column.mean(FLOOR)) / lead if lead > 0 else None
 
 
 def ends(task: Task, method: str, key: str) -> tuple[float, float] | None:

@@ -33,7 +33,7 @@ from kvbench.results.read import parse_samples
 
 Frame = Any  # of pandas, whose own types leave open what a cell is
 KEPT = "scores.csv.gz"
-PAGES = ("results", "cited", "register")  # that have answers beside them
+SOURCES = ("results", "cited", "register")  # that have answers beside them
 PLACE = ("set", "column", "model", "protocol", "asked", "method")
 NAMES = (*PLACE, "method_label", "id", "sample", "comm_exact")
 NUMBERS = (
@@ -49,7 +49,7 @@ COLUMNS = (*NAMES, *NUMBERS)
 
 def committed() -> Frame:
     """The answers of all pages."""
-    return pd.concat([kept(name) for name in PAGES], ignore_index=True)
+    return pd.concat([kept(name) for name in SOURCES], ignore_index=True)
 
 
 def kept(name: str) -> Frame:

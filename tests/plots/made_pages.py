@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.plots.pages.asked import FULL, HIDDEN, SHOWN, Page, page
+from kvbench.plots.pages.asked import FULL, HIDDEN, SHOWN, page
 from kvbench.plots.pages.columns import Task, tasks
 from kvbench.plots.pages.read import KEPT, keep, typed
 from kvbench.plots.pages.write import write
@@ -84,11 +84,6 @@ def tasks_of(frame: Frame, name: str = "results") -> tuple[Task, ...]:
 def task_of(frame: Frame, name: str = "results") -> Task:
     (found,) = tasks_of(frame, name)
     return found
-
-
-def with_comparisons(*comparisons: Any) -> Page:
-    one = page("results")
-    return Page(one.name, one.sets, comparisons, (), one.more)
 
 
 def written(folder: Path, frame: Frame, name: str = "results", page_name: str = "") -> str:

@@ -44,7 +44,6 @@ from kvbench.tests.plots.made_pages import (
     labelled,
     task_of,
     tasks_of,
-    with_comparisons,
     written,
 )
 
@@ -343,7 +342,6 @@ def test_the_page_lists_every_fixed_comparison_and_what_came_of_it(tmp_path: Pat
     (one,) = [row for row in rows if "PQCache against SnapKV, question hidden, 1/8" in row and "documents" in row]
     assert "| 41 | 59 | +" in one and one.endswith("| yes |")
     assert sum(row.endswith("| not yet |") for row in rows) == len(rows) - 4
-    assert not with_comparisons(FETCHED).findings
 
 
 # --- who is in front -----------------------------------------------------------------------------

@@ -11,8 +11,7 @@ import pytest
 from kvbench.plots import pages
 from kvbench.plots.pages.__main__ import main
 from kvbench.plots.pages.asked import HERE
-from kvbench.plots.pages.read import COLUMNS, KEPT, keep, load
-from kvbench.plots.pages.read import PAGES as SOURCES
+from kvbench.plots.pages.read import COLUMNS, KEPT, SOURCES, keep, load
 from kvbench.plots.pages.write import PAGES
 from kvbench.tests.plots.made_pages import DOCS, answers, frame_of, losses
 
