@@ -24,6 +24,7 @@ WIDTH = 4.2  # inches: on a phone its words are as large as the page's
 SMALL = 6.5  # points, of names and ranks next to rows
 ROW = 0.16  # inches of a method
 PANEL = 0.42  # of a panel's title and numbers
+LEAST = 1.0  # inches of all panels: less has no room for its axis
 BESIDE = 0.18  # of a row, by which a hollow mark stands above its filled one
 LONG = re.compile(r"(\.\d\d)\d+")
 HASHED = re.compile(r"(?<=[\"#])[mp][0-9a-f]{10}(?=[\")])")  # of what is clipped, to digits that differ from run to run
@@ -36,7 +37,7 @@ def picture(task: Task) -> Picture:
     panels = [at_budget(task, asked) for asked in task.budgets]
     rows = [ROW * len(named(columns[-1])) + PANEL for columns in panels]
     canvas = Canvas().new(
-        task.asked.title, f"{task.model} · n = {n}", (), WIDTH, fsum(rows),
+        task.asked.title, f"{task.model} · n = {n}", (), WIDTH, max(LEAST, fsum(rows)),
         nrows=len(rows), squeeze=False, sharex=True, height_ratios=rows,
     )  # fmt: skip
     for (ax,), columns in zip(canvas.axes, panels, strict=True):

@@ -70,21 +70,27 @@ def text(name: str, answers: Answers) -> str:
 
 
 def write(names: Sequence[str], out: Path, runs: Path | None) -> list[Path]:
-    """The pages, and where there are runs, their answers; all pages whose answers are there where none is named."""
-    sources = dict.fromkeys(source for name in names or PAGES for source in PAGES[name])
+    """The pages that are named, or all whose answers are there; of runs, whatever page their answers change too."""
     if runs is not None:
-        later = {name: of_runs(runs, name) for name in sources}
-        if not any(map(len, later.values())):
-            raise ValueError(f"{runs} holds no sample of a run of these pages: {', '.join(sources)}")
-        for name, rows in later.items():
-            path = out / name / KEPT
-            if len(rows):
-                keep(path, renewed(load(path) if path.exists() else rows[:0], rows, name))
+        changed = renew(out, runs, [*dict.fromkeys(source for name in names or PAGES for source in PAGES[name])])
+        more = [name for name, (first, *_) in PAGES.items() if first in changed]
+        names = [*dict.fromkeys((*names, *more))] if names else []
     answers = Answers(out)
     names = names or [name for name, (first, *_) in PAGES.items() if answers.has(first)]
     if not names:
         raise ValueError(f"{out} has no answers of a page; give runs")
     return [path for name in names for path in write_one(name, answers)]
+
+
+def renew(out: Path, runs: Path, sources: Sequence[str]) -> list[str]:
+    """Keep the answers of runs; which pages' they are. ValueError where there are none, before anything is replaced."""
+    found = {name: rows for name in sources if len(rows := of_runs(runs, name))}
+    if not found:
+        raise ValueError(f"{runs} holds no sample of a run of these pages: {', '.join(sources)}")
+    for name, rows in found.items():
+        path = out / name / KEPT
+        keep(path, renewed(load(path) if path.exists() else rows[:0], rows, name))
+    return [*found]
 
 
 def write_one(name: str, answers: Answers) -> Iterator[Path]:

@@ -13,6 +13,7 @@ from kvbench.plots.pages.__main__ import main
 from kvbench.plots.pages.asked import HERE
 from kvbench.plots.pages.read import COLUMNS, KEPT, SOURCES, keep, load
 from kvbench.plots.pages.write import PAGES
+from kvbench.tests.plots import made_runs
 from kvbench.tests.plots.made_pages import DOCS, answers, frame_of, losses
 
 BESIDE = sorted(path.relative_to(DOCS) for name in SOURCES for path in (DOCS / name).iterdir())
@@ -100,6 +101,20 @@ def test_somebodys_own_answers_make_the_pages_that_they_are_for(tmp_path: Path) 
     text = (tmp_path / "which-method.md").read_text()
     assert "| PQCache | host memory |" in text and "cited now" not in text
     assert "## On the tasks that are cited now" in (DOCS / "which-method.md").read_text()
+
+
+def test_answers_of_runs_are_kept_and_change_every_page_that_they_stand_on(tmp_path: Path) -> None:
+    out, task = tmp_path / "docs", {"style": "own", "needles": 1}
+    for i, (method, memory) in enumerate((("full", None), ("snapkv", "1/4"), ("h2o", "1/4"))):
+        rows = [{"score": float(i < 60 - 20 * (method == "h2o")), "prompt_tokens": 838} for i in range(60)]
+        runs = tmp_path / f"runs-{i}"
+        made_runs.write(runs, method, "needle", rows, memory=memory, ratio=None, task_params=task)
+        assert main(["results", str(runs), "--out", str(out)]) == 0
+    assert {path.name for path in out.glob("*.md")} == {"results.md", "which-method.md"}
+    assert sorted(path.name for path in (out / "results").iterdir()) == ["needle.csv", "needle.svg", KEPT]
+    text = (out / "results.md").read_text()
+    assert "| Full | 100 |" in text and "| H2O (C) | 67 (53 to 78) * |" in text and "prompts of 838 tokens" in text
+    assert len(load(out / "results" / KEPT)) == 3 * 60
 
 
 @pytest.mark.parametrize(
