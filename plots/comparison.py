@@ -227,19 +227,19 @@ def draw(found: Comparison, folder: Path, name: str = "comparison") -> Path:
         0.7 + 0.25 * len(names), style.PAGE, columns=n + 1, share=True, flat=True, ratios=[*[1.0] * n, 1.25],
     )  # fmt: skip
     rows = [row for task in found.tasks for row in scores_of(found, task)]
-    shares = [(row, row.device_share(found.full), row.moved_share(found.full)) for row in found.rows]
+    shares = [(row.device_share(found.full), row.moved_share(found.full)) for row in found.rows]
     with matplotlib.rc_context(Canvas().rc), told_apart(row.method for row in found.rows):
-        for row, *of in shares:
+        for row, of in zip(found.rows, shares, strict=True):
             for share, line, mark in zip(of, ("on the device", "moved per step"), ("points", "hollow"), strict=True):
                 own = {"panel": COSTS, "line": line, "mark": mark, "look": style.look(row.method)["color"]}
                 rows.append(own | {"x": row.label, "y": 100 * share if share else nan})
         picture = draw_chart(chart, rows, Canvas(), about(found))
         ax = picture.axes[-1]
-        for at, (word, of) in {1.28: ("held", 1), 1.56: ("moved", 2)}.items():
+        for at, (word, of) in {1.28: ("held", 0), 1.56: ("moved", 1)}.items():
             ax.text(at, 1.02, word, transform=ax.transAxes, ha="right", va="bottom", fontsize=style.SMALL)
             for i, each in enumerate(shares):
                 across = {"transform": ax.get_yaxis_transform(), "ha": "right", "va": "center"}
-                ax.text(at, i, percent(each[of] or (0.0 if of == 1 else None)), fontsize=style.SMALL, **across)
+                ax.text(at, i, percent(each[of] or (None if of else 0.0)), fontsize=style.SMALL, **across)
         return style.save(picture.finish(), folder, name, ["png"])[0]
 
 

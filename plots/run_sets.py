@@ -1,4 +1,4 @@
-"""Which runs may share a table or a figure, which of them are one line of a figure, and what a point of it says.
+"""Which runs may share a table or a figure, by what they differ within it, and which of them no other beats.
 
 Not here: reading (`plots/read.py`), drawing (`plots/figures/`), the cells of tables (`plots/tables/cells.py`).
 """
@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import nan
 from typing import Any, TypeVar
 
 import yaml
@@ -15,7 +14,7 @@ import yaml
 from kvbench.plots.read import ROOT, Conditions, Run, by_conditions, conditions, over_budget, score
 from kvbench.plots.scored import Scored
 from kvbench.plots.stats import front
-from kvbench.results import METRICS, SampleRow, combined, combined_ci95
+from kvbench.results import SampleRow
 from kvbench.results.names import shown_task
 
 Name = TypeVar("Name", bound=Hashable)
@@ -105,41 +104,6 @@ def usual_params(task: str) -> dict[str, Any]:
         return {}
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A score, 0 to 1 as 0 to 100, and its 95 % interval where there is one."""
-
-    mean: float
-    low: float | None
-    high: float | None
-    n: int
-
-    @property
-    def bars(self) -> tuple[float, float]:
-        """How far the interval goes down and up; NaN, which is not drawn, without one."""
-        if self.low is None or self.high is None:
-            return nan, nan
-        return self.mean - self.low, self.high - self.mean
-
-
-@dataclass(frozen=True)
-class Point:
-    x: float
-    y: Estimate
-    outside: str = ""  # why what it was given is no budget that it kept; see `outside_budget`
-
-
-@dataclass(frozen=True)
-class Line:
-    """Runs that differ in what stands on the x axis only."""
-
-    method: str
-    label: str
-    nth: int  # among the lines of its method
-    points: list[Point]
-    runs: list[Run]
-
-
 Rows = Sequence[SampleRow]
 
 
@@ -176,17 +140,6 @@ def outside_budget(run: Run, rows: Rows) -> str:
         return "over its budget"
     whole = 0 if run.is_full else run.whole_layers
     return f"first {whole} layers left whole, outside the budget" if whole else ""
-
-
-def score_of(rows: Rows) -> Estimate | None:
-    """Score and interval; those of 0 to 1 as percent."""
-    metric = str(rows[0].fields.get("metric", "score")) if rows else "score"
-    found = combined(rows, metric)
-    if found is None:
-        return None
-    scale = 100 if METRICS[metric].highest == 1 else 1
-    low, high = (None if bound is None else scale * bound for bound in combined_ci95(rows, metric) or (None, None))
-    return Estimate(scale * found, low, high, sum(row.score is not None for row in rows))
 
 
 def asked(run: Run) -> str:

@@ -75,7 +75,7 @@ class Canvas:
 
     width: float | None = None  # inches; None: as each figure needs
     titled: bool = True
-    axis: str | None = None  # a name in `plots/figures/axes.py`; None: each figure's own
+    axis: str | None = None  # a name of `AXES` in `plots/figures/rows.py`; None: each figure's own
     is_dark: bool = False
     text: float = 1.0  # how much larger than on paper; a phone is held further away than its width says
 

@@ -102,7 +102,7 @@ def tick(value: float, _: Any = None) -> str:
     return f"{value / 1000:.4g}k" if value >= 10_000 else f"{value:g}"
 
 
-def whole(rows: Iterable[dict[str, Any]]) -> DataFrame:
+def whole(rows: Iterable[dict[str, Any]]) -> Any:
     """A table with all columns."""
     return DataFrame([COLUMNS | row for row in rows], columns=[*dict.fromkeys([*COLUMNS])])
 
@@ -184,7 +184,7 @@ def look_of(look: str, nth: int, mark: str) -> dict[str, Any]:
     return found | ({"linestyle": ""} if mark in ("points", "hollow") else {})
 
 
-def draw_panel(ax: Any, chart: Chart, part: DataFrame, x: Scale, y: Scale) -> None:
+def draw_panel(ax: Any, chart: Chart, part: Any, x: Scale, y: Scale) -> None:
     names = [*x.names] or list(dict.fromkeys(part.loc[part.mark != "level", "x"])) if x.kind == "names" else []
     names = names if any(isinstance(name, str) for name in names) else sorted(names)
     if names:
@@ -224,7 +224,7 @@ def draw_panel(ax: Any, chart: Chart, part: DataFrame, x: Scale, y: Scale) -> No
         ax.set_ylim(len(names) - 0.5, -0.5)
 
 
-def draw_spread(ax: Any, chart: Chart, rows: DataFrame, colours: dict[str, Any]) -> None:
+def draw_spread(ax: Any, chart: Chart, rows: Any, colours: dict[str, Any]) -> None:
     """The intervals of a line."""
     if rows.low.isna().all():
         return
@@ -239,7 +239,7 @@ def draw_spread(ax: Any, chart: Chart, rows: DataFrame, colours: dict[str, Any])
     )  # fmt: skip
 
 
-def draw_bars(ax: Any, rows: DataFrame, groups: list[str], bottoms: dict[Any, float], how: Any) -> None:
+def draw_bars(ax: Any, rows: Any, groups: list[str], bottoms: dict[Any, float], how: Any) -> None:
     """Bars of one line: groups stand side by side, and a group's lines upon each other."""
     width = 0.8 / len(groups) if len(groups) > 1 else 0.6
     for i, row in enumerate(rows.itertuples()):
@@ -259,7 +259,7 @@ def draw_bars(ax: Any, rows: DataFrame, groups: list[str], bottoms: dict[Any, fl
             ax.margins(y=0.15)
 
 
-def draw_cells(ax: Any, chart: Chart, part: DataFrame, x: Scale, y: Scale, wide: float) -> Any:
+def draw_cells(ax: Any, chart: Chart, part: Any, x: Scale, y: Scale, wide: float) -> Any:
     """A heat map; of few cells each says its number."""
     _, low, high, is_log = chart.colour
     table = part.pivot(index="y", columns="x", values="value")

@@ -3,6 +3,8 @@
     python -m kvbench.plots.figures [RUNS] [--out FOLDER] [--only NAME …]     or: make paper-figures
     python -m kvbench.plots.figures RUNS --methods pqcache,snapkv,full --width column --no-title --format pdf,svg
 
+    python -m kvbench.plots.figures RUNS --width phone --theme dark --format svg           390 pixels wide, for a page
+
 A figure is drawn for each set of runs that share task, parameters, model, data and machine; the largest set has
 the plain name, the others `NAME_2`, `NAME_3` and so on. What the runs cannot fill is not drawn: the command that would
 make it is printed instead. `--width` is that of the page it will stand on, where its text is then of 7 to 8 points.

@@ -38,7 +38,7 @@ from kvbench.plots.style import SCORE, Canvas, Picture
 from kvbench.results import few_samples
 from kvbench.results.intervals import ANYWHERE
 
-OUTPUT_ERROR = "measures.output_error", (0.0, inf)
+OUTPUT_ERROR: Any = {"value": "measures.output_error", "limits": (0.0, inf)}
 N_PANELS = 16  # datasets
 N_MAPS = 24
 N_BARS = 7  # side by side, at each length
@@ -78,7 +78,7 @@ class Figure:
     experiments: tuple[str, ...]
     runs: str  # a query of `facts`
     chart: Chart  # its title may name facts and the axis
-    rows: "Callable[[Figure, Part, Canvas, Data], Drawn | Iterable[Drawn] | None]"
+    rows: "Callable[[Figure, Part, Canvas, Data], Drawn | None]"
     split: tuple[str, ...] = ()  # a figure for each value of these facts
     outer: int = 0  # how many of them go before the order of sets
     by_set: bool = True  # whether the runs of a figure are of one set; else full attention is in no part of a split
@@ -117,9 +117,8 @@ class Figure:
             words["axis"] = " ".join(axis.words for axis in self.axes(canvas)[:1])
             words["held"] = f", {part.at['cached']} tokens cached" if part.at.get("cached") else ""
             title = self.chart.title.format(**(part.at | words))
-            found = self.rows(replace(self, chart=replace(self.chart, title=title)), part, canvas, data)
-            each = [found] if isinstance(found, Drawn) else found or ()
-            made += [self.picture(part, one, canvas, data) for one in each]
+            drawn = self.rows(replace(self, chart=replace(self.chart, title=title)), part, canvas, data)
+            made += [self.picture(part, drawn, canvas, data)] if drawn is not None else []
         return made
 
     def picture(self, part: Part, drawn: Drawn, canvas: Canvas, data: Data) -> Picture:
@@ -195,7 +194,7 @@ def by_cost(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | N
 
     rows, others = list[Row](), list[Row]()
     for axis in axes:
-        found = points(part, axis, figure.facet, *(OUTPUT_ERROR if is_error else ()))
+        found = points(part, axis, figure.facet, **(OUTPUT_ERROR if is_error else {}))
         here = [row for row in as_lines(part, found, tail, figure.fewest[1]) if not has_level or row["look"] != "full"]
         shown = [*dict.fromkeys(row["panel"] for row in here)][:N_PANELS]
         here = [row for row in here if row["panel"] in shown]
@@ -207,10 +206,9 @@ def by_cost(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | N
     apart = "look" if figure.has_front and not has_level else "line"
     if len({row[apart] for row in rows} - {"oracle"}) < figure.fewest[0]:
         return None
-    chart = replace(figure.chart, x=[Scale(axis.label, "cost") for axis in axes])
-    if len(axes) == 1:
-        chart = replace(chart, x=chart.x[0])
-    elif is_error:
+    scales = [Scale(axis.label, "cost") for axis in axes]
+    chart = replace(figure.chart, x=scales if len(scales) > 1 else scales[0])
+    if is_error:
         chart = replace(chart, title=chart.title.replace("Score", "Output error"), y=Scale("output error", "log"))
     counts, notes = [row["n"] for row in rows], list[str]()
     if any(row["look"] == "oracle" for row in rows):
@@ -302,15 +300,16 @@ def transfer(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | 
     if not sizes:
         return None
     per_token = fsum(size / n for size, n, _ in sizes) / len(sizes)
-    made, ns = list[Row](), np.geomspace(1000, 128_000, 30)
-    for nth, batch in enumerate(BATCHES):
-        line = {"panel": "bytes", "line": f"batch {batch}", "nth": nth, "mark": "rule"}
-        made += [line | {"x": n, "y": batch * n * per_token / 2**30} for n in ns]
+    ns = np.geomspace(1000, 128_000, 30)
+    lines = [*((f"batch {batch}", "bytes", batch / 2**30) for batch in BATCHES)]
+    lines += [(f"{name} x16", "transfer", 1 / speed) for name, speed in LINKS.items()]
+    made: list[Row] = [
+        {"panel": panel, "line": line, "nth": nth, "mark": "rule", "x": n, "y": n * per_token * factor}
+        for nth, (line, panel, factor) in enumerate(lines)
+        for n in ns
+    ]
     dot = {"panel": "bytes", "line": "measured", "look": "full", "mark": "points"}
     made += [dot | {"x": n, "y": size / 2**30} for size, n, _ in sizes]
-    for nth, (name, speed) in enumerate(LINKS.items(), 3):
-        line = {"panel": "transfer", "line": f"{name} x16", "nth": nth, "mark": "rule"}
-        made += [line | {"x": n, "y": n * per_token / speed} for n in ns]
     about = f"{part.at['model']} · measured: {per_token / 1024:.1f} KiB per token · lines: that times length and batch"
     return Drawn(made, figure.chart, about, runs=part.runs)
 
@@ -323,30 +322,19 @@ def scores_of(part: Part) -> dict[str, Row]:
     return {row["run"]: row | {"why": ""} for row in points(part)}
 
 
-def iterations(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Iterable[Drawn]:
-    """Rounds of clustering: the score of each setting against its time to the second token."""
-    timing = {str(run.folder): run for run in data.query("task == 'latency' and who == 'pqcache'")}
-    if not timing:
-        return
-    rows = data.samples(timing.values())
-    seconds = mean_of(rows[rows["status"] == "ok"], ["run"], "timing.tt2t_s")
-    times = {str(timing[run].result.params.get("iterations")): (run, x) for (run,), x in seconds.items()}
-    settings: dict[str, dict[str, str]] = {}
-    for run, found in part.runs.items():
-        rest = {key: value for key, value in found.result.params.items() if key != "iterations"}
-        words = str((rest, part.facts[run]["asked"], found.comm, found.setting("cache")))
-        if (rounds := str(found.result.params.get("iterations"))) in times:
-            settings.setdefault(words, {})[rounds] = run
-    scores = scores_of(part)
-    for _, of in sorted(settings.items()):
-        if len(of) > 1:
-            ordered = sorted(of, key=lambda word: float(word) if word.isdecimal() else inf)
-            made = [
-                scores[of[word]] | {"x": times[word][1], "line": f"T = {word}", "nth": i, "mark": "points"}
-                for i, word in enumerate(ordered)
-                if of[word] in scores
-            ]
-            yield Drawn(made, figure.chart, runs=[times[word][0] for word in ordered])
+def iterations(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
+    """The score of each number of rounds of clustering against its time to the second token."""
+    timing, scores = data.query("task == 'latency' and who == 'pqcache'"), scores_of(part)
+    samples = data.samples(timing) if timing else part.samples[:0]
+    seconds = mean_of(samples[samples["status"] == "ok"], ["run"], "timing.tt2t_s")
+    times = {data.facts[run]["rounds"]: (run, x) for (run,), x in seconds.items()}
+    of = {fact["rounds"]: run for run, fact in part.facts.items() if run in scores and fact["rounds"] in times}
+    ordered = sorted(of, key=lambda word: float(word) if word.isdecimal() else inf)
+    rows = [
+        scores[of[word]] | {"x": times[word][1], "line": f"T = {word}", "nth": i, "mark": "points"}
+        for i, word in enumerate(ordered)
+    ]
+    return Drawn(rows, figure.chart, runs=[times[word][0] for word in ordered]) if len(rows) > 1 else None
 
 
 def against_retention(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | None:
@@ -520,6 +508,7 @@ FIGURES = (
         "iterations", "several rounds of clustering, scored and timed",
         ("pqcache_figure12c", "pqcache_figure12c_latency"), "who == 'pqcache' and scored",
         Chart("Rounds of clustering: score against time", Scale("time to the second token in s"), SCORES), iterations,
+        split=("but_rounds",),
     ),
     Figure(
         "recall_vs_budget", "recall at several budgets", ("clusterkv_figure11a", "clusterkv_figure11b"),

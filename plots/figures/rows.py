@@ -26,6 +26,7 @@ from kvbench.plots.stats import front
 from kvbench.results import METRICS
 from kvbench.results.frame import of_samples, to_pandas, together
 from kvbench.results.intervals import ANYWHERE, Bounds
+from kvbench.results.read import Whole
 
 Row = dict[str, Any]
 
@@ -40,7 +41,8 @@ def facts(run: Run) -> Row:
         "model": run.model, "by_answers": result.budget_counts is not None, "by_share": result.ratio is not None,
         "size": budget_of(run) or 0, "percent": 100 * (result.ratio or 0),
         "cached": run.setting("cache", "tokens") or 0, "k_cache": run.setting("cache", "k_cache"),
-        "policy": str(run.setting("cache", "policy")).upper(),
+        "policy": str(run.setting("cache", "policy")).upper(), "rounds": str(result.params.get("iterations")),
+        "but_rounds": str(({**result.params, "iterations": 0}, asked(run), run.comm, run.setting("cache"))),
     }  # fmt: skip
     return own | {f"method.{key}": value for key, value in result.params.items()}
 
@@ -52,7 +54,7 @@ class Part:
     run_set: RunSet
     whole: RunSet  # before it was split
     facts: dict[str, Row]  # by run
-    samples: DataFrame
+    samples: Any
     at: Row  # facts by which it was split
 
     @cached_property
@@ -93,12 +95,12 @@ class Data:
         kept = set(table.assign(**dict.fromkeys(missing)).query(words, engine="python")["run"])
         return [run for run in self.runs if str(run.folder) in kept]
 
-    def samples(self, runs: Iterable[Run]) -> DataFrame:
+    def samples(self, runs: Iterable[Run]) -> Any:
         """The samples of some runs, as `kvbench.results` has them."""
         tables = []
         for run in runs:
             if run.folder not in self.tables:
-                self.tables[run.folder] = of_samples(run.folder, (run.result, run.rows, run.config))
+                self.tables[run.folder] = of_samples(run.folder, Whole(run.result, [*run.rows], run.config))
             tables.append(self.tables[run.folder])
         return to_pandas(together(tables))
 
@@ -118,7 +120,7 @@ class Data:
         return [part for _, part in sorted(made, key=lambda each: each[0])]
 
 
-def nested(runs: Iterable[Run], *path: str) -> DataFrame:
+def nested(runs: Iterable[Run], *path: str) -> Any:
     """A row for each number within lists and dictionaries of samples: its `name`, and `at`, its place in a list."""
     rows: list[Row] = []
     for run in runs:
@@ -134,7 +136,7 @@ def nested(runs: Iterable[Run], *path: str) -> DataFrame:
     return DataFrame(rows, columns=["run", "sample", "prompt", "status", "length", "batch", "name", "at", "value"])
 
 
-def timed(samples: DataFrame) -> DataFrame:
+def timed(samples: Any) -> Any:
     """Rows of task=latency that ended, of each run's smallest batch, by length."""
     if "batch" not in samples:
         return samples[:0]
@@ -142,7 +144,7 @@ def timed(samples: DataFrame) -> DataFrame:
     return done[done["batch"] == done.groupby("run", observed=True)["batch"].transform("min")].sort_values("length")
 
 
-def mean_of(samples: DataFrame, by: Sequence[str], value: str, scale: float = 1) -> dict[tuple[Any, ...], float]:
+def mean_of(samples: Any, by: Sequence[str], value: str, scale: float = 1) -> dict[tuple[Any, ...], float]:
     """Means of a column that is no score, by other columns."""
     if value not in samples or samples.empty:
         return {}
@@ -165,15 +167,15 @@ class Axis:
     keys: tuple[str, ...]  # of a sample's ledger, added up
     hides: str = ""  # of what the Oracle takes, what is not on this axis
 
-    def of(self, samples: DataFrame) -> float | None:
+    def of(self, samples: Any) -> float | None:
         parts = [measured(samples, key) for key in self.keys]
         known = [part for part in parts if part is not None]
         return sum(known) / self.unit if len(known) == len(parts) else None
 
 
-def measured(samples: DataFrame, key: str) -> float | None:
+def measured(samples: Any, key: str) -> float | None:
     """The mean of a ledger's key over the rows that have it."""
-    values = samples.get(key, Series(index=samples.index, dtype=float))
+    values: Any = samples.get(key, Series(index=samples.index, dtype=float))
     if (older := OLDER_KEYS.get(key)) in samples:
         values = values.fillna(samples[older])
     return None if values.isna().all() else float(values.mean())

@@ -10,6 +10,8 @@ from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 from kvbench.plots import style
+from kvbench.plots.figures.chart import Chart, Scale
+from kvbench.plots.figures.chart import draw as draw_chart
 from kvbench.plots.figures.command import PHONE_TEXT, WIDTHS, draw, main
 from kvbench.plots.figures.declared import BY_NAME, FIGURES
 from kvbench.plots.figures.rows import AXES, Data, as_lines, points
@@ -285,6 +287,44 @@ def test_a_paper_gets_its_width_formats_captions_and_a_manifest(root: Path, tmp_
     assert first["sha256"] == hashlib.sha256(held).hexdigest()
     assert main([str(root), "--out", str(tmp_path), "--only", "mxb_bars", "--format", "svg"]) == 0
     assert set(json.loads((tmp_path / "manifest.json").read_text())["figures"]) == {"pareto", "mxb_bars"}
+
+
+def test_a_page_gets_figures_for_a_phone_and_a_dark_ground(root: Path, tmp_path: Path) -> None:
+    words = ["--width", "phone", "--theme", "dark", "--format", "svg", "--only", "pareto", "mxb_bars"]
+    assert main([str(root), "--out", str(tmp_path), *words]) == 0
+    for name in ("pareto", "mxb_bars"):
+        svg = (tmp_path / f"{name}.svg").read_text().lower()
+        assert f'width="{390 * 0.75:g}pt"' in svg, "three quarters of a point a pixel"
+        assert "fill: #14171a" in svg and "#e6e9ec" in svg
+        assert "#ffffff" not in svg and "#000000" not in svg, "nothing is left of the light page"
+
+
+def test_a_caption_says_what_is_not_drawn(tmp_path: Path) -> None:
+    needles(tmp_path, "quest", "1/10", "1/5", device=2e6)
+    needles(tmp_path, "snapkv", "1/10", device=1e6)
+    (picture,) = drawn("score_vs_ratio", tmp_path)
+    assert "Not drawn: 1 of the runs (SnapKV (C)), too few for a line" in picture.said
+    assert shown(picture) == ["Quest"]
+
+
+def test_a_table_is_drawn_as_it_says() -> None:
+    """Panels, lines of methods and of others, intervals, what is open, levels and bars, from rows alone."""
+    chart = Chart("A title", Scale("budget", "cost"), Scale("score"))
+    rows = [{"panel": panel, "x": x, "y": 10.0 * x, "low": 9.0 * x, "high": 12.0 * x, "line": "Quest", "look": "quest"}
+            for panel in ("a", "b") for x in (1, 8)]  # fmt: skip
+    rows += [{"panel": "b", "x": 1, "y": 5, "line": "mine", "nth": 1, "why": "over its budget", "mark": "points"}]
+    rows += [{"panel": "a", "y": 50, "line": "Full", "look": "full", "mark": "level"}]
+    picture = draw_chart(chart, rows, Canvas(), "all that runs share").finish()
+    first, second = picture.axes
+    assert (first.get_title(), second.get_title(), first.get_xscale()) == ("a", "b", "log")
+    assert shown(picture) == ["Quest", "Full", "mine"] and picture.notes == ["Open: over its budget (mine)"]
+    assert [*first.lines[0].get_ydata()] == [10, 80] and first.lines[0].get_color() == style.look("quest")["color"]
+    assert picture.caption == "A title. all that runs share. Open: over its budget (mine)."
+    bars = [{"x": name, "y": y, "line": part, "mark": "bar", "nth": i} for name in ("one", "two")
+            for i, (part, y) in enumerate((("low", 1.0), ("high", 2.0)))]  # fmt: skip
+    picture = draw_chart(Chart("Bars", Scale("", "names"), Scale("s")), bars, Canvas())
+    assert sorted((bar.get_y(), bar.get_height()) for bar in picture.axes.patches) == [(0, 1), (0, 1), (1, 2), (1, 2)]
+    assert [label.get_text() for label in picture.axes.get_xticklabels()] == ["one", "two"]
 
 
 @pytest.mark.parametrize(
