@@ -29,10 +29,10 @@ from kvbench.plots.looks import told_apart
 from kvbench.plots.read import Run
 from kvbench.plots.style import Canvas, Picture
 
-COLUMNS = {
-    **{"panel": "", "line": "", "x": np.nan, "y": np.nan, "low": np.nan, "high": np.nan, "mark": "line"},
-    **{"look": "", "nth": 0, "why": "", "group": "", "hatch": "", "words": "", "value": np.nan},
-}
+COLUMNS: dict[str, Any] = {
+    "panel": "", "line": "", "x": np.nan, "y": np.nan, "low": np.nan, "high": np.nan, "mark": "line", "look": "",
+    "nth": 0, "why": "", "group": "", "hatch": "", "words": "", "value": np.nan,
+}  # fmt: skip
 ORACLE = "oracle"
 NAMED = 3  # methods that a note names before it counts
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "oo", "--", "**", "||", "OO")
@@ -86,7 +86,6 @@ class Chart:
     y: Scale | Sequence[Scale]
     height: float = 2.1  # inches of a row of panels
     width: float = 0.0  # of the figure; 0: a column, or as its panels need
-    each: float = 1.75  # least width of a panel
     columns: int = 0  # panels side by side; 0: as many as fit
     legend: int = 4  # columns of it; 0: none
     band: bool = False  # intervals are bands
@@ -102,18 +101,13 @@ def tick(value: float, _: Any = None) -> str:
     return f"{value / 1000:.4g}k" if value >= 10_000 else f"{value:g}"
 
 
-def whole(rows: Iterable[dict[str, Any]]) -> Any:
-    """A table with all columns."""
-    return DataFrame([COLUMNS | row for row in rows], columns=[*dict.fromkeys([*COLUMNS])])
-
-
 def draw(
     chart: Chart, rows: Iterable[dict[str, Any]], canvas: Canvas, about: str = "", runs: Iterable[Run] = ()
 ) -> Picture:
     """The picture of a table's rows, before `Picture.finish`; `about` says what all runs share."""
-    table = whole(rows)
+    table: Any = DataFrame([COLUMNS | row for row in rows], columns=[*COLUMNS])
     panels = [*table.groupby("panel", sort=False)]
-    n_columns = chart.columns or canvas.columns(len(panels), chart.each)
+    n_columns = chart.columns or canvas.columns(len(panels))
     n_rows = ceil(len(panels) / n_columns)
     width = chart.width or (style.COLUMN if len(panels) == 1 or n_columns == 1 else 2.3 * n_columns)
     grid = {"width_ratios": chart.ratios} if chart.ratios else {}
