@@ -184,30 +184,19 @@ def measured(samples: Any, key: str) -> float | None:
 AXES = {
     axis.name: axis
     for axis in (
-        Axis(
-            "device", "K, V and what finds them on the device, MB", "bytes on the device", 1e6,
-            ("bytes_resident_device",), "its reading of all keys",
-        ),
-        Axis(
-            "moved", "moved or read per step, MB", "bytes moved per step", 1e6,
-            ("bytes_moved_kv_per_step", "bytes_index_read_per_step", "bytes_searched_per_step"),
-        ),
-        Axis(
-            "attended", "tokens attended to per head, step and layer", "tokens attended to", 1,
-            ("tokens_attended_mean",), "its reading of all keys",
-        ),
+        Axis("device", "K, V and what finds them on the device, MB", "bytes on the device", 1e6,
+             ("bytes_resident_device",), "its reading of all keys"),
+        Axis("moved", "moved or read per step, MB", "bytes moved per step", 1e6,
+             ("bytes_moved_kv_per_step", "bytes_index_read_per_step", "bytes_searched_per_step")),
+        Axis("attended", "tokens attended to per head, step and layer", "tokens attended to", 1,
+             ("tokens_attended_mean",), "its reading of all keys"),
         Axis("share", "share of the full cache", "bytes on the device", 1, ("resident_share",)),
-        Axis(
-            "reads", "device + moved, MB", "bytes that a step can read", 1e6,
-            ("bytes_resident_device", "moved_bytes_per_step"), "its reading of all keys",
-        ),
-        Axis(
-            "find", "read per step to find tokens, KB", "bytes read to find tokens", 1e3,
-            ("bytes_index_read_per_step",), "its reading of all keys",
-        ),
-        Axis(
-            "footprint", "entries of an answer, relative to Full's", "entries of an answer", 1, ("footprint_entries",)
-        ),
+        Axis("reads", "device + moved, MB", "bytes that a step can read", 1e6,
+             ("bytes_resident_device", "moved_bytes_per_step"), "its reading of all keys"),
+        Axis("find", "read per step to find tokens, KB", "bytes read to find tokens", 1e3,
+             ("bytes_index_read_per_step",), "its reading of all keys"),
+        Axis("footprint", "entries of an answer, relative to Full's", "entries of an answer", 1,
+             ("footprint_entries",)),
     )
 }  # fmt: skip
 CHOICES = ("device", "moved", "attended")
