@@ -153,7 +153,7 @@ def test_the_commands_themselves_are_wrapped(tmp_path: Path) -> None:
     """As a user starts them: a result.json with escapes, and `kvbench.plots.table` and `kvbench.plots.report` on it."""
     folder, _ = hostile_runs(tmp_path / "runs", CLEAR)[0]
     assert "\\u001b" in json.dumps(json.loads((folder / "result.json").read_text()))
-    for module in ("kvbench.plots.table", "kvbench.plots.report"):
+    for module in ("kvbench.plots.table", "kvbench.plots.site.report"):
         found = subprocess.run(
             [sys.executable, "-m", module, str(tmp_path / "runs")], cwd=ROOT, capture_output=True, text=True, check=True
         )

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvbench.plots.read import load
-from kvbench.plots.report import page as report
-from kvbench.plots.report.overview import overview
+from kvbench.plots.site import report
+from kvbench.plots.site.overview import overview
 from kvbench.plots.tables import command as tables
 
 RECORDED = Path(__file__).parents[1] / "results" / "recorded"

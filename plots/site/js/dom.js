@@ -42,14 +42,38 @@ const scaled = (value, unit, digits = 1) => (is(value) ? number(value / unit, di
 const range = (ci, digits) => (ci ? `${number(ci[0], digits)} to ${number(ci[1], digits)}` : "");
 const natural = new Intl.Collator("en", { numeric: true }).compare; // 2 before 10
 
-let packedText = (id) => $(id).textContent; // the page holds it; a site loads it
-async function unpack(id) {
-  const text = atob(await packedText(id));
+// Data stand in an element of the page, or in a file that calls `kvbench` with its name and text: from disk a page can
+// read nothing but scripts.
+const arriving = new Map();
+window.kvbench = (path, text) => { if (arriving.has(path)) arriving.get(path)(text); };
+
+const loadScript = (src) => new Promise((done, fail) => {
+  const node = el("script", { src, onload: done, onerror: () => fail(new Error(`${src} cannot be loaded`)) });
+  document.head.append(node);
+});
+const packedText = (path) => ($(path) ? Promise.resolve($(path).textContent) : new Promise((done, fail) => {
+  arriving.set(path, done);
+  loadScript(`data/${path}.js`).catch((error) => { once.kept.delete(path); fail(error); });
+}));
+
+// What the first view does without comes when it is wanted.
+let coming = null;
+const more = () => (typeof drawRun === "function" ? Promise.resolve() : (coming = coming || loadScript("more.js")));
+
+async function unpack(path) {
+  const text = atob(await packedText(path));
   const bytes = new Uint8Array(text.length);
   for (let i = 0; i < text.length; i += 1) bytes[i] = text.charCodeAt(i);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).text();
+  return JSON.parse(await new Response(stream).text());
 }
+
+// What was unpacked stays.
+function once(path, make = (tree) => tree) {
+  if (!once.kept.has(path)) once.kept.set(path, unpack(path).then(make));
+  return once.kept.get(path);
+}
+once.kept = new Map();
 
 // A table of columns as a list of objects; a column that is a table itself gives each of them an object.
 function rowsOf(columns) {

@@ -45,7 +45,7 @@ async function copy(text, from) {
 }
 
 const COLUMNS = {
-  folder: (run) => run.folder, task: (run) => run.task, dataset: (run, part) => part.dataset, model: (run) => run.model,
+  id: (run) => run.id, verified: (run) => run.verdict, rank: (run, part) => ranked(part), folder: (run) => run.folder, task: (run) => run.task, dataset: (run, part) => part.dataset, model: (run) => run.model,
   method: (run) => run.method, label: (run) => run.label, budget: (run) => run.budget, comm: (run) => run.comm,
   metric: (run, part) => part.metric, n: (run, part) => part.n, n_oom: (run) => run.n_oom, score: (run, part) => part.score,
   low: (run, part) => part.ci && part.ci[0], high: (run, part) => part.ci && part.ci[1], standing: (run, part) => part.standing,
@@ -56,10 +56,10 @@ const COLUMNS = {
   within_budget: (run, part) => !part.over, tokens_budget: (run) => run.audit.tokens_budget_mean,
   tokens_attended: (run, part) => part.cost.tokens, share_attended: (run, part) => part.cost.share,
   device_bytes: (run, part) => part.cost.device, device_and_host_bytes: (run, part) => part.cost.resident,
-  moved_bytes_per_step: (run, part) => part.cost.moved, tpot_s: (run) => run.audit.tpot_s, conditions: (run) => run.group,
+  share_of_bytes: (run, part) => part.cost.memory, quality_kept: (run, part) => { const kept = quality(run, part); return kept && kept.value; }, moved_bytes_per_step: (run, part) => part.cost.moved, tpot_s: (run) => run.audit.tpot_s, conditions: (run) => run.group,
 };
 function scoresCsv(list) {
-  const rows = list.flatMap((run) => run.parts.map((part) => Object.values(COLUMNS).map((of) => of(run, part))));
+  const rows = list.map(([run, part]) => Object.values(COLUMNS).map((of) => of(run, part)));
   return csv([Object.keys(COLUMNS), ...rows]);
 }
 // What a cell says in a table on paper.

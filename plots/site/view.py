@@ -5,7 +5,7 @@
 The page is made when it is asked for, so a reload shows runs that have ended since, and nothing is written. It is
 served on 127.0.0.1 alone, and answers no other path than its own.
 
-Not here: the page (`page.py`), a page to keep or send (`kvbench report`).
+Not here: the page (`report.py`), a page to keep or send (`kvbench report`).
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 from kvbench.engine.foreign import one_line
 from kvbench.engine.terminal import say
 from kvbench.plots.read import default_root, load
-from kvbench.plots.report.page import page
+from kvbench.plots.site.report import page
 
 HOST = "127.0.0.1"
 

@@ -3,13 +3,13 @@
 Full attention is the same run under every budget, so it stands there once. A benchmark of several datasets has an
 average over them, where a run answered all that most runs of the benchmark did.
 
-Not here: comparisons (`plots/report/compare.py`), where a run comes from (`plots/report/origin.py`), its samples
-(`plots/report/samples.py`).
+Not here: comparisons (`plots/site/compare.py`), where a run comes from (`plots/site/origin.py`), its samples
+(`plots/site/samples.py`).
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import fsum
@@ -18,10 +18,11 @@ from typing import Any
 
 from kvbench.plots.looks import told_apart
 from kvbench.plots.read import Run, conditions, key_bytes_per_token, measured
-from kvbench.plots.report.charts import look
-from kvbench.plots.report.compare import AVERAGE, Baselines, correct, few_words, put_on_fronts, rank
+from kvbench.plots.site.app import look
+from kvbench.plots.site.compare import AVERAGE, Baselines, correct, few_words, put_on_fronts, rank
 from kvbench.plots.run_sets import asked, is_deployable, outside_budget, prompt_settings
 from kvbench.plots.scored import Scored
+from kvbench.plots.site.origin import Kept
 from kvbench.results import METRICS, SampleRow
 
 AUDITED = (
@@ -45,8 +46,11 @@ COSTS = {  # of a part: the chart's axes, and the keys of a sample's ledger that
 }
 
 
-def overview(runs: Sequence[Run], root: Path) -> dict[str, Any]:
-    """Everything but samples and provenance, as plain data; `runs` are those of `full_once`."""
+def overview(runs: Sequence[Run], root: Path, drawn: Iterable[str] = ()) -> dict[str, Any]:
+    """Everything but samples and provenance, as plain data; `runs` are those of `full_once`.
+
+    `drawn` are methods of other benchmarks of the same page, from which these have to be told apart.
+    """
     others, baselines, shared = Others(runs), Baselines(runs), common_datasets(runs)
     described = [describe(run, others, root, baselines, shared[benchmark(run)]) for run in runs]
     name_apart(described)
@@ -54,7 +58,7 @@ def overview(runs: Sequence[Run], root: Path) -> dict[str, Any]:
     rank(runs, described)
     put_on_fronts(runs, described)
     names = names_of(runs)
-    with told_apart(run.method for run in runs):
+    with told_apart([*drawn, *(run.method for run in runs)]):
         looks = {run.result.method: look(run.method) | {"name": names[run.result.method]} for run in runs}
     return {
         "runs": described,
@@ -79,6 +83,8 @@ def full_once(runs: Sequence[Run]) -> tuple[list[Run], dict[Path, list[Path]]]:
 
 def group_of(run: Run) -> str:
     """What runs must share to stand in one table of scores, as words."""
+    if isinstance(run, Kept):
+        return f"{run.model} · {run.result.protocol} · scores of {run.page}"
     return str(replace(conditions(run, ""), prefill="")).replace("no comm · ", "")
 
 
@@ -126,6 +132,7 @@ def describe(run: Run, others: "Others", root: Path, baselines: Baselines, share
         "n_oom": result.n_oom,
         "unpriced": not run.is_full and not is_deployable(run),
         "whole_layers": None if run.is_full else run.whole_layers or None,
+        "kept": isinstance(run, Kept),
         "audit": {key: getattr(result, key) for key in AUDITED} | comm_allowed(run, others) | at_once(run),
         "parts": list(parts(run, baselines, shared)),
     }
@@ -215,12 +222,23 @@ def part(
         "score": place.mean,
         "ci": place.interval and [place.interval.low, place.interval.high],
         "paired": None if is_reference else baselines.compare(run, metric, datasets),
+        "base": None if is_reference else baselines.levels(run, metric, datasets),
         "standing": "",
         "heat": heat(rows) if name != AVERAGE else None,
         "over": place.over,
         "outside": outside_budget(run, rows),
-        "cost": {axis: added(rows, keys) for axis, keys in COSTS.items()},
+        "cost": costs_of(rows, baselines.rows_of(run)),
     }
+
+
+def costs_of(rows: Sequence[SampleRow], full: Mapping[str, SampleRow]) -> dict[str, float | None]:
+    """What a part costs; where no ledger says the share of the full cache, that of full attention's bytes."""
+    found = {axis: added(rows, keys) for axis, keys in COSTS.items()}
+    whole = [full[row.id] for row in rows if row.id in full]
+    if found["memory"] is None and found["device"] and len(whole) == len(rows):
+        held = added(whole, COSTS["device"])
+        found["memory"] = found["device"] / held if held else None
+    return found
 
 
 def added(rows: Sequence[SampleRow], keys: Iterable[str]) -> float | None:

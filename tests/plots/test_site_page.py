@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pytest
 
 from kvbench.plots.looks import look
-from kvbench.plots.report.page import main
+from kvbench.plots.site.report import main
 from kvbench.tests.plots import colour_vision
 from kvbench.tests.plots.browser import Page
 from kvbench.tests.plots.many_runs import write_many

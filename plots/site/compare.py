@@ -4,13 +4,13 @@ Differences are paired by sample and corrected for all that one column of the pa
 among the runs of one column and budget that somebody could deploy: full attention, a search that no budget prices and
 runs over their budget are none of them.
 
-Not here: the statistics (`plots/stats.py`), what else the page says of a run (`plots/report/overview.py`).
+Not here: the statistics (`plots/stats.py`), what else the page says of a run (`plots/site/overview.py`).
 """
 
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from math import log
+from math import fsum, log
 from typing import Any
 
 from kvbench.plots.read import Run, score
@@ -22,20 +22,41 @@ from kvbench.results.intervals import ANYWHERE
 
 AVERAGE = "average"  # the name of the column that stands for all datasets of a benchmark
 SAME = ("model", "model_digest", "task", "task_version", "data_digest", "compression_scope", "seed", "dtype", "device")
+FLOOR = "random"  # the method whose score quality is measured from
 Rows = Sequence[SampleRow]
 
 
 class Baselines:
-    """The samples of full attention, by what a run must share with one to be compared with it."""
+    """The samples of full attention and of random tokens, by what a run must share with one to be compared with it."""
 
     def __init__(self, runs: Iterable[Run]) -> None:
         self.rows: dict[str, dict[str, SampleRow]] = {}
+        self.random: dict[tuple[str, str], dict[str, SampleRow]] = {}
         for run in runs:
-            if run.is_full and run.is_exact:
-                rows = self.rows.setdefault(self.key(run), {})
+            if run.method in ("full", FLOOR) and run.is_exact:
+                of_random = self.random.setdefault((self.key(run), run.result.asked), {}) if run.method == FLOOR else None
+                rows = self.rows.setdefault(self.key(run), {}) if of_random is None else of_random
                 for row in run.rows:
                     if row.score is not None:
                         rows.setdefault(row.id, row)
+
+    def rows_of(self, run: Run) -> dict[str, SampleRow]:
+        """Full attention's samples, by id."""
+        return self.rows.get(self.key(run), {})
+
+    def levels(self, run: Run, metric: str, datasets: Sequence[Rows]) -> list[float | None] | None:
+        """Full attention's score on a run's samples, and how much of it random tokens under the same budget lack.
+
+        The second is None without such a run; of samples that only some have, those count. None for what is no share.
+        """
+        full = self.rows_of(run)
+        if not METRICS[metric].is_share or not full:
+            return None
+        whole = level([[full[row.id] for row in rows if row.id in full] for rows in datasets])
+        floor = self.random.get((self.key(run), run.result.asked), {})
+        both = [[row.id for row in rows if row.id in full and row.id in floor] for rows in datasets]
+        above, below = (level([[of[id] for id in ids] for ids in both]) for of in (full, floor))
+        return [whole, None if above is None or below is None else above - below]
 
     @staticmethod
     def key(run: Run) -> str:
@@ -46,8 +67,15 @@ class Baselines:
         # Perplexities are compared as losses, whose differences can be averaged.
         is_loss = METRICS[metric].weight is not None
         of, limits = (loss, ANYWHERE) if is_loss else (score, None)
-        full = Scored([*self.rows.get(self.key(run), {}).values()], of, limits)
+        full = Scored([*self.rows_of(run).values()], of, limits)
         return Scored([row for rows in datasets for row in rows], of, limits).against(full)
+
+
+def level(datasets: Sequence[Rows]) -> float | None:
+    """The mean score, over datasets of their means; None where one of them has no sample."""
+    means = [Scored(rows).mean for rows in datasets]
+    known = [mean for mean in means if mean is not None]
+    return fsum(known) / len(means) if means and len(known) == len(means) else None
 
 
 def loss(row: SampleRow) -> float | None:

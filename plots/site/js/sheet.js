@@ -31,11 +31,12 @@ function sortedBy(name, usual) {
 function sortable(name, { key, title, more }, by, direction, redraw) {
   const sort = button(title, (event) => {
     const i = [...event.currentTarget.closest("tr").children].indexOf(event.currentTarget.closest("th"));
-    const place = event.currentTarget.closest("section").id;
+    const place = event.currentTarget.closest("[id]").id;
     setState({ [name]: by === key && direction > 0 ? `-${key}` : key });
-    redraw();
-    const again = document.querySelector(`#${place} thead tr`).children[i];
-    if (again) again.querySelector("button").focus();
+    Promise.resolve(redraw()).then(() => {
+      const again = document.querySelector(`#${place} thead tr`).children[i];
+      if (again) again.querySelector("button").focus();
+    });
   });
   return el("th", { scope: "col", "aria-sort": key === by ? (direction > 0 ? "ascending" : "descending") : null }, sort, more || []);
 }

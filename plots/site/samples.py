@@ -3,7 +3,7 @@
 A page of thousands of runs would be larger than a browser likes, so texts and details are cut to what fits, the same
 for all runs, and the page says so. Runs of one piece are unpacked together, when the reader first looks at one of them.
 
-Not here: scores over samples (`plots/report/overview.py`).
+Not here: scores over samples (`plots/site/overview.py`).
 """
 
 import base64

@@ -21,6 +21,7 @@ const STANDINGS = {
 
 function facts(run, part) {
   const pair = part.paired;
+  const kept = quality(run, part);
   return [
     ["score", `${number(part.score, digits(part.metric))} ${part.metric === "score" ? "" : part.metric}`],
     ["95 %", part.ci ? range(part.ci, digits(part.metric)) : part.n === 1 ? "none: one sample says nothing of the spread" : "-"],
@@ -28,14 +29,17 @@ function facts(run, part) {
     ["Δ vs full attention", pair ? difference(part) : run.full ? null : "no sample with the same prompt"],
     ["test", pair ? verdict(part) : null],
     ["uncorrected", pair ? `p ${pWords(pair.p, pair.p_is_bound)}` : null],
+    ["quality kept", kept ? `${number(kept.value, 2)}${is(kept.low) ? ` (${range([kept.low, kept.high], 2)})` : ""} of full attention's ${kept.base}` : null],
     ["pairs", pair ? `${pair.more} above full attention, ${pair.same} equal, ${pair.less} below` : null],
     ["standing", STANDINGS[part.standing]],
-    ["tokens", `${number(part.cost.tokens, 1)} attended per step${run.full ? "" : `, ${number(run.audit.tokens_budget_mean, 1)} of the prompt allowed`}`],
-    ["device", `${scaled(part.cost.device, 1e6, 2)} MB`],
-    ["moved", `${scaled(part.cost.moved, 1e3)} KB per step`],
+    ["bytes held", is(part.cost.memory) ? `${number(part.cost.memory)} of the full cache's` : null],
+    ["device", is(part.cost.device) ? `${scaled(part.cost.device, 1e6, 2)} MB` : null],
+    ["tokens", is(part.cost.tokens) ? `${number(part.cost.tokens, 1)} attended per step${run.full ? "" : `, ${number(run.audit.tokens_budget_mean, 1)} of the prompt allowed`}` : null],
+    ["moved", is(part.cost.moved) ? `${scaled(part.cost.moved, 1e3)} KB per step` : null],
     ["budget", part.over ? "! exceeded" : null],
     ["layers", run.whole_layers ? `the first ${run.whole_layers} are not compressed and lie outside the budget` : null],
     ["search", run.unpriced ? "reads all keys, outside every budget: a reference, on no front" : null],
+    ["believed", run.kept ? `${run.verdict}: only scores are kept, no answers` : `${run.verdict}${run.why ? `: ${run.why}` : ""}`],
     ["memory", run.n_oom ? `${run.n_oom} samples ran out of memory` : null],
   ].filter(([, value]) => value);
 }
@@ -44,18 +48,20 @@ function facts(run, part) {
 function toSamples(run, part) {
   const full = fullFor(run);
   const dataset = part && !part.of ? part.dataset : null;
-  return { a: (full || run).key, b: run.key, dataset, sample: null, at: "samples" };
+  return { bench: run.bench.id, a: (full || run).key, b: run.key, dataset, sample: null, at: "samples" };
 }
 
 let cardFrom = null;
 function openCard(run, part, from) {
   cardFrom = from;
   const rows = facts(run, part).flatMap(([key, value]) => [el("dt", {}, key), el("dd", {}, value)]);
+  const command = el("div", { class: "titled" });
   const close = button("✕", closeCard, { "aria-label": "close", class: "close" });
   $("card").replaceChildren(close,
-    el("h3", {}, run.variant), el("p", { class: "hint" }, `${run.task} · ${part.dataset} · ${run.group}`),
-    el("dl", {}, rows),
-    el("p", { class: "links" }, link(toSamples(run, part), "answers"), link({ run: run.key, at: "provenance" }, "command and origin")));
+    el("h3", {}, run.variant), el("p", { class: "hint" }, [run.task, part.dataset, run.group].filter((text, i, all) => all.indexOf(text) === i).join(" · ")),
+    el("dl", {}, rows), command,
+    el("p", { class: "links" }, link(toSamples(run, part), run.kept ? "scores of its samples" : "answers and origin"), link({ at: "method", m: run.preset }, "about the method")));
+  more().then(() => originOf(run)).then((origin) => command.replaceChildren(...commandOf(origin)));
   $("card").hidden = false;
   close.focus({ preventScroll: true });
 }

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,14 @@ ASKED = (
     *("budget_counts", "compose_order", "positions", "dropped", "merging", "device_map", "cuda_graphs"),
     *("temperature", "top_p", "top_k", "n_answers"),
 )
+
+
+@dataclass(frozen=True)
+class Kept(Run):
+    """A run of which scores are left, and no folder: what a page says of a folder's text is never said of it."""
+
+    page: str = ""  # that has its scores
+    command: str = ""
 
 
 def provenance(run: Run, others: Sequence[Path] = ()) -> dict[str, Any]:
@@ -49,7 +58,7 @@ def provenance(run: Run, others: Sequence[Path] = ()) -> dict[str, Any]:
         "versions": result.versions,
         "params": result.params,
         "notes": result.notes,
-        "command": command(run),
+        "command": run.command if isinstance(run, Kept) else command(run),
         "same_as": [folder.name for folder in others],
         "files": {name: digest(path) for name in HASHED if (path := run.folder / name).is_file()},
         "env": environment(run.folder / "env.json"),

@@ -1,43 +1,44 @@
 // Which runs are shown: the data that all sections read, and the boxes that leave runs out.
-let runs = [];
-let metrics = {};
+let index = { benchmarks: [], changes: [] };
+let runs = []; // of the benchmark that is shown
 let looks = {};
 let few = {};
-let starts = [];
+const read = new Map(); // benchmarks by id, with their runs, as far as they were loaded
 
-async function readOverview() {
-  const told = JSON.parse(await unpack("data-overview"));
-  ({ metrics, looks, few, starts } = told);
+async function readBenchmark(id) {
+  if (read.has(id)) return read.get(id);
+  const told = await once(`${id}/data-overview`);
   const pairs = rowsOf(told.pairs);
   const parts = rowsOf(told.parts);
   let at = 0;
   parts.forEach((part, i) => { part.paired = told.has_pair[i] ? pairs[at++] : null; });
   at = 0;
-  runs = rowsOf(told.runs);
-  runs.forEach((run, i) => {
-    run.i = i;
+  const found = { ...index.benchmarks.find((one) => one.id === id), runs: rowsOf(told.runs), looks: told.looks, starts: told.starts };
+  found.runs.forEach((run, i) => {
+    Object.assign(run, { i, bench: found });
     run.parts = parts.slice(at, at + run.n_parts);
     at += run.n_parts;
   });
+  Object.assign(looks, told.looks);
+  Object.assign(few, told.few);
+  read.set(id, found);
+  return found;
 }
 
-const lower = (metric) => metrics[metric].better === "lower";
-const isShare = (metric) => metrics[metric].scale === 100;
+const lower = (metric) => index.metrics[metric][0] === "lower";
+const isShare = (metric) => index.metrics[metric][1] === 100;
 const digits = (metric) => (isShare(metric) ? 1 : 3);
 // A metric with its unit, and which direction is better where that is not plain.
 const inUnit = (metric) => `${metric}${isShare(metric) ? ", 0 to 100" : ""}${lower(metric) ? ", lower is better" : ""}`;
 const byKey = (key) => runs.find((run) => run.key === key);
-const fullFor = (run) => runs.find((one) => one.full && one.group === run.group && one.task === run.task && one !== run);
+const fullFor = (run) => run.bench.runs.find((one) => one.full && one !== run);
 // Full attention first, then by name, and budgets in their order.
 const inOrder = (a, b) =>
   Number(b.full) - Number(a.full) || natural(a.label, b.label) || (a.size || 0) - (b.size || 0)
-  || (a.comm_size || 0) - (b.comm_size || 0) || natural(a.group, b.group);
-const severalGroups = (list) => unique(list.map((run) => run.group)).length > 1;
-// A run's name among these: its group is said only where there are several.
-const nameIn = (run, list) => (severalGroups(list) ? `${run.variant} · ${run.group}` : run.variant);
+  || (a.comm_size || 0) - (b.comm_size || 0);
 
-const FILTERS = { task: "Task", method: "Method", model: "Model", budget: "Budget", comm: "Comm" };
-const OF_COMPRESSED = ["budget", "comm"]; // full attention has neither, so these filters leave it in
+const FILTERS = { method: "Method", comm: "Comm" };
+const OF_COMPRESSED = ["comm"]; // full attention has none, so this filter leaves it in
 const hidden = Object.fromEntries(Object.keys(FILTERS).map((key) => [key, new Set()]));
 const wanted = () => (state.get("q") || "").trim().toLowerCase();
 const shows = (run) => (run.full || `${run.label} ${run.method}`.toLowerCase().includes(wanted())) &&
@@ -67,24 +68,28 @@ function hide(key, values) {
 
 function valuesOf(key) {
   const others = OF_COMPRESSED.includes(key) ? runs.filter((run) => !run.full) : runs;
-  const size = new Map(others.map((run) => [run[key], { budget: run.size, comm: run.comm_size }[key] || 0]));
+  const size = new Map(others.map((run) => [run[key], (key === "comm" && run.comm_size) || 0]));
   return [...size.keys()].sort((a, b) => size.get(a) - size.get(b) || natural(a, b));
 }
 
 function buildFilters() {
-  const form = $("filters");
-  for (const key of Object.keys(FILTERS)) {
+  const menus = Object.keys(FILTERS).filter((key) => valuesOf(key).length > 1).map((key) => {
     const values = valuesOf(key);
     const toggle = (value, on) => hide(key, on ? [...hidden[key]].filter((one) => one !== value) : [...hidden[key], value]);
     const boxes = values.map((value) => el("label", {},
-      el("input", { type: "checkbox", "data-filter": key, value, onchange: (event) => toggle(value, event.target.checked) }), value));
+      el("input", { type: "checkbox", "data-filter": key, value, onchange: (event) => toggle(value, event.target.checked) }), key === "method" ? looks[value].name : value));
     const all = button("all / none", () => hide(key, hidden[key].size ? [] : values));
-    form.append(el("details", {}, el("summary", { "data-filter": key }), el("div", { class: "menu" }, all, boxes)));
-  }
-  form.append(el("input", { id: "q", type: "search", placeholder: "find a method", "aria-label": "find a method",
-    oninput: (event) => { setState({ q: event.target.value }); update(); } }));
-  form.append(button("reset", () => go({ q: null, lit: null, ...Object.fromEntries(Object.keys(FILTERS).map((key) => [`hide.${key}`, null])) })));
-  form.append(el("output", { id: "count" }));
+    return el("details", {}, el("summary", { "data-filter": key }), el("div", { class: "menu" }, all, boxes));
+  });
+  $("filters").replaceChildren(...menus,
+    el("input", { id: "q", type: "search", placeholder: "find a method", "aria-label": "find a method",
+      oninput: (event) => { setState({ q: event.target.value }); update(); } }),
+    button("reset", () => go({ q: null, lit: null, ...Object.fromEntries(Object.keys(FILTERS).map((key) => [`hide.${key}`, null])) })),
+    el("output", { id: "count" }));
+}
+
+function listenToFilters() {
+  const form = $("filters");
   form.addEventListener("submit", (event) => event.preventDefault());
   const close = (but) => form.querySelectorAll("details[open]").forEach((menu) => menu !== but && (menu.open = false));
   document.addEventListener("click", (event) => close(event.target.closest("#filters details")));
