@@ -183,7 +183,8 @@ class Site:
             "cut": samples.cut,
         })  # fmt: skip
         yield f"{name}/data-overview", data(as_page_reads(told, samples.starts))
-        yield f"{name}/data-origins", data([provenance(run, same.get(run.folder, ())) for run in every])
+        origins = [{"id": self.ids[run.folder]} | provenance(run, same.get(run.folder, ())) for run in every]
+        yield f"{name}/data-origins", data(origins)
         for place, text in iter_pieces(samples):
             yield f"{name}/{place}", text
 
@@ -192,7 +193,7 @@ class Site:
         id, usual = self.ids[run.folder], ONLY_REPORTED if isinstance(run, Kept) else SELF_REPORTED
         judged = self.handed.verdicts.get(id, {"verdict": usual, "why": [], "findings": []})
         return {
-            "id": id, "machine": machine(run), "verdict": judged["verdict"],
+            "machine": machine(run), "verdict": judged["verdict"],
             "why": "; ".join([*judged["why"], *judged["findings"]]),
             "by": " · ".join(filter(None, self.handed.said_of(run).values())),
             "superseded_by": self.superseded.get(id, ""), "preset": run.result.method,

@@ -45,7 +45,7 @@ async function copy(text, from) {
 }
 
 const COLUMNS = {
-  id: (run) => run.id, verified: (run) => run.verdict, rank: (run, part) => ranked(part), folder: (run) => run.folder, task: (run) => run.task, dataset: (run, part) => part.dataset, model: (run) => run.model,
+  verified: (run) => run.verdict, rank: (run, part) => ranked(part), folder: (run) => run.folder, task: (run) => run.task, dataset: (run, part) => part.dataset, model: (run) => run.model,
   method: (run) => run.method, label: (run) => run.label, budget: (run) => run.budget, comm: (run) => run.comm,
   metric: (run, part) => part.metric, n: (run, part) => part.n, n_oom: (run) => run.n_oom, score: (run, part) => part.score,
   low: (run, part) => part.ci && part.ci[0], high: (run, part) => part.ci && part.ci[1], standing: (run, part) => part.standing,

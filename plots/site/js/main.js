@@ -63,7 +63,8 @@ async function drawPage() {
   $("waiting").textContent = "";
   for (const section of document.querySelectorAll("main > section")) section.classList.toggle("here", section.id === at);
   $("pages").replaceChildren(...Object.entries(PAGES).filter(([id]) => pageIsThere(id)).map(([id, [title]]) => { const node = link({ at: id }, title); if (id === at) node.setAttribute("aria-current", "page"); return node; }));
-  $("choice").hidden = !needs;
+  for (const id of ["choice", "about"]) $(id).hidden = !needs;
+  $("about").replaceChildren(el("b", {}, wanted.task), ` · ${[wanted.model, ["shown", "hidden"].includes(wanted.question) ? `question ${wanted.question}` : wanted.question, wanted.where].join(" · ")}`);
   $("filters").hidden = !WITH_FILTERS.includes(at);
   for (const node of document.querySelectorAll("#choice .rows")) node.hidden = !["picture", "budgets"].includes(at);
   readFilters();

@@ -20,9 +20,9 @@ const originOf = async (run) => (await once(`${run.bench.id}/data-origins`))[run
 const commandOf = ({ command }) => [el("pre", { class: "command" }, command), button("copy command", (event) => copy(command, event.currentTarget))];
 const listOf = (tree) => Object.entries(tree).map(([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
 
-function factsOf(run, { versions, params, notes, files, env, command, same_as, ...facts }) {
+function factsOf(run, { id, versions, params, notes, files, env, command, same_as, ...facts }) {
   const hashes = Object.fromEntries(Object.entries(files).map(([name, sha]) => [`sha256 ${name}`, sha]));
-  const entries = { id: run.id, folder: run.kept ? null : run.folder, "handed in by": run.by, "why no more": run.why, "superseded by": run.superseded_by, machine: run.kept ? null : run.machine,
+  const entries = { id, folder: run.kept ? null : run.folder, "handed in by": run.by, "why no more": run.why, "superseded by": run.superseded_by, machine: run.kept ? null : run.machine,
     ...(run.kept ? {} : facts), ...env, versions: listOf(versions), parameters: listOf(params), ...hashes, "the same run under other budgets": same_as.join(", "), notes: notes.join("; ") };
   return Object.entries(entries).filter(([, value]) => is(value) && value !== "").flatMap(([key, value]) => [el("dt", {}, key.replaceAll("_", " ")), el("dd", {}, String(value))]);
 }
