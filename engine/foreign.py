@@ -59,6 +59,11 @@ class NoText(NoJson):
 # --- reading -----------------------------------------------------------------------------------
 
 
+def cache_home() -> Path:
+    """Where converted checkpoints, hashes, profiles and frames are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbench"
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
     """A regular file; `ConfigError` for anything else and for whatever goes wrong while it is read."""

@@ -69,9 +69,11 @@ def compare(folders: Sequence[Path]) -> Comparison:
             label = f"{label} {asked(run)}"
         by_label.setdefault(label, {})[task] = run
     places = {
-        (label, task): Scored(run.rows, by_sample=True) for label, own in by_label.items() for task, run in own.items()
+        (label, task): Scored.of(run.rows, by_sample=True)
+        for label, own in by_label.items()
+        for task, run in own.items()
     }
-    whole = {task: Scored(run.rows, by_sample=True) for task, run in full.items()}
+    whole = {task: Scored.of(run.rows, by_sample=True) for task, run in full.items()}
     variants = {name: place for name, place in places.items() if not by_label[name[0]][name[1]].is_full}
     tested = compared(variants, lambda name: whole[name[1]], lambda name: name[1])
     rows = []

@@ -49,7 +49,7 @@ class Measure:
         return 100 if self.highest == 1 else 1
 
     def place(self, run: Run) -> Scored:
-        return Scored(run.rows, self.of, (0, self.highest))
+        return Scored.of(run.rows, self.of, (0, self.highest))
 
     def has(self, run: Run) -> bool:
         wanted = self.params or {}

@@ -9,7 +9,6 @@ Not here: checks of a folder (`results/` refuses a damaged one), statistics (`pl
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,19 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from kvbench import checkout
-from kvbench.engine.budget import parse_bytes
-from kvbench.engine.errors import ConfigError
-from kvbench.engine.foreign import one_line, refuse_depth
+from kvbench.engine.foreign import one_line
 from kvbench.engine.terminal import say
-from kvbench.results import EXACT, OFF, RunResult, SampleRow, config_hash, read_config, read_ledger, read_run
+from kvbench.results import EXACT, RunResult, SampleRow, read_ledger
 from kvbench.results.names import known
+from kvbench.results.read import read_whole
 
 RESULT = "result.json"
-# Kinds of what tasks and methods add to a sample, as far as tables and figures look into it.
-FIELDS: dict[str, type] = {"method_report": dict, "timing": dict, "turn": int}
-MOST_TURNS = 10**6  # an axis has a place for each
-TIMED: dict[str, type] = {"length": int, "batch": int}
-SHARE = re.compile(r"\d{1,9}(\.\d{1,18})?|\d{1,9}/0*[1-9]\d{0,8}")  # 0.2, 1/64
 ROOT = Path(__file__).resolve().parents[1]
 OLDER_KEYS = {  # of ledgers: what stands in the place of a key in older runs, less of it
     "bytes_index_read_per_step": "bytes_moved_meta_per_step",
@@ -195,47 +188,8 @@ def told_apart(runs: Sequence[Run]) -> list[Run]:
 
 def read_one(folder: Path) -> Run:
     """One finished run; ValueError with the name of a file that is damaged."""
-    result, rows = read_run(folder)
-    if result.waits_for_scores:
-        raise ValueError(
-            f"{folder} has answers without scores; score them with `python -m kvbench.evals.rescore --write`"
-        )
-    memory = result.memory_exact or "0"
-    for share in (
-        "0" if result.comm_exact == OFF else result.comm_exact,
-        result.ratio_exact or "0",
-        "0" if is_bytes(memory) else memory,
-    ):
-        if not SHARE.fullmatch(share):
-            raise ValueError(f"{folder / RESULT} is not the result of a run: {share!r} is no share")
-    for row in rows:
-        for key, kind in (FIELDS | (TIMED if result.task == "latency" else {})).items():
-            if not isinstance(row.fields.get(key, kind()), kind) or (key in TIMED and key not in row.fields):
-                raise ValueError(f"{folder / 'samples.jsonl'} has a {key} that no run writes, sample {row.id!r}")
-        if abs(row.fields.get("turn", 1)) > MOST_TURNS:
-            raise ValueError(f"{folder / 'samples.jsonl'} has a turn that no run writes, sample {row.id!r}")
-    path = folder / "config.yaml"
-    try:
-        config = read_config(folder)
-        refuse_depth(config)  # aliases may make a tree without an end
-        json.dumps(config, sort_keys=True, allow_nan=False)
-        if not isinstance(config.get("limit"), int | None):
-            raise ValueError("its limit is no whole number")
-        if not isinstance(config.get("offset"), int | None):
-            raise ValueError("its offset is no whole number")
-        if config_hash(config) != result.config_hash:
-            raise ValueError(f"{RESULT} is of another one, {result.config_hash}")
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is not the configuration of a run: {error}") from None
+    result, rows, config = read_whole(folder)
     return Run(folder, result, tuple(rows), config)
-
-
-def is_bytes(text: str) -> bool:
-    """Whether a run has its memory in bytes, in their one spelling."""
-    try:
-        return str(parse_bytes(text, "memory")) == text
-    except ConfigError:
-        return False
 
 
 @dataclass(frozen=True, order=True)

@@ -207,7 +207,7 @@ def front_of(
     Only methods that could be deployed and kept their budgets can be on it; the others beat nobody either.
     """
     asked = {
-        name: (cost, Scored(rows, of).samples)
+        name: (cost, Scored.of(rows, of).samples)
         for name, (run, rows, cost) in points.items()
         if is_deployable(run) and not over_budget(rows)
     }

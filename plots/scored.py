@@ -1,31 +1,42 @@
-"""The samples of a variant as one place of a table or figure sees them, and how places compare.
+"""The answers of a variant as one place of a table or figure, and how places compare.
 
-    Scored    mean, interval and n of some samples; the difference to another's on the same prompts
+    Scored    mean, interval and n of some answers; the difference to another's on the same prompts
+    places    the places of a frame's rows (`kvbench.results.frame`), by the columns that tell them apart
     compared  every place against its reference, with the p-values that count
     best      the marks of those that are best, or tied, within a column
 
 Draws and turns of one prompt are no samples of their own: they count as one, with their mean. Of several datasets each
-counts alike. All tables, the report and the pages of results stand on these three.
+counts alike. All tables, the report and the pages of results stand on these.
 
 Not here: the statistics (`plots/stats.py`), words (`results/sheet.py`).
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import fsum
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from kvbench.plots.read import over_budget, per_prompt, score
+from kvbench.plots.read import over_budget, prompt, score
 from kvbench.plots.stats import Corrected, Paired, corrected, macro_interval, paired_over_datasets, standings
-from kvbench.results import METRICS, SampleRow, combined, combined_ci95
+from kvbench.results import METRICS, SampleRow
 from kvbench.results.intervals import Bounds, Interval
+from kvbench.results.summary import combined_of, interval_of
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Name = TypeVar("Name", bound=Hashable)
 
 
-def sample(row: SampleRow) -> str:
-    return row.sample_id
+class Answer(NamedTuple):
+    """A value of one line."""
+
+    value: float
+    prompt: str  # by which it is paired with other variants' answers
+    sample: str  # whose turns and draws are not independent
+    dataset: str = ""
+    weight: int = 1
 
 
 def metric_of(rows: Sequence[SampleRow]) -> str:
@@ -35,16 +46,38 @@ def metric_of(rows: Sequence[SampleRow]) -> str:
 
 @dataclass(frozen=True)
 class Scored:
-    """Some samples, and what is looked at of each."""
+    """Some answers, and what is looked at of each."""
 
-    rows: Sequence[SampleRow]
-    of: Callable[[SampleRow], float | None] = score
-    limits: Bounds | None = None  # of what `of` says; None: the metric's
+    answers: Sequence[Answer]
+    metric: str = "score"
+    n_oom: int = 0
+    over: bool = False  # whether any ledger exceeded its budget
+    limits: Bounds | None = None  # of values that are no scores; None: the metric's
     by_sample: bool = False  # turns of one sample count as one with their mean, and all datasets as one
+    is_score: bool = True
+    rows: Sequence[SampleRow] = ()  # the lines, of a run's
 
-    @property
-    def metric(self) -> str:
-        return metric_of(self.rows)
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[SampleRow],
+        of: Callable[[SampleRow], float | None] = score,
+        limits: Bounds | None = None,
+        by_sample: bool = False,
+    ) -> "Scored":
+        """The lines of a run, or some of them."""
+        metric = metric_of(rows)
+        weight = METRICS[metric].weight
+        answers = [
+            Answer(
+                value, prompt(row), row.sample_id, str(row.fields.get("dataset", "")),
+                int(row.fields[weight]) if weight and row.score is not None else 1,
+            )
+            for row in rows
+            if (value := of(row)) is not None
+        ]  # fmt: skip
+        n_oom = len({row.sample_id for row in rows if row.score is None})
+        return cls(answers, metric, n_oom, over_budget(rows), limits, by_sample, of is score, rows)
 
     @property
     def bounds(self) -> Bounds:
@@ -52,13 +85,12 @@ class Scored:
 
     @cached_property
     def values(self) -> dict[str, dict[str, float]]:
-        """Values by dataset and prompt, of samples that were answered."""
-        groups: dict[str, list[SampleRow]] = {}
-        for row in self.rows:
-            groups.setdefault("" if self.by_sample else str(row.fields.get("dataset", "")), []).append(row)
-        more = {"key": sample} if self.by_sample else {}
-        found = {dataset: per_prompt(rows, self.of, **more) for dataset, rows in groups.items()}
-        return {dataset: values for dataset, values in found.items() if values}
+        """Values by dataset and prompt."""
+        groups: dict[str, dict[str, list[float]]] = {}
+        for one in self.answers:
+            dataset, name = ("", one.sample) if self.by_sample else (one.dataset, one.prompt)
+            groups.setdefault(dataset, {}).setdefault(name, []).append(one.value)
+        return {dataset: {name: fsum(each) / len(each) for name, each in of.items()} for dataset, of in groups.items()}
 
     @property
     def samples(self) -> dict[tuple[str, str], float]:
@@ -68,19 +100,11 @@ class Scored:
     def n(self) -> int:
         return sum(map(len, self.values.values()))
 
-    @property
-    def n_oom(self) -> int:
-        return len({row.sample_id for row in self.rows if row.score is None})
-
-    @property
-    def over(self) -> bool:
-        return over_budget(self.rows)
-
     @cached_property
     def mean(self) -> float | None:
         """The mean as in result.json; of several datasets the mean of theirs."""
         if self.is_of_result:
-            return combined(self.rows, self.metric)
+            return combined_of([(one.value, one.weight) for one in self.answers], self.metric)
         parts = [fsum(values.values()) / len(values) for values in self.values.values()]
         return fsum(parts) / len(parts) if parts else None
 
@@ -88,7 +112,10 @@ class Scored:
     def interval(self) -> Interval | None:
         """95 %; of several datasets each is a sample."""
         if self.is_of_result:
-            ends, mean = combined_ci95(self.rows, self.metric), self.mean
+            samples: dict[str, list[tuple[float, int]]] = {}
+            for one in self.answers:
+                samples.setdefault(one.sample, []).append((one.value, one.weight))
+            ends, mean = interval_of([*samples.values()], self.metric), self.mean
             return None if ends is None or mean is None else Interval(mean, *ends)
         groups = [[*values.values()] for values in self.values.values()]
         return macro_interval(groups, bounds=self.bounds) if groups else None
@@ -96,7 +123,7 @@ class Scored:
     @property
     def is_of_result(self) -> bool:
         """Whether result.json has the same mean: of one dataset, or of losses, which are weighted."""
-        return self.of is score and (len(self.values) < 2 or METRICS[self.metric].weight is not None)
+        return self.is_score and (len(self.values) < 2 or METRICS[self.metric].weight is not None)
 
     def against(self, other: "Scored") -> Paired | None:
         """The comparison on the prompts that both answered; None where a dataset has none of them."""
@@ -109,6 +136,44 @@ class Scored:
             return None
         ours, theirs = ([[pair[side] for pair in part] for part in pairs] for side in (0, 1))
         return paired_over_datasets(ours, theirs, bounds=self.bounds)
+
+
+def joined(places: Iterable[Scored]) -> Scored:
+    """The answers of several places of one variant as one place."""
+    every = [*places]
+    return Scored(
+        [one for place in every for one in place.answers], every[0].metric, sum(place.n_oom for place in every),
+        any(place.over for place in every),
+    )  # fmt: skip
+
+
+def places(
+    samples: "DataFrame", by: Sequence[str], value: str = "score", limits: Bounds | None = None
+) -> dict[tuple[Any, ...], Scored]:
+    """The rows of a frame by the values of some columns; a place has the rows that agree in all of them.
+
+    What is missing in a column is "". `value` names what is looked at; `limits` say what it can be, where it is no
+    score.
+    """
+    from pandas import isna
+
+    found: dict[tuple[Any, ...], Scored] = {}
+    for key, part in samples.groupby([*by], sort=False, observed=True, dropna=False):
+        metrics = [name for name in part["metric"].unique() if not isna(name)] if "metric" in part else []
+        metric = str(metrics[0]) if metrics else "score"
+        weight = METRICS[metric].weight
+        kept = part[part[value].notna()]
+        columns = (
+            kept[value].astype(float), kept["prompt"].astype(str), kept["sample"].astype(str),
+            kept["dataset"].astype(str) if "dataset" in kept else [""] * len(kept),
+            kept[weight].astype(int) if weight else [1] * len(kept),
+        )  # fmt: skip
+        answers = [Answer(*one) for one in zip(*columns, strict=True)]
+        n_oom = part.loc[part["score"].isna(), "sample"].nunique() if "score" in part else 0
+        over = "within_budget" in part and bool((part["within_budget"] == False).any())  # noqa: E712
+        name = tuple("" if isna(one) else one for one in cast(tuple[Any, ...], key))
+        found[name] = Scored(answers, metric, int(n_oom), over, limits, is_score=value == "score")
+    return found
 
 
 def compared(

@@ -3,15 +3,19 @@
 Not here: ledgers (`results/ledger.py`), runs that are not finished (`results/folder.py`).
 """
 
+import json
 import zlib
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.foreign import parse_json, read_bytes
+from kvbench.engine.foreign import parse_json, read_bytes, refuse_depth
+from kvbench.results.config import config_hash, read_config
 from kvbench.results.files import unsealed
-from kvbench.results.schema import OtherSchemaError, RunResult, SampleRow, check_keys
+from kvbench.results.keys import check_keys
+from kvbench.results.schema import OtherSchemaError, RunResult, SampleRow
 from kvbench.results.scores import REMAKE, SCORES, Scores, read_scores
 from kvbench.results.summary import disagreement, of_today, with_scores
 
@@ -163,3 +167,40 @@ def read_run(folder: Path) -> tuple[RunResult, list[SampleRow]]:
             "the same command again"
         )
     return of_today(result, rows), rows
+
+
+class Whole(NamedTuple):
+    """A finished run as tables, figures and frames see it."""
+
+    result: RunResult
+    rows: list[SampleRow]
+    config: Mapping[str, Any]
+
+
+TIMED = ("length", "batch")  # whole numbers that samples of task=latency have
+
+
+def read_whole(folder: Path) -> Whole:
+    """A finished run whose answers have scores; ValueError with the name of a file that is damaged."""
+    result, rows = read_run(folder)
+    if result.waits_for_scores:
+        raise ValueError(
+            f"{folder} has answers without scores; score them with `python -m kvbench.evals.rescore --write`"
+        )
+    for row in rows if result.task == "latency" else ():
+        for key in TIMED:
+            if not isinstance(row.fields.get(key), int):
+                raise ValueError(f"{folder / 'samples.jsonl'} has a {key} that no run writes, sample {row.id!r}")
+    path = folder / "config.yaml"
+    try:
+        config = read_config(folder)
+        refuse_depth(config)  # aliases may make a tree without an end
+        json.dumps(config, sort_keys=True, allow_nan=False)
+        for key in ("limit", "offset"):
+            if not isinstance(config.get(key), int | None):
+                raise ValueError(f"its {key} is no whole number")
+        if config_hash(config) != result.config_hash:
+            raise ValueError(f"result.json is of another one, {result.config_hash}")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is not the configuration of a run: {error}") from None
+    return Whole(result, rows, config)

@@ -9,19 +9,19 @@ Not here: what follows from rows (`results/summary.py`), files (`results/read.py
 import hashlib
 import json
 import re
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
-from functools import cache
-from math import inf, isfinite
-from types import UnionType
-from typing import Any, Self, cast, get_args, get_origin
+from math import inf
+from typing import Annotated, Any, Self
 
-from kvbench.engine.budget import Bytes, parse_memory, show
+from kvbench.engine.budget import Bytes, parse_bytes, parse_memory, show
+from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import parse_json
 from kvbench.results.files import unsealed
 from kvbench.results.intervals import Bounds
+from kvbench.results.keys import ARE_MEASURES, CHECKS, SHARE, Key, check_choice, check_keys, check_types
 from kvbench.results.names import shown_task
 
 SCHEMA_VERSION = 3
@@ -30,6 +30,7 @@ READABLE = (1, 2, SCHEMA_VERSION)
 OFF = "off"  # in `comm_exact`: nothing limited what was read to find tokens
 EXACT = "exact"  # the prefill of every run that names no other
 EVICT = "evict"  # one in chunks, between which the method dropped tokens
+MOST_TURNS = 10**6  # an axis has a place for each
 LARGEST = 1e300  # of numbers that are averaged: a thousand of them can still be added
 
 # Of samples: answered, out of memory, or without an answer because the model's numbers were NaN. Of a run: that of its
@@ -88,98 +89,31 @@ METRICS = {  # by the name that a task declares; "score" without one
 }
 
 
-Check = Callable[[Any], bool]
-
-
-def is_plain(value: Any) -> bool:
-    """Whether JSON can hold a value."""
-    if value is None or isinstance(value, str | int):
-        return True
-    if isinstance(value, float):
-        return isfinite(value)
-    if isinstance(value, list):
-        return all(map(is_plain, cast(list[Any], value)))
-    items = cast(dict[Any, Any], value) if isinstance(value, dict) else {None: None}
-    return all(isinstance(key, str) for key in items) and all(map(is_plain, items.values()))
-
-
-def check_of(hint: Any) -> Check:
-    """Whether a JSON value has a field's type; `Any` stands for every plain JSON value."""
-    origin, args = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return is_plain
-    if origin is UnionType:
-        checks = [check_of(arg) for arg in args]
-        return lambda value: any(check(value) for check in checks)
-    if origin is list:
-        inner = check_of(args[0])
-        return lambda value: isinstance(value, list) and all(map(inner, cast(list[Any], value)))
-    if origin is dict:
-        inner = check_of(args[1])
-        return lambda value: (
-            isinstance(value, dict)
-            and all(isinstance(key, str) for key in cast(dict[Any, Any], value))
-            and all(map(inner, cast(dict[str, Any], value).values()))
-        )
-    if hint is float:
-        return lambda value: (
-            not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and isfinite(value)))
-        )
-    return lambda value: isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
-
-
-ARE_MEASURES = check_of(dict[str, float | None])
-
-
-@cache
-def checks_of(kind: type) -> tuple[tuple[str, Any, Check], ...]:
-    """Name, type and check of a dataclass's fields; worked out once, a report reads thousands of rows."""
-    return tuple((spec.name, spec.type, check_of(spec.type)) for spec in fields(kind))
-
-
-def check_types(row: Any) -> None:
-    """ValueError with the first field of a dataclass whose value is not of the declared type."""
-    for name, hint, check in checks_of(row.__class__):
-        value = getattr(row, name)
-        if not check(value):
-            kind = hint.__name__ if isinstance(hint, type) else hint
-            raise ValueError(f"key {name!r} is {value!r:.80}, not of type {kind}")
-
-
-def check_choice(key: str, value: Any, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"key {key!r} is {value!r}, not one of {', '.join(allowed)}")
-
-
-def check_keys(data: Any, keys: Iterable[str]) -> dict[str, Any]:
-    """`data` as a dict with at least `keys`; ValueError with the first one that is missing."""
-    if not isinstance(data, dict):
-        raise ValueError(f"not a JSON object but a {type(data).__name__}")
-    for key in keys:
-        if key not in data:
-            raise ValueError(f"key {key!r} is missing")
-    return cast(dict[str, Any], data)
-
-
 @dataclass(frozen=True)
 class SampleRow:
     """A line of samples.jsonl; the task's own columns stand in it under their own names."""
 
-    id: str
-    prompt_sha256: str  # see `prompt_hash`
-    prompt_tokens: int
-    original_prompt_tokens: int  # before the middle was cut out
-    generated_tokens: int
-    prediction: str
-    references: list[str]
-    score: float | None  # 0 to 1, or as METRICS says; null without an answer, and until the task's scorer has run
-    status: str  # of STATUSES
-    error: str | None
-    prefill_s: float | None
-    decode_s: float | None
-    tpot_s: float | None  # time of the middle decode step; decode_s has all of them; null with a single token
-    batch_rows: int  # rows decoded in one batch with this one, itself included: they share its time
-    ledger: dict[str, float | bool | None]  # the ledger's summary; {} where it ran out of memory
+    id: Annotated[str, Key("of the line, unique in its run")]
+    prompt_sha256: Annotated[str, Key("first 16 hex digits of the hash over the prompt's token ids")]
+    prompt_tokens: Annotated[int, Key("tokens of the prompt, as asked", "tokens")]
+    original_prompt_tokens: Annotated[int, Key("tokens of the prompt before its middle was cut out", "tokens")]
+    generated_tokens: Annotated[int, Key("tokens of the answer", "tokens")]
+    prediction: Annotated[str, Key("the answer", is_long=True)]
+    references: Annotated[list[str], Key("right answers", is_long=True)]
+    score: Annotated[
+        float | None,
+        Key(
+            "as given with the answer or later: 0 to 1, or what `metric` says; null where `status` is not `ok`, and "
+            "until the task's scorer has run"
+        ),
+    ]
+    status: Annotated[str, Key("`ok`, `oom`, or `failed` where the model's numbers were NaN or infinite")]
+    error: Annotated[str | None, Key("what went wrong", is_long=True)]
+    prefill_s: Annotated[float | None, Key("time of reading the prompt", "s")]
+    decode_s: Annotated[float | None, Key("time of all decode steps", "s")]
+    tpot_s: Annotated[float | None, Key("time of the middle decode step; null with a single token", "s")]
+    batch_rows: Annotated[int, Key("rows decoded in one batch with this one, itself included; they share its times")]
+    ledger: Annotated[dict[str, float | bool | None], Key("the ledger's summary, `{}` where `status` is not `ok`")]
     fields: dict[str, Any] = field(default_factory=dict[str, Any])  # the task's: length, depth, …
 
     def __post_init__(self) -> None:
@@ -201,6 +135,11 @@ class SampleRow:
         measures = self.fields.get("measures", {})
         if not ARE_MEASURES(measures):
             raise ValueError("key 'measures' is no object of numbers")
+        for key, check in CHECKS.items():
+            if key in self.fields and not check(self.fields[key]):
+                raise ValueError(f"key {key!r} is {self.fields[key]!r:.80}, which no run writes")
+        if abs(self.fields.get("turn", 1)) > MOST_TURNS:
+            raise ValueError(f"key 'turn' is {self.fields['turn']}, which no run writes")
         averaged = {
             **self.ledger, **measures, "score": self.score, "batch_rows": self.batch_rows,
             "prefill_s": self.prefill_s, "decode_s": self.decode_s, "tpot_s": self.tpot_s,
@@ -265,40 +204,69 @@ ROW_KEYS = frozenset(spec.name for spec in fields(SampleRow))
 class RunFacts:
     """What the runner knows of a run besides its samples."""
 
-    method: str
-    method_label: str  # as printed in tables, such as "H2O (C)"
-    params: dict[str, Any]
-    task: str
-    task_version: int
-    dataset: str
-    data_source: str  # "embedded", "local" or "hub"
-    model: str
-    compressed_layers: list[int]
-    dtype: str
-    device: str
-    seed: int
-    ratio_exact: str | None  # "0.2" or "1/3"; null where `budget` is given, or bytes alone
-    budget: int | None  # tokens; null where `ratio` is given, or bytes alone
-    comm_exact: str  # "1/64", or "off"
-    protocol: str  # the compression scope: "full_prompt" or "context_only"
-    config_hash: str
-    versions: dict[str, str]
-    git_sha: str | None
-    peak_rss_bytes: int  # of the process that finished the run
-    notes: list[str] = field(default_factory=list[str])  # fallbacks taken openly
-    metric: str | None = None  # a name in METRICS; null: "score"
-    prefill: str = EXACT  # a file of conf/prefill
-    prefill_params: dict[str, Any] = field(default_factory=dict[str, Any])
-    allocator: str | None = None  # what divided the budget, where it was not the method itself
-    keeping: str | None = None  # what became of kept keys and values: "contiguous", "merged values"
-    budget_counts: str | None = None  # "target", "mean" or "peak" where the budget is of prompt and answer together
-    sampling: dict[str, Any] = field(default_factory=dict[str, Any])  # what is not greedy: temperature, n_answers, …
-    # Share of the full cache's bytes on the device, or the bytes: "1/8", "4GB"; null where they were not limited.
-    memory_exact: str | None = None
-    adapts: bool = False  # how much stayed followed from each prompt: there was no budget
-    simulated: bool = False  # codes are counted in bytes, but not kept: the run holds numbers
-    key_share: str | None = None  # of a token's bytes, those that its key has, such as "1" of a latent; null: half
-    compressed_share: float | None = None  # of the cache's bytes, those of the compressed layers; null: all
+    method: Annotated[str, Key("name of the method's file in conf/method")]
+    method_label: Annotated[str, Key("the method as printed: `SnapKV (C)`")]
+    params: Annotated[dict[str, Any], Key("parameters of the method")]
+    task: Annotated[str, Key("name of the task's file in conf/task")]
+    task_version: Annotated[int, Key("of the task that asked; raised when a prompt or a score changes")]
+    dataset: Annotated[str, Key("part of the task that was asked, as in tables")]
+    data_source: Annotated[str, Key("`embedded`, `local` or `hub`")]
+    model: Annotated[str, Key("name of the model's file in conf/model")]
+    compressed_layers: Annotated[list[int], Key("all other layers were left as they are")]
+    dtype: Annotated[str, Key("of the model's numbers")]
+    device: Annotated[str, Key("kind of device")]
+    seed: Annotated[int, Key("of all that is drawn")]
+    ratio_exact: Annotated[
+        str | None,
+        Key(
+            'share of the prompt\'s tokens as asked, `"0.2"` or `"1/3"`; null with `budget`, or with bytes alone',
+            form=SHARE,
+        ),
+    ]
+    budget: Annotated[int | None, Key("tokens as asked; null with a ratio, or with bytes alone", "tokens")]
+    comm_exact: Annotated[
+        str,
+        Key(
+            'share of the keys\' bytes that may be read to find tokens, `"1/64"`, or `off` where nothing limits it',
+            form=rf"off|{SHARE}",
+        ),
+    ]
+    protocol: Annotated[
+        str, Key("the compression scope: `full_prompt` or `context_only`; of turns, how they were asked")
+    ]
+    config_hash: Annotated[str, Key("hash of the configuration, in the folder's name")]
+    versions: Annotated[dict[str, str], Key("of Python, of KVBench, and of the packages that can change a number")]
+    git_sha: Annotated[str | None, Key("of the checkout, with `-dirty` where code or `conf/` differed from it")]
+    peak_rss_bytes: Annotated[int, Key("most memory of the process that finished the run", "bytes")]
+    notes: Annotated[list[str], Key("fallbacks that were taken openly")] = field(default_factory=list[str])
+    metric: Annotated[str | None, Key("what a score is, a name of `METRICS`; absent for a plain one from 0 to 1")] = (
+        None
+    )
+    prefill: Annotated[str, Key("name of the prefill's file in conf/prefill, or `evict`; absent where exact")] = EXACT
+    prefill_params: Annotated[dict[str, Any], Key("parameters of the prefill")] = field(default_factory=dict[str, Any])
+    allocator: Annotated[str | None, Key("what divided the budget, where it was not the method itself")] = None
+    keeping: Annotated[str | None, Key("what became of kept keys and values: `contiguous`, `merged values`")] = None
+    budget_counts: Annotated[
+        str | None, Key("`target`, `mean` or `peak` where the budget is of prompt and answer together")
+    ] = None
+    sampling: Annotated[dict[str, Any], Key("what is not greedy: temperature, n_answers, …")] = field(
+        default_factory=dict[str, Any]
+    )
+    memory_exact: Annotated[
+        str | None,
+        Key(
+            'share of the full cache\'s bytes on the device, `"1/8"`, or the bytes of one request, `"4GB"`; absent '
+            "where they were not limited"
+        ),
+    ] = None
+    adapts: Annotated[bool, Key("how much stayed followed from each prompt: there was no budget")] = False
+    simulated: Annotated[bool, Key("codes are counted in bytes, but not kept: the run holds numbers")] = False
+    key_share: Annotated[
+        str | None, Key("of a token's bytes, those that its key has, such as `1` of a latent; absent: half")
+    ] = None
+    compressed_share: Annotated[
+        float | None, Key("of the cache's bytes, those of the compressed layers; absent: all")
+    ] = None
 
 
 # Of answers: means over lines, null where nothing was measured.
@@ -350,54 +318,72 @@ class OtherSchemaError(ValueError):
 class RunResult(RunFacts):
     """result.json. What was measured is a mean over the samples that are ok, null without any."""
 
-    schema_version: int = SCHEMA_VERSION
-    status: str  # of STATUSES
-    n_samples: int  # of which an answer is ok; turns and draws of a sample do not count apart
-    n_oom: int
-    score: float | None  # 0 to 1, or as METRICS says
-    score_ci95: list[float] | None  # see `combined_ci95`
-    ratio: float | None
-    comm: float | None  # null: off
-    within_budget: bool | None  # every sample's ledger stayed within its budget
-    tokens_budget_mean: float | None
-    tokens_attended_mean: float | None
-    effective_ratio: float | None  # attended tokens relative to full attention at the same steps
-    bytes_resident_device: float | None
-    bytes_resident_host: float | None
-    bytes_resident_device_actual: float | None  # as allocated, in the dtype of the run
-    bytes_moved_kv_per_step: float | None
-    bytes_moved_meta_per_step: float | None
-    bytes_searched_per_step: float | None  # by an exact search, which no budget prices (oracle)
-    cache_hit_rate: float | None
-    prefill_s: float | None
-    tpot_s: float | None
-    batch_rows_mean: float | None  # rows that were decoded together; above 1 tpot_s is the batch's
-    n_failed: int = 0  # of which an answer ended in NaN
-    measures: dict[str, float | None] | None = None  # means of the task's other figures, by name
-    probe_s: float | None = None  # of methods that read after the prompt: in addition to `prefill_s`
-    prefill_share: float | None = None  # of all pairs of query and key, what a sparse prefill computed
-    prefill_estimate: float | None = None  # multiply-adds of choosing them, relative to q·k of all pairs
-    pseudo_tokens_mean: float | None = None  # of methods that attend to some in place of tokens; null: none
-    answer_tokens_mean: float | None = None  # generated tokens
-    cut_off_share: float | None = None  # of answers that used up their allowance; they count as they were scored
-    peak_entries: float | None = None  # most entries that a step of any answer attended to, mean over heads and layers
-    footprint: float | None = None  # entries over prefill and decode, relative to full attention of the same length
-    footprint_vs_full: float | None = None  # the same, relative to the answers of the run of full attention next to it
-    reached_answers: float | None = None  # share of answers that grew to the budget of prompt and answer
-    reached_steps: float | None = None  # share of steps at which the cache was that full
-    pass_at_k: dict[str, float | None] | None = None  # by k, where several answers were drawn, each right or wrong
-    resident_share: float | None = None  # of the full cache's bytes, over all steps; null in older runs
-    moved_bytes_per_step: float | None = None  # between the tiers: K and V, index, blocks, releases
-    bytes_index_read_per_step: float | None = None  # to find tokens, in whichever tier; null in older runs
-    bytes_comm_per_step: float | None = None  # what `comm` allows `bytes_moved_meta_per_step`; null: off, or older
-    index_share: float | None = None  # of the published index, the mean that fitted where `comm` is off; null: it is on
-    bytes_prefill_peak: float | None = None  # most of K and V at once while the prompt was read; null in older runs
-    # Of ledger.parquet; `finish` knows it, who summarises does not.
-    effective_ratios: list[float] | None = None  # least and most of a sample, where the method adapts
-    ledger_crc32: str | None = field(default=None, compare=False)
-    samples_crc32: str | None = field(default=None, compare=False)  # of samples.jsonl, as `finish` left it
-    score_version: int | None = None  # of the task, when it scored the answers again; null: `task_version`
-    scores_crc32: str | None = field(default=None, compare=False)  # of the scores.jsonl that the score is from
+    schema_version: Annotated[int, Key("of result.json")] = SCHEMA_VERSION
+    status: Annotated[str, Key("`ok`; `oom` when any sample ran out of memory; `failed` when any had NaN")]
+    n_samples: Annotated[int, Key("samples of which an answer is `ok`; turns and draws of one do not count apart")]
+    n_oom: Annotated[int, Key("samples that ran out of memory")]
+    score: Annotated[float | None, Key("0 to 1, tables multiply by 100; or what `metric` says")]
+    score_ci95: Annotated[list[float] | None, Key("the 95 % interval of docs/intervals.md over samples")]
+    ratio: Annotated[float | None, Key("`ratio_exact` as a decimal")]
+    comm: Annotated[float | None, Key("`comm_exact` as a decimal; null: off")]
+    within_budget: Annotated[bool | None, Key("true if every sample's ledger stayed within its budget")]
+    tokens_budget_mean: Annotated[float | None, Key("mean of `tokens_budget`", "tokens")]
+    tokens_attended_mean: Annotated[float | None, Key("mean of the ledger's", "tokens")]
+    effective_ratio: Annotated[float | None, Key("mean of the ledger's")]
+    bytes_resident_device: Annotated[float | None, Key("mean of the ledger's", "bytes")]
+    bytes_resident_host: Annotated[float | None, Key("mean of the ledger's", "bytes")]
+    bytes_resident_device_actual: Annotated[float | None, Key("mean of the ledger's", "bytes")]
+    bytes_moved_kv_per_step: Annotated[float | None, Key("mean of the ledger's", "bytes")]
+    bytes_moved_meta_per_step: Annotated[float | None, Key("mean of the ledger's", "bytes")]
+    bytes_searched_per_step: Annotated[float | None, Key("mean of the ledger's", "bytes")]
+    cache_hit_rate: Annotated[float | None, Key("mean of the ledger's")]
+    prefill_s: Annotated[float | None, Key("mean of the samples'", "s")]
+    tpot_s: Annotated[float | None, Key("mean of the samples'", "s")]
+    batch_rows_mean: Annotated[
+        float | None, Key("mean of `batch_rows`; above 1, `tpot_s` is the time of a shared batch")
+    ]
+    n_failed: Annotated[int, Key("samples whose numbers were NaN; absent: 0")] = 0
+    measures: Annotated[dict[str, float | None] | None, Key("means of the task's other figures, by name")] = None
+    probe_s: Annotated[float | None, Key("mean of the samples'", "s")] = None
+    prefill_share: Annotated[float | None, Key("mean of the samples'; absent where the prefill was exact")] = None
+    prefill_estimate: Annotated[float | None, Key("mean of the samples'; absent where the prefill was exact")] = None
+    pseudo_tokens_mean: Annotated[float | None, Key("mean of the ledger's; absent where there are none", "tokens")] = (
+        None
+    )
+    answer_tokens_mean: Annotated[float | None, Key("mean of `generated_tokens`", "tokens")] = None
+    cut_off_share: Annotated[float | None, Key("share of answers that used up their allowance")] = None
+    peak_entries: Annotated[float | None, Key("most entries that a step of any answer attended to", "entries")] = None
+    footprint: Annotated[float | None, Key("mean of the ledger's")] = None
+    footprint_vs_full: Annotated[
+        float | None, Key("entries of answers relative to those of the run of full attention on the same prompts")
+    ] = None
+    reached_answers: Annotated[float | None, Key("share of answers that grew to the budget of prompt and answer")] = (
+        None
+    )
+    reached_steps: Annotated[float | None, Key("mean of the ledger's")] = None
+    pass_at_k: Annotated[
+        dict[str, float | None] | None, Key("by k, where several answers were drawn, each right or wrong")
+    ] = None
+    resident_share: Annotated[float | None, Key("mean of the ledger's")] = None
+    moved_bytes_per_step: Annotated[float | None, Key("mean of the ledger's", "bytes")] = None
+    bytes_index_read_per_step: Annotated[float | None, Key("mean of the ledger's; absent in older runs", "bytes")] = (
+        None
+    )
+    bytes_comm_per_step: Annotated[float | None, Key("mean of the ledger's", "bytes")] = None
+    index_share: Annotated[float | None, Key("mean of the ledger's")] = None
+    bytes_prefill_peak: Annotated[float | None, Key("mean of the ledger's", "bytes")] = None
+    effective_ratios: Annotated[list[float] | None, Key("least and most of a sample, where the method adapts")] = None
+    ledger_crc32: Annotated[str | None, Key("of ledger.parquet; absent in older runs")] = field(
+        default=None, compare=False
+    )
+    samples_crc32: Annotated[
+        str | None,
+        Key("of samples.jsonl: a result is believed next to the lines that it was made of alone; absent in older runs"),
+    ] = field(default=None, compare=False)
+    score_version: Annotated[
+        int | None, Key("`task_version` of scores.jsonl; absent where the scores are those of samples.jsonl")
+    ] = None
+    scores_crc32: Annotated[str | None, Key("of scores.jsonl")] = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -406,6 +392,8 @@ class RunResult(RunFacts):
             raise ValueError(f"key 'score_ci95' has {len(self.score_ci95)} numbers, not 2")
         if self.metric is not None:
             check_choice("metric", self.metric, tuple(METRICS))
+        if self.memory_exact is not None and not is_memory(self.memory_exact):
+            raise ValueError(f"key 'memory_exact' is {self.memory_exact!r:.80}, no share and no bytes")
 
     @property
     def shown_task(self) -> str:
@@ -488,6 +476,14 @@ class RunResult(RunFacts):
             raise ValueError(f"key {unknown[0]!r} is unknown")
         with bounded():
             return cls(**data)
+
+
+def is_memory(text: str) -> bool:
+    """Whether a text is a share, or bytes in their one spelling."""
+    try:
+        return re.fullmatch(SHARE, text) is not None or str(parse_bytes(text, "memory")) == text
+    except ConfigError:
+        return False
 
 
 def prompt_hash(ids: Iterable[int]) -> str:

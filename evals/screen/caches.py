@@ -53,6 +53,12 @@ KINDS = (
         r"[a-z]+-[\w-]+\.npz|\.[a-z]+-[\w-]+\.npz\.\d+",
         "made again by the next run that needs it, in seconds",
     ),
+    Kind(
+        "rows of finished runs",
+        "frames-{user}",
+        r"[0-9a-f]{16}-(samples|runs)\.parquet",
+        "read again from their folders",
+    ),
     Kind("script of the report", ".", r"vega-v[\w.+-]+\.js|\.vega-v[\w.+-]+\.js\.\d+", "made again by the next report"),
 )
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import NoJson, parse_json, read_bytes
-from kvbench.results.schema import check_keys, check_types
+from kvbench.results.keys import check_keys, check_types
 
 MANIFEST = "manifest.json"
 FORMAT = 1

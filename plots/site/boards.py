@@ -37,7 +37,7 @@ def rank_all(runs: Sequence[Run], described: Sequence[dict[str, Any]]) -> None:
             part["unranked"] = why
         if why:
             continue
-        scores = {str(i): Scored(rows_of(run, part)).samples for i, (run, part) in enumerate(fit)}
+        scores = {str(i): Scored.of(rows_of(run, part)).samples for i, (run, part) in enumerate(fit)}
         better = METRICS[fit[0][1]["metric"]].better
         for i, ranks in rank_ranges(scores, better).items():
             fit[int(i)][1]["rank"] = list(ranks)

@@ -67,13 +67,13 @@ class Baselines:
         # Perplexities are compared as losses, whose differences can be averaged.
         is_loss = METRICS[metric].weight is not None
         of, limits = (loss, ANYWHERE) if is_loss else (score, None)
-        full = Scored([*self.rows_of(run).values()], of, limits)
-        return Scored([row for rows in datasets for row in rows], of, limits).against(full)
+        full = Scored.of([*self.rows_of(run).values()], of, limits)
+        return Scored.of([row for rows in datasets for row in rows], of, limits).against(full)
 
 
 def level(datasets: Sequence[Rows]) -> float | None:
     """The mean score, over datasets of their means; None where one of them has no sample."""
-    means = [Scored(rows).mean for rows in datasets]
+    means = [Scored.of(rows).mean for rows in datasets]
     known = [mean for mean in means if mean is not None]
     return fsum(known) / len(means) if means and len(known) == len(means) else None
 
@@ -135,7 +135,7 @@ def rank(runs: Sequence[Run], described: Sequence[dict[str, Any]]) -> None:
         for j, part in enumerate(told["parts"])
         if is_deployable(run) and not part["over"] and part["n"]
     }
-    places = {name: Scored(rows_of(runs[name[0]], part)) for name, (_, part) in parts.items()}
+    places = {name: Scored.of(rows_of(runs[name[0]], part)) for name, (_, part) in parts.items()}
 
     def column(name: tuple[int, int]) -> tuple[str, ...]:
         told, part = parts[name]

@@ -214,7 +214,7 @@ def part(
     run: Run, name: str, metric: str, datasets: Sequence[Sequence[SampleRow]], baselines: Baselines
 ) -> dict[str, Any]:
     rows = [row for each in datasets for row in each]
-    place, is_reference = Scored(rows), run.is_full and run.is_exact
+    place, is_reference = Scored.of(rows), run.is_full and run.is_exact
     return {
         "dataset": name,
         "metric": metric,

@@ -134,7 +134,7 @@ def build(paper_table: PaperTable, runs: Sequence[Run]) -> list[Table]:
                 for method in paper.methods:
                     key = (dataset, method, budget)
                     run, rows = choose(paper_table, members, key, notes)
-                    places[key] = Scored(rows)
+                    places[key] = Scored.of(rows)
                     cells[key] = table_cell(key, run, places[key], paper.value(*key), key_bytes)
         if not any(each.n or each.n_oom for each in cells.values()):
             continue
@@ -280,7 +280,7 @@ def averages(
                 means[key] = TableCell(*key, published=published)
                 if has[method] >= set(datasets):
                     parts = [places[d, method, budget] for d in datasets]
-                    places[key] = Scored([line for part in parts for line in part.rows])
+                    places[key] = Scored.of([line for part in parts for line in part.rows])
                     means[key] = average(means[key], [cells[d, method, budget] for d in datasets], parts)
     return means
 

@@ -316,7 +316,7 @@ def pivot_of(
     for key, found in candidates.items():
         if not existing or key[1] in existing:
             cells[key] = cell_of(key, one_of(found, key[0], left_out), value)
-    percent = value == "score" and all(METRICS[Scored(cell.part.rows).metric].is_share for cell in cells.values())
+    percent = value == "score" and all(METRICS[Scored.of(cell.part.rows).metric].is_share for cell in cells.values())
     if value == "score" or against is not None:
         cells = judged(cells, value, rows, against or FULL, notes)
     if against is not None:
@@ -358,7 +358,7 @@ def one_of(found: Sequence[Part], row: tuple[str, ...], left_out: list[str]) -> 
 
 
 def cell_of(key: tuple[tuple[str, ...], tuple[str, ...]], part: Part, value: str) -> Cell:
-    place = Scored(part.rows)
+    place = Scored.of(part.rows)
     cell = Cell(*key, part, None, n=place.n, n_oom=place.n_oom, over=place.over)
     if value != "score":
         return replace(cell, mean=value_named(value).of(part.rows))
@@ -371,7 +371,7 @@ def judged(
 ) -> dict[Any, Cell]:
     """Every cell against `against` of its column, on the prompts that both answered; of scores the best too."""
     of = {} if value == "score" else {"of": of_one(value), "limits": ANYWHERE}
-    places = {key: Scored(cell.part.rows, **of) for key, cell in cells.items()}
+    places = {key: Scored.of(cell.part.rows, **of) for key, cell in cells.items()}
     ids = {id(cell): key for key, cell in cells.items()}
 
     def reference(key: Any) -> Scored | None:
