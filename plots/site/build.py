@@ -6,7 +6,7 @@
 RUNS are folders of runs, or submissions with a manifest.json. Without any the site is of what the repository has: the
 scores that it keeps (which --kept puts beside other runs), its submissions, and finished runs below runs/. A reader
 loads the page, its script, a list of benchmarks and the figures of one; then others, and answers as they are looked at.
-All of it are scripts, since a page from disk may read nothing else, and each is text: packed data that the page unpacks.
+All of it are scripts, since a page from disk may read nothing else, and each is text: packed data.
 
 Not here: whether what a submission says holds (`kvbench verify`, whose verdicts are shown).
 """
@@ -80,7 +80,7 @@ class Handed:
 
 
 def id_of(run: Run) -> str:
-    """The digest of result.json, which seals all that it was made of; of kept scores that of what was asked, and them."""
+    """The digest of result.json, which seals all that it was made of; of kept scores theirs, and of what was asked."""
     if isinstance(run, Kept):
         text = json.dumps([run.result.config_hash, {row.id: row.score for row in run.rows}], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

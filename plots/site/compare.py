@@ -34,7 +34,9 @@ class Baselines:
         self.random: dict[tuple[str, str], dict[str, SampleRow]] = {}
         for run in runs:
             if run.method in ("full", FLOOR) and run.is_exact:
-                of_random = self.random.setdefault((self.key(run), run.result.asked), {}) if run.method == FLOOR else None
+                of_random = (
+                    self.random.setdefault((self.key(run), run.result.asked), {}) if run.method == FLOOR else None
+                )
                 rows = self.rows.setdefault(self.key(run), {}) if of_random is None else of_random
                 for row in run.rows:
                     if row.score is not None:

@@ -17,7 +17,7 @@ from kvbench.plots import cited, evidence
 from kvbench.plots.evidence import FULL, SHOWN, title
 from kvbench.plots.kept import load
 from kvbench.plots.pages import register
-from kvbench.plots.read import ROOT, Run
+from kvbench.plots.read import ROOT
 from kvbench.plots.site.origin import Kept
 from kvbench.results import LEDGER_MEANS, RunFacts, SampleRow, config_hash, prompt_hash, summarise
 
@@ -58,7 +58,7 @@ class Sample:
 Samples = dict[Variant, dict[str, Sample]]
 
 
-def kept_runs() -> list[Run]:
+def kept_runs() -> list[Kept]:
     """The runs of all scores that are here; none where KVBench is installed without its pages."""
     found: Samples = {}
     for path, add in ((RESULTS, add_results), (REGISTER, add_registered), (CITED, add_cited)):
@@ -71,7 +71,7 @@ def add_results(found: Samples, path: Path) -> None:
     sets = {asked.key: asked for asked in evidence.SETS}
     for line in evidence.load(path):
         asked, (scope, memory, method) = sets[line.asked], line.place
-        budget = {"tokens": int(memory)} if asked.has_tokens and memory else {"memory": memory}
+        budget: dict[str, Any] = {"tokens": int(memory)} if asked.has_tokens and memory else {"memory": memory}
         variant = Variant(
             asked.title, "docs/results.md", line.model, scope, method, line.label or title(method), line.comm,
             f"python run.py -m experiment={asked.experiment}", **budget,
@@ -86,7 +86,7 @@ def add_registered(found: Samples, path: Path) -> None:
     sets = register.register(REGISTERED).sets
     for row in load(path):
         asked, budget = sets[row["set"]], row["budget"]
-        given = {"tokens": int(budget.split()[0])} if budget.endswith("tokens") else {"memory": budget}
+        given: dict[str, Any] = {"tokens": int(budget.split()[0])} if budget.endswith("tokens") else {"memory": budget}
         variant = Variant(
             asked.title, "docs/register.md", row["model"], row["scope"], row["method"], row["label"], "off",
             f"python run.py -m experiment={asked.experiment}", **given,
@@ -112,7 +112,7 @@ def add_cited(found: Samples, path: Path) -> None:
             found.setdefault(variant, {}).setdefault(line.sample, Sample()).scores.append(line.value)
 
 
-def run_of(variant: Variant, samples: Mapping[str, Sample]) -> Run:
+def run_of(variant: Variant, samples: Mapping[str, Sample]) -> Kept:
     """A run that was never on a disk; what nobody kept is null, as in runs that did not measure it."""
     is_full = variant.method == FULL
     memory = None if is_full or not variant.memory else str(Fraction(variant.memory))

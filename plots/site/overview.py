@@ -18,10 +18,10 @@ from typing import Any
 
 from kvbench.plots.looks import told_apart
 from kvbench.plots.read import Run, conditions, key_bytes_per_token, measured
-from kvbench.plots.site.app import look
-from kvbench.plots.site.compare import AVERAGE, Baselines, correct, few_words, put_on_fronts, rank
 from kvbench.plots.run_sets import asked, is_deployable, outside_budget, prompt_settings
 from kvbench.plots.scored import Scored
+from kvbench.plots.site.app import look
+from kvbench.plots.site.compare import AVERAGE, Baselines, correct, few_words, put_on_fronts, rank
 from kvbench.plots.site.origin import Kept
 from kvbench.results import METRICS, SampleRow
 

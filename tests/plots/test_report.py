@@ -13,11 +13,11 @@ import pytest
 from kvbench.plots import style
 from kvbench.plots.looks import LOOKS, look
 from kvbench.plots.read import load
+from kvbench.plots.run_sets import asked
 from kvbench.plots.site import app
 from kvbench.plots.site.overview import AVERAGE, full_once, overview
 from kvbench.plots.site.report import main, page
 from kvbench.plots.site.samples import pack_samples, unpacked
-from kvbench.plots.run_sets import asked
 from kvbench.plots.stats import macro_interval, paired_over_datasets
 from kvbench.results import METRICS, share_interval
 from kvbench.tests.plots.made_runs import write
@@ -277,7 +277,9 @@ def test_no_text_of_a_run_can_end_an_element(root: Path) -> None:
 def test_the_page_has_every_script_that_there_is_and_no_name_twice() -> None:
     files = [*(app.ASSETS / "js").glob("*.js")]
     assert sorted(file.stem for file in files) == sorted((*app.FIRST, *app.MORE))
-    names = re.findall(r"^(?:async )?(?:function|const|let) +([\w$]+)", "".join(map(Path.read_text, files)), re.MULTILINE)
+    names = re.findall(
+        r"^(?:async )?(?:function|const|let) +([\w$]+)", "".join(map(Path.read_text, files)), re.MULTILINE
+    )
     assert sorted(set(names)) == sorted(names)
 
 

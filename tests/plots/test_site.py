@@ -170,14 +170,23 @@ def of_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def first_view(site: Path) -> list[Path]:
     """The files that are read before anything is chosen."""
-    names = ("index.html", "site.js", "data/data-index.js", f"data/{content(site / 'data/data-index.js')['start']}/data-overview.js")
+    names = (
+        "index.html",
+        "site.js",
+        "data/data-index.js",
+        f"data/{content(site / 'data/data-index.js')['start']}/data-overview.js",
+    )
     return [site / name for name in names]
 
 
 def test_a_bare_clone_has_a_site_of_all_kept_scores_that_opens_on_the_largest_benchmark(of_repository: Path) -> None:
     index = content(of_repository / "data" / "data-index.js")
     (start,) = [one for one in index["benchmarks"] if one["id"] == index["start"]]
-    assert (start["model"], start["task"], start["question"]) == ("qwen2.5-coder-0.5b", "Questions on documents", "shown")
+    assert (start["model"], start["task"], start["question"]) == (
+        "qwen2.5-coder-0.5b",
+        "Questions on documents",
+        "shown",
+    )
     assert start["methods"] > 30 and start["answers"] > 4000
     assert sum(one["answers"] for one in index["benchmarks"]) > 29_000
     overview = content(of_repository / "data" / start["id"] / "data-overview.js")
@@ -188,7 +197,11 @@ def test_a_bare_clone_has_a_site_of_all_kept_scores_that_opens_on_the_largest_be
 
 
 def test_kept_scores_are_those_of_their_pages() -> None:
-    runs = [run for run in kept_runs() if (run.result.task, run.result.protocol) == ("Questions on documents", "full_prompt")]
+    runs = [
+        run
+        for run in kept_runs()
+        if (run.result.task, run.result.protocol) == ("Questions on documents", "full_prompt")
+    ]
     (docs,) = [one for one in gathered(load(RESULTS)) if one.asked.key == "docs"]
     of = {(run.result.memory_exact, run.method): run for run in runs if run.page == "docs/results.md"}
     assert len(of) == len([run for run in runs if run.page == "docs/results.md"]), "no variant twice"
@@ -201,11 +214,15 @@ def test_kept_scores_are_those_of_their_pages() -> None:
 
 def test_a_folder_cannot_pass_for_kept_scores(tmp_path: Path) -> None:
     """What a page says of a folder's text is never said of it."""
-    write_run(tmp_path, "full", RIGHT, kept={"page": "docs/results.md", "command": "rm -rf /"}, page="x", command="rm -rf /")
+    write_run(
+        tmp_path, "full", RIGHT, kept={"page": "docs/results.md", "command": "rm -rf /"}, page="x", command="rm -rf /"
+    )
     assert main([str(tmp_path), "--out", str(tmp_path / "site")]) == 0
     (origins,) = [content(file) for file in (tmp_path / "site").rglob("data-origins.js")]
     assert [one["command"].split()[:2] for one in origins] == [["python", "run.py"]]
-    assert [one["verdict"] for one in json.loads((tmp_path / "site" / "runs.json").read_text()).values()] == ["self-reported"]
+    assert [one["verdict"] for one in json.loads((tmp_path / "site" / "runs.json").read_text()).values()] == [
+        "self-reported"
+    ]
 
 
 def test_the_committed_site_is_of_the_committed_scores_and_runs(of_repository: Path) -> None:
@@ -286,7 +303,10 @@ def test_the_keyboard_alone_reaches_every_page_and_every_mark(driver: Any, of_re
 
     page = Page(driver, (of_repository / "index.html").as_uri(), of_repository)
     page.open()
-    press = lambda key: page.driver.switch_to.active_element.send_keys(key)  # noqa: E731
+
+    def press(key: str) -> None:
+        page.driver.switch_to.active_element.send_keys(key)
+
     for i, title in list(enumerate(page.texts("#pages a")))[::-1]:
         page.run("document.querySelectorAll('#pages a')[arguments[0]].focus()", i)
         before = page.drawn()
@@ -330,7 +350,11 @@ def test_the_site_opens_on_a_picture_that_the_controls_and_the_address_change(dr
     assert page.count("#chart .bar") > 40 and page.count("#chart .level") == 1
     assert page.count("#board tbody tr") == page.count("#chart .mark"), "the same numbers as a table"
     assert "random tokens were asked at memory 0.25 alone" in page.texts("#notes")[0]
-    heights = lambda: page.run("return [...document.querySelectorAll('#chart .mark')].map((m) => m.getAttribute('aria-label'))")  # noqa: E731
+
+    def heights() -> list[str]:
+        return page.run(
+            "return [...document.querySelectorAll('#chart .mark')].map((m) => m.getAttribute('aria-label'))"
+        )
 
     def choose(id: str, text: str) -> list[str]:
         before = page.drawn()

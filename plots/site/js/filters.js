@@ -37,65 +37,16 @@ const inOrder = (a, b) =>
   Number(b.full) - Number(a.full) || natural(a.label, b.label) || (a.size || 0) - (b.size || 0)
   || (a.comm_size || 0) - (b.comm_size || 0);
 
-const FILTERS = { method: "Method", comm: "Comm" };
-const OF_COMPRESSED = ["comm"]; // full attention has none, so this filter leaves it in
-const hidden = Object.fromEntries(Object.keys(FILTERS).map((key) => [key, new Set()]));
-const wanted = () => (state.get("q") || "").trim().toLowerCase();
-const shows = (run) => (run.full || `${run.label} ${run.method}`.toLowerCase().includes(wanted())) &&
-  Object.keys(FILTERS).every((key) => (run.full && OF_COMPRESSED.includes(key)) || !hidden[key].has(run[key]));
-const shown = () => runs.filter(shows);
+// Full attention stays beside what a search or one `comm` leaves.
+const goneMethods = () => fromList(state.get("hide"));
+const shown = (list = runs) => {
+  const gone = new Set(goneMethods());
+  const [name, comm] = [(state.get("q") || "").trim().toLowerCase(), state.get("comm")];
+  return list.filter((run) => !gone.has(run.method)
+    && (run.full || (`${run.label} ${run.method}`.toLowerCase().includes(name) && (!comm || run.comm === comm))));
+};
 
-function readFilters() {
-  for (const key of Object.keys(FILTERS)) hidden[key] = new Set(fromList(state.get(`hide.${key}`)));
-  for (const box of $("filters").querySelectorAll("[type=checkbox]")) box.checked = !hidden[box.dataset.filter].has(box.value);
-  for (const summary of $("filters").querySelectorAll("summary")) nameFilter(summary);
-  if ($("q").value !== (state.get("q") || "")) $("q").value = state.get("q") || "";
-}
-
-function nameFilter(summary) {
-  const boxes = [...summary.parentNode.querySelectorAll("input")];
-  const left = boxes.filter((box) => box.checked).length;
-  const title = FILTERS[summary.dataset.filter];
-  summary.textContent = left === boxes.length ? `${title}: all` : `${title}: ${left} of ${boxes.length}`;
-}
-
-function hide(key, values) {
-  hidden[key] = new Set(values);
-  setState({ [`hide.${key}`]: asList(hidden[key]) });
-  readFilters();
+function hide(methods) {
+  setState({ hide: asList(methods) });
   update();
-}
-
-function valuesOf(key) {
-  const others = OF_COMPRESSED.includes(key) ? runs.filter((run) => !run.full) : runs;
-  const size = new Map(others.map((run) => [run[key], (key === "comm" && run.comm_size) || 0]));
-  return [...size.keys()].sort((a, b) => size.get(a) - size.get(b) || natural(a, b));
-}
-
-function buildFilters() {
-  const menus = Object.keys(FILTERS).filter((key) => valuesOf(key).length > 1).map((key) => {
-    const values = valuesOf(key);
-    const toggle = (value, on) => hide(key, on ? [...hidden[key]].filter((one) => one !== value) : [...hidden[key], value]);
-    const boxes = values.map((value) => el("label", {},
-      el("input", { type: "checkbox", "data-filter": key, value, onchange: (event) => toggle(value, event.target.checked) }), key === "method" ? looks[value].name : value));
-    const all = button("all / none", () => hide(key, hidden[key].size ? [] : values));
-    return el("details", {}, el("summary", { "data-filter": key }), el("div", { class: "menu" }, all, boxes));
-  });
-  $("filters").replaceChildren(...menus,
-    el("input", { id: "q", type: "search", placeholder: "find a method", "aria-label": "find a method",
-      oninput: (event) => { setState({ q: event.target.value }); update(); } }),
-    button("reset", () => go({ q: null, lit: null, ...Object.fromEntries(Object.keys(FILTERS).map((key) => [`hide.${key}`, null])) })),
-    el("output", { id: "count" }));
-}
-
-function listenToFilters() {
-  const form = $("filters");
-  form.addEventListener("submit", (event) => event.preventDefault());
-  const close = (but) => form.querySelectorAll("details[open]").forEach((menu) => menu !== but && (menu.open = false));
-  document.addEventListener("click", (event) => close(event.target.closest("#filters details")));
-  form.addEventListener("focusin", (event) => close(event.target.closest("details")));
-  form.addEventListener("keydown", (event) => {
-    const menu = event.target.closest("details[open]");
-    if (event.key === "Escape" && menu) { menu.open = false; menu.firstChild.focus(); }
-  });
 }

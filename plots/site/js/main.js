@@ -4,7 +4,8 @@ const PAGES = {
   samples: ["Answers", () => drawRun()], method: ["Method", () => drawMethod()], which: ["Which method?", () => drawWhich()], changes: ["Changes", () => drawChanges()],
 };
 const OF_BENCHMARK = ["picture", "budgets", "scores", "needle", "samples"];
-const WITH_FILTERS = ["picture", "budgets", "scores", "needle"];
+const WITH_ROWS = ["picture", "budgets"];
+const WITH_FILTERS = [...WITH_ROWS, "scores", "needle"];
 const ALIKE = { board: "picture", results: "picture", provenance: "samples" }; // what older addresses call pages
 const pageOf = () => { const at = ALIKE[state.get("at")] || state.get("at"); return at in PAGES ? at : "picture"; };
 let drawing = Promise.resolve();
@@ -26,7 +27,7 @@ function chooseBenchmark() {
 }
 
 // The benchmark that has what was chosen, and of the others as much as there is.
-const OF_OTHERS = ["of", "machine", "a", "b", "sample", "dataset", "lit", "x", "y", ...Object.keys(FILTERS).map((key) => `hide.${key}`)];
+const OF_OTHERS = ["of", "machine", "a", "b", "sample", "dataset", "lit", "x", "y", "comm", "hide"];
 function pick(id) {
   const keys = Object.entries(CHOICE);
   const chosen = Object.fromEntries(keys.map(([node, key]) => [key, $(node).value]));
@@ -44,7 +45,6 @@ async function open(id) {
   bench = id;
   runs = found.runs;
   Object.assign(looks, found.looks); // a method's name here
-  buildFilters();
 }
 
 // --- the pages ---
@@ -65,9 +65,9 @@ async function drawPage() {
   $("pages").replaceChildren(...Object.entries(PAGES).filter(([id]) => pageIsThere(id)).map(([id, [title]]) => { const node = link({ at: id }, title); if (id === at) node.setAttribute("aria-current", "page"); return node; }));
   for (const id of ["choice", "about"]) $(id).hidden = !needs;
   $("about").replaceChildren(el("b", {}, wanted.task), ` · ${[wanted.model, ["shown", "hidden"].includes(wanted.question) ? `question ${wanted.question}` : wanted.question, wanted.where].join(" · ")}`);
-  $("filters").hidden = !WITH_FILTERS.includes(at);
-  for (const node of document.querySelectorAll("#choice .rows")) node.hidden = !["picture", "budgets"].includes(at);
-  readFilters();
+  document.querySelector("#choice .rows").hidden = !WITH_ROWS.includes(at);
+  document.querySelector("#choice .filters").hidden = !WITH_FILTERS.includes(at);
+  if ($("q").value !== (state.get("q") || "")) $("q").value = state.get("q") || "";
   $("count").textContent = `${shown().length} of ${runs.length} runs`;
   if (at !== "picture") await more();
   await PAGES[at][1]();
@@ -95,10 +95,11 @@ function show() {
 function listen() {
   listenToTheme(() => { applyTheme(); update(); });
   listenToCards();
-  listenToFilters();
+  $("q").addEventListener("input", (event) => { setState({ q: event.target.value }); update(); });
+  $("reset").addEventListener("click", () => go({ q: null, lit: null, hide: null, comm: null, budget: null, of: null, x: null, y: null }));
   document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); document.querySelector("main > section.here").focus(); });
   for (const id of Object.keys(CHOICE)) $(id).addEventListener("change", () => pick(id));
-  const reads = { of: "of", budget: "budget", x: "x", y: "y", track: "track", machine: "machine", "run-a": "a", "run-b": "b", "which-samples": "which", dataset: "dataset", "method-choice": "m" };
+  const reads = { of: "of", budget: "budget", comm: "comm", x: "x", y: "y", track: "track", machine: "machine", "run-a": "a", "run-b": "b", "which-samples": "which", dataset: "dataset", "method-choice": "m" };
   for (const [id, key] of Object.entries(reads)) $(id).addEventListener("change", (event) => { setState({ [key]: event.target.value }, true); update(); });
   for (const id of ["run-a", "run-b"]) for (const event of ["focus", "mousedown", "touchstart"]) $(id).addEventListener(event, () => fillRunChoice($(id)), { passive: true });
   $("find").addEventListener("input", (event) => { setState({ find: event.target.value }); drawSamples(); });

@@ -63,7 +63,7 @@ function budgetsOf(list) {
 function chosenOf(id, key, entries, usual) {
   const chosen = entries.some(([value]) => value === state.get(key)) ? state.get(key) : usual;
   options($(id), entries, chosen);
-  $(id).closest("label").hidden = entries.length < 2;
+  $(id).closest("label").hidden = entries.filter(([value]) => value).length < 2;
   return chosen;
 }
 const same = (values) => values.map((value) => [value, value]);
@@ -73,6 +73,7 @@ function chosenRows(list) {
   const datasets = datasetsOf(runs);
   const dataset = chosenOf("of", "of", same(datasets), datasets[0]);
   const budget = chosenOf("budget", "budget", [["", "all budgets"], ...same(budgetsOf(runs))], "");
+  chosenOf("comm", "comm", [["", "all"], ...same(unique(runs.filter((run) => !run.full).map((run) => run.comm)).sort(natural))], "");
   const rows = list.filter((run) => run.full || !budget || run.budget === budget)
     .map((run) => [run, run.parts.find((part) => part.dataset === dataset)]).filter(([, part]) => part).sort(([a], [b]) => inOrder(a, b));
   return { dataset, budget, rows, metric: rows.length ? rows[0][1].metric : "score" };
@@ -136,13 +137,13 @@ function drawPicture() {
 // The methods of the chart: a click takes one out or brings it back, pointing at one lights it.
 function drawLegend(rows) {
   const here = unique(rows.map(([run]) => run.method));
-  const gone = [...hidden.method].filter((method) => looks[method]);
+  const gone = goneMethods().filter((method) => runs.some((run) => run.method === method));
   $("legend").replaceChildren(...[...here, ...gone].map((method) => {
-    const off = hidden.method.has(method);
-    const toggle = () => hide("method", off ? [...hidden.method].filter((one) => one !== method) : [...hidden.method, method]);
+    const off = gone.includes(method);
+    const toggle = () => hide(off ? goneMethods().filter((one) => one !== method) : [...goneMethods(), method]);
     const light = (on) => () => { for (const node of $("chart").querySelectorAll("[data-method]")) for (const [name, is] of [["bright", node.dataset.method === method], ["dim", node.dataset.method !== method]]) node.classList.toggle(name, on && is); };
     return el("button", { type: "button", "aria-pressed": String(!off), onclick: toggle, onmouseenter: light(true), onfocus: light(true), onmouseleave: light(false), onblur: light(false) }, mark(method), looks[method].name);
-  }));
+  }), button(gone.length ? "show all" : "hide all", () => hide(gone.length ? [] : here.filter((method) => method !== "full")), { class: "fold" }));
 }
 
 function notesOf(rows, points, { about, isSpread }) {

@@ -57,7 +57,7 @@ function rowsOfMatrix(members) {
 async function drawMatrix() {
   const { group } = index.benchmarks.find((one) => one.id === runs[0].bench.id);
   const beside = await Promise.all(index.benchmarks.filter((one) => one.group === group).map((one) => readBenchmark(one.id)));
-  const members = beside.flatMap((one) => one.runs).filter(shows);
+  const members = shown(beside.flatMap((one) => one.runs));
   const open = new Set(fromList(state.get("open")));
   const flip = (task) => { if (!open.delete(task)) open.add(task); setState({ open: asList(open) }); update(); };
   const columns = columnsOf(members, open);
