@@ -238,9 +238,9 @@ const series = new Map();
 for (const point of points) if (point.series) grouped(series, point.series).push(point);
 const joined = [...series.values()].filter((each) => each.length > 1).map((each) => svg("polyline", {
 points: each.sort((a, b) => a.x - b.x).map((point) => `${point.px},${point.py}`).join(" "), fill: "none", stroke: colourOf(each[0].method),
-"stroke-width": 1.6, "stroke-dasharray": looks[each[0].method].dash || null, opacity: each[0].faint ? 0.12 : 0.8, "data-method": each[0].method }));
+"stroke-width": 1.6, "stroke-dasharray": looks[each[0].method].dash || null, opacity: each[0].faint ? 0.2 : 0.8, "data-method": each[0].method }));
 const bars = points.filter((point) => is(point.low) && point.high > point.low).map((point) => line(point.px, at.y(point.low), point.px, at.y(point.high),
-colourOf(point.method), { "stroke-width": 1.6, opacity: point.faint ? 0.1 : 0.75, class: "bar", "data-method": point.method }));
+colourOf(point.method), { "stroke-width": 1.6, opacity: point.faint ? 0.18 : 0.75, class: "bar", "data-method": point.method }));
 const tip = el("div", { class: "tip", hidden: true });
 const order = [...points].sort((a, b) => Number(b.faint) - Number(a.faint));
 const marks = order.map((point, i) => markOf(point, i, tip, width, isSmall));
@@ -258,7 +258,7 @@ tip.style.left = `${Math.max(0, Math.min(point.px + 12, width - tip.offsetWidth)
 tip.style.top = `${point.py + 14}px`;
 };
 const shape = svg("path", { d: shapeOf(point.method), transform: `translate(${point.px.toFixed(1)},${point.py.toFixed(1)}) scale(${r})`, stroke: colour,
-"stroke-width": 2 / r, fill: point.hollow ? css("--surface") : colour, opacity: point.faint ? 0.15 : 1, "data-method": point.method });
+"stroke-width": 2 / r, fill: point.hollow ? css("--surface") : colour, opacity: point.faint ? 0.35 : 1, "data-method": point.method });
 if (isSmall) return shape;
 const hide = () => { tip.hidden = true; };
 const open = (event) => point.pick(event.currentTarget);
@@ -300,7 +300,7 @@ cells.map((cell) => svg("rect", { x: left + columns.indexOf(cell.column) * w, y:
 fill: heatColour(cell.share), stroke: css("--surface") }, svg("title", {}, cell.text))),
 columns.map((name, k) => words(0, 0, name, { "text-anchor": "end", class: "column", transform: `translate(${left + (k + 0.5) * w + 4},${top + high + 12}) rotate(-40)` })),
 rows.map((name, k) => words(left - 4, top + (k + 0.5) * h + 4, name, { "text-anchor": "end" })),
-words(middle, top + high + 48, xTitle, { "text-anchor": "middle" }), i % across ? null : words(2, 14, yTitle));
+words(middle, top + high + 48, xTitle, { "text-anchor": "middle" }), i % across ? null : words(0, 0, yTitle, { "text-anchor": "middle", transform: `translate(10,${top + high / 2}) rotate(-90)` }));
 });
 const [width, height] = [across * panelWidth, Math.ceil(panels.length / across) * panelHeight];
 const key = [0, 25, 50, 75, 100].flatMap((score, i) => [svg("rect", { x: left + i * 38, y: height + 6, width: 38, height: 10, fill: heatColour(score / 100) }),
@@ -343,7 +343,6 @@ const lower = (metric) => index.metrics[metric][0] === "lower";
 const isShare = (metric) => index.metrics[metric][1] === 100;
 const digits = (metric) => (isShare(metric) ? 1 : 3);
 const inUnit = (metric) => `${metric}${isShare(metric) ? ", 0 to 100" : ""}${lower(metric) ? ", lower is better" : ""}`;
-const byKey = (key) => runs.find((run) => run.key === key);
 const fullFor = (run) => run.bench.runs.find((one) => one.full && one !== run);
 const inOrder = (a, b) =>
 Number(b.full) - Number(a.full) || natural(a.label, b.label) || (a.size || 0) - (b.size || 0)
@@ -396,7 +395,7 @@ return [
 ["budget", part.over ? "! exceeded" : null],
 ["layers", run.whole_layers ? `the first ${run.whole_layers} are not compressed and lie outside the budget` : null],
 ["search", run.unpriced ? "reads all keys, outside every budget: a reference, on no front" : null],
-["believed", run.kept ? `${run.verdict}: only scores are kept, no answers` : `${run.verdict}${run.why ? `: ${run.why}` : ""}`],
+["believed", run.kept ? `${believed(run.verdict)}: only scores are kept, no answers` : `${believed(run.verdict)}${run.why ? `: ${run.why}` : ""}`],
 ["memory", run.n_oom ? `${run.n_oom} samples ran out of memory` : null],
 ].filter(([, value]) => value);
 }
@@ -494,8 +493,9 @@ tpot: { title: "seconds per output token (of a shared batch)", show: plain },
 const Y_AXES = { quality: "quality kept", score: "score" };
 const costOf = (run, part, axis) => (axis === "tpot" ? run.audit.tpot_s : part.cost[axis]);
 const VERDICTS = ["only reported", "self-reported", "rescored", "budget proven", "reproduced"];
-const believed = (verdict) => (verdict === "reproduced" ? "reproduced" : ["rescored", "budget proven"].includes(verdict) ? `verified: ${verdict}` : verdict === "self-reported" ? "only reported: nothing given again" : verdict);
-const verdictOf = (run) => el("span", { class: `badge ${run.verdict.split(" ").pop()}`, title: run.why || null }, believed(run.verdict));
+const BELIEVED = { "self-reported": "only reported", rescored: "verified: rescored", "budget proven": "verified: budget proven" };
+const believed = (verdict) => BELIEVED[verdict] || verdict;
+const verdictOf = (run) => el("span", { class: `badge ${run.verdict.split(" ").pop()}`, title: run.why || (run.kept ? "scores are kept, no answers" : null) }, believed(run.verdict));
 const oldMark = (run) => (run.superseded_by ? el("span", { class: "badge old" }, `superseded by ${run.superseded_by}`) : null);
 const ranked = (part) => (part.rank ? (part.rank[0] === part.rank[1] ? String(part.rank[0]) : `${part.rank[0]}–${part.rank[1]}`) : null);
 const MOST_STANDING = 8;
@@ -614,14 +614,14 @@ for (const [run, part] of rows) if (part.outside) grouped(outside, part.outside)
 const hollow = [...outside].map(([why, names]) => `${unique(names).join(", ")} ${why}`).join("; ");
 const unpriced = named(([run]) => run.unpriced);
 const only = standingOut(rows);
-const counts = VERDICTS.map((verdict) => [verdict, rows.filter(([run]) => run.verdict === verdict).length]).filter(([, n]) => n);
+const counts = unique(VERDICTS.map(believed)).map((words) => [words, rows.filter(([run]) => believed(run.verdict) === words).length]).filter(([, n]) => n);
 const bars = "Bars are 95 % intervals (of quality: of the paired difference to full attention); lines join a method's budgets";
 return [
 about,
 points.length ? `${bars}. ${points.some((point) => is(point.size)) ? "The larger a mark, the longer a decode step takes: full attention's has its usual size, and marks without a time too." : "No decode step's time is known of these, so all marks are of one size."}${isSpread ? " Marks at about the same place stand side by side; the table has the numbers." : ""}` : null,
 points.filter((point) => point.isFront).length > 1 ? "The broad band is the front: runs within their budget that are shown to score better than every run that costs no more (paired test, corrected), whatever the filters hide." : null,
 only && !lit() ? `${only.size - 1} of ${unique(rows.map(([run]) => run.method)).length} methods stand out: those on the front, then the best. A name in the table makes another one stand out.` : null,
-`${counts.map(([verdict, n]) => `${n} ${believed(verdict)}`).join(", ")}.${rows.some(([run]) => run.kept) ? " Of these only scores are kept, no answers: the command that makes them again is behind each." : ""}`,
+`${counts.map(([words, n]) => `${n} ${words}`).join(", ")}.${rows.some(([run]) => run.kept) ? " Of these only scores are kept, no answers: the command that makes them again is behind each." : ""}`,
 rows.length && rows.every(([, part]) => part.n === 1) ? "One sample each: no interval, and no difference can be shown." : null,
 hollow ? `Hollow marks did not keep their budget: ${hollow}. The axes show what was measured.` : null,
 unpriced ? `${unpriced}: reads all keys to find its tokens, outside every budget, so it is a reference and on no front. It shows what exact attention weights choose layer by layer, not the best score that a budget allows.` : null,
@@ -640,7 +640,7 @@ quality: ["quality", [
 cells("memory", "share of bytes", ({ part }) => part.cost.memory),
 { key: "score", title: "score, Δ to full attention", value: ({ part }) => part.score, cell: ({ run, part }) => scoreCell(run, part) },
 { key: "rank", title: "rank", value: ({ part }) => (part.rank ? part.rank[0] + part.rank[1] / 1e3 : null),
-cell: ({ run, part }) => el("td", { class: "rank" }, ranked(part) || (run.full ? "reference" : el("span", { class: "sub", title: part.unranked || null }, (part.unranked || "").split(":")[0] || (run.unpriced ? "outside every budget" : "-")))) },
+cell: ({ run, part }) => el("td", {}, ranked(part) || (run.full ? "reference" : el("span", { class: "sub", title: part.unranked || null }, (part.unranked || "").split(":")[0] || (run.unpriced ? "outside every budget" : "-")))) },
 ...BYTES, verified]],
 speed: ["speed", [
 audit("s/token", "tpot_s", (value) => number(value, 4)), audit("rows in its batch", "batch_rows_mean", (value) => number(value, 1)), audit("prefill, s", "prefill_s", (value) => number(value, 2)),

@@ -97,9 +97,9 @@ function plot(id, { x, y, points, front = [], level = null, label, height = 360,
   for (const point of points) if (point.series) grouped(series, point.series).push(point);
   const joined = [...series.values()].filter((each) => each.length > 1).map((each) => svg("polyline", {
     points: each.sort((a, b) => a.x - b.x).map((point) => `${point.px},${point.py}`).join(" "), fill: "none", stroke: colourOf(each[0].method),
-    "stroke-width": 1.6, "stroke-dasharray": looks[each[0].method].dash || null, opacity: each[0].faint ? 0.12 : 0.8, "data-method": each[0].method }));
+    "stroke-width": 1.6, "stroke-dasharray": looks[each[0].method].dash || null, opacity: each[0].faint ? 0.2 : 0.8, "data-method": each[0].method }));
   const bars = points.filter((point) => is(point.low) && point.high > point.low).map((point) => line(point.px, at.y(point.low), point.px, at.y(point.high),
-    colourOf(point.method), { "stroke-width": 1.6, opacity: point.faint ? 0.1 : 0.75, class: "bar", "data-method": point.method }));
+    colourOf(point.method), { "stroke-width": 1.6, opacity: point.faint ? 0.18 : 0.75, class: "bar", "data-method": point.method }));
   const tip = el("div", { class: "tip", hidden: true });
   const order = [...points].sort((a, b) => Number(b.faint) - Number(a.faint));
   const marks = order.map((point, i) => markOf(point, i, tip, width, isSmall));
@@ -118,7 +118,7 @@ function markOf(point, i, tip, width, isSmall) {
     tip.style.top = `${point.py + 14}px`;
   };
   const shape = svg("path", { d: shapeOf(point.method), transform: `translate(${point.px.toFixed(1)},${point.py.toFixed(1)}) scale(${r})`, stroke: colour,
-    "stroke-width": 2 / r, fill: point.hollow ? css("--surface") : colour, opacity: point.faint ? 0.15 : 1, "data-method": point.method });
+    "stroke-width": 2 / r, fill: point.hollow ? css("--surface") : colour, opacity: point.faint ? 0.35 : 1, "data-method": point.method });
   if (isSmall) return shape;
   const hide = () => { tip.hidden = true; };
   const open = (event) => point.pick(event.currentTarget);
@@ -168,7 +168,7 @@ function heatMaps(id, { panels, columns, rows, xTitle, yTitle, label }) {
         fill: heatColour(cell.share), stroke: css("--surface") }, svg("title", {}, cell.text))),
       columns.map((name, k) => words(0, 0, name, { "text-anchor": "end", class: "column", transform: `translate(${left + (k + 0.5) * w + 4},${top + high + 12}) rotate(-40)` })),
       rows.map((name, k) => words(left - 4, top + (k + 0.5) * h + 4, name, { "text-anchor": "end" })),
-      words(middle, top + high + 48, xTitle, { "text-anchor": "middle" }), i % across ? null : words(2, 14, yTitle));
+      words(middle, top + high + 48, xTitle, { "text-anchor": "middle" }), i % across ? null : words(0, 0, yTitle, { "text-anchor": "middle", transform: `translate(10,${top + high / 2}) rotate(-90)` }));
   });
   const [width, height] = [across * panelWidth, Math.ceil(panels.length / across) * panelHeight];
   const key = [0, 25, 50, 75, 100].flatMap((score, i) => [svg("rect", { x: left + i * 38, y: height + 6, width: 38, height: 10, fill: heatColour(score / 100) }),

@@ -30,7 +30,6 @@ const isShare = (metric) => index.metrics[metric][1] === 100;
 const digits = (metric) => (isShare(metric) ? 1 : 3);
 // A metric with its unit, and which direction is better where that is not plain.
 const inUnit = (metric) => `${metric}${isShare(metric) ? ", 0 to 100" : ""}${lower(metric) ? ", lower is better" : ""}`;
-const byKey = (key) => runs.find((run) => run.key === key);
 const fullFor = (run) => run.bench.runs.find((one) => one.full && one !== run);
 // Full attention first, then by name, and budgets in their order.
 const inOrder = (a, b) =>

@@ -14,8 +14,9 @@ const Y_AXES = { quality: "quality kept", score: "score" };
 const costOf = (run, part, axis) => (axis === "tpot" ? run.audit.tpot_s : part.cost[axis]);
 const VERDICTS = ["only reported", "self-reported", "rescored", "budget proven", "reproduced"];
 // As readers say it: verified where scores follow from the answers, reproduced where they were answered again.
-const believed = (verdict) => (verdict === "reproduced" ? "reproduced" : ["rescored", "budget proven"].includes(verdict) ? `verified: ${verdict}` : verdict === "self-reported" ? "only reported: nothing given again" : verdict);
-const verdictOf = (run) => el("span", { class: `badge ${run.verdict.split(" ").pop()}`, title: run.why || null }, believed(run.verdict));
+const BELIEVED = { "self-reported": "only reported", rescored: "verified: rescored", "budget proven": "verified: budget proven" };
+const believed = (verdict) => BELIEVED[verdict] || verdict;
+const verdictOf = (run) => el("span", { class: `badge ${run.verdict.split(" ").pop()}`, title: run.why || (run.kept ? "scores are kept, no answers" : null) }, believed(run.verdict));
 const oldMark = (run) => (run.superseded_by ? el("span", { class: "badge old" }, `superseded by ${run.superseded_by}`) : null);
 const ranked = (part) => (part.rank ? (part.rank[0] === part.rank[1] ? String(part.rank[0]) : `${part.rank[0]}–${part.rank[1]}`) : null);
 const MOST_STANDING = 8;
@@ -153,14 +154,14 @@ function notesOf(rows, points, { about, isSpread }) {
   const hollow = [...outside].map(([why, names]) => `${unique(names).join(", ")} ${why}`).join("; ");
   const unpriced = named(([run]) => run.unpriced);
   const only = standingOut(rows);
-  const counts = VERDICTS.map((verdict) => [verdict, rows.filter(([run]) => run.verdict === verdict).length]).filter(([, n]) => n);
+  const counts = unique(VERDICTS.map(believed)).map((words) => [words, rows.filter(([run]) => believed(run.verdict) === words).length]).filter(([, n]) => n);
   const bars = "Bars are 95 % intervals (of quality: of the paired difference to full attention); lines join a method's budgets";
   return [
     about,
     points.length ? `${bars}. ${points.some((point) => is(point.size)) ? "The larger a mark, the longer a decode step takes: full attention's has its usual size, and marks without a time too." : "No decode step's time is known of these, so all marks are of one size."}${isSpread ? " Marks at about the same place stand side by side; the table has the numbers." : ""}` : null,
     points.filter((point) => point.isFront).length > 1 ? "The broad band is the front: runs within their budget that are shown to score better than every run that costs no more (paired test, corrected), whatever the filters hide." : null,
     only && !lit() ? `${only.size - 1} of ${unique(rows.map(([run]) => run.method)).length} methods stand out: those on the front, then the best. A name in the table makes another one stand out.` : null,
-    `${counts.map(([verdict, n]) => `${n} ${believed(verdict)}`).join(", ")}.${rows.some(([run]) => run.kept) ? " Of these only scores are kept, no answers: the command that makes them again is behind each." : ""}`,
+    `${counts.map(([words, n]) => `${n} ${words}`).join(", ")}.${rows.some(([run]) => run.kept) ? " Of these only scores are kept, no answers: the command that makes them again is behind each." : ""}`,
     rows.length && rows.every(([, part]) => part.n === 1) ? "One sample each: no interval, and no difference can be shown." : null,
     hollow ? `Hollow marks did not keep their budget: ${hollow}. The axes show what was measured.` : null,
     unpriced ? `${unpriced}: reads all keys to find its tokens, outside every budget, so it is a reference and on no front. It shows what exact attention weights choose layer by layer, not the best score that a budget allows.` : null,
@@ -182,7 +183,7 @@ const TRACKS = {
     cells("memory", "share of bytes", ({ part }) => part.cost.memory),
     { key: "score", title: "score, Δ to full attention", value: ({ part }) => part.score, cell: ({ run, part }) => scoreCell(run, part) },
     { key: "rank", title: "rank", value: ({ part }) => (part.rank ? part.rank[0] + part.rank[1] / 1e3 : null),
-      cell: ({ run, part }) => el("td", { class: "rank" }, ranked(part) || (run.full ? "reference" : el("span", { class: "sub", title: part.unranked || null }, (part.unranked || "").split(":")[0] || (run.unpriced ? "outside every budget" : "-")))) },
+      cell: ({ run, part }) => el("td", {}, ranked(part) || (run.full ? "reference" : el("span", { class: "sub", title: part.unranked || null }, (part.unranked || "").split(":")[0] || (run.unpriced ? "outside every budget" : "-")))) },
     ...BYTES, verified]],
   speed: ["speed", [
     audit("s/token", "tpot_s", (value) => number(value, 4)), audit("rows in its batch", "batch_rows_mean", (value) => number(value, 1)), audit("prefill, s", "prefill_s", (value) => number(value, 2)),
