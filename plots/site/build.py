@@ -120,8 +120,8 @@ def read_object(path: Path) -> dict[str, Any]:
 class Site:
     """The data of a site, made one benchmark after the other."""
 
-    def __init__(self, runs: Sequence[Run], root: Path, handed: Handed, most: int, is_ranked: bool = True) -> None:
-        self.handed, self.root, self.most, self.is_ranked = handed, root, most, is_ranked
+    def __init__(self, runs: Sequence[Run], root: Path, handed: Handed, most: int) -> None:
+        self.handed, self.root, self.most = handed, root, most
         self.runs = {id_of(run): run for run in runs}  # the same run twice is one
         self.ids = {run.folder: id for id, run in self.runs.items()}
         self.superseded = handed.superseded(self.runs)
@@ -164,7 +164,7 @@ class Site:
         old = [run for run in members if self.ids[run.folder] in self.superseded]
         once, same = full_once(current)
         told, past = overview(once, self.root, self.methods), overview(old, self.root, self.methods)
-        for runs, described in ((once, told["runs"]), (old, past["runs"])) if self.is_ranked else ():
+        for runs, described in ((once, told["runs"]), (old, past["runs"])):
             rank_all(runs, described)
         every, told["runs"] = [*once, *old], [*told["runs"], *past["runs"]]
         told["looks"] = past["looks"] | told["looks"]

@@ -150,7 +150,7 @@ def test_no_text_leaves_its_place_in_markdown(text: str) -> None:
 
 
 def test_the_commands_themselves_are_wrapped(tmp_path: Path) -> None:
-    """As a user starts them: a result.json with escapes, and `kvbench.plots.table` and `kvbench.plots.site.report` on it."""
+    """As a user starts them: a result.json with escapes, and `plots.table` and `plots.site.report` on it."""
     folder, _ = hostile_runs(tmp_path / "runs", CLEAR)[0]
     assert "\\u001b" in json.dumps(json.loads((folder / "result.json").read_text()))
     for module in ("kvbench.plots.table", "kvbench.plots.site.report"):
