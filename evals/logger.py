@@ -31,7 +31,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import parse_json
 from kvbench.evals.asked import class_and_params
 from kvbench.evals.refusals import refuse_missing_package
-from kvbench.evals.screen.progress import Progress
+from kvbench.evals.screen.progress import say
 from kvbench.evals.settings import Settings
 from kvbench.results import RunResult, read_config, read_ledger
 from kvbench.results.files import is_file, write
@@ -90,14 +90,14 @@ class Copies:
             except Exception as error:  # whatever it is, the runs are safe and the others go on
                 self.logger = None
                 reason = " ".join(str(error).split())[:300] or type(error).__name__
-                Progress("", 0, 0).say(
+                say(
                     f"{folder} was not copied ({reason}); the runs are complete, and the same command copies them "
                     "once that works"
                 )
         if self.logger is not None and self.sent.issuperset(self.folders):
             farewell = self.logger.farewell(self.folders)
             if farewell is not None:
-                Progress("", 0, 0).say(farewell)
+                say(farewell)
 
 
 def check_logger(cells: Sequence[Settings]) -> None:
