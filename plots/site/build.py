@@ -232,7 +232,7 @@ def make(
         raise ConfigError(f"{out} is not empty and is no site; choose another folder with --out")
     runs = told_apart([run for root in roots for run in load(root)])
     if not runs and not kept:
-        raise ConfigError(f"{', '.join(map(str, roots))}: there is no finished run")
+        raise ConfigError(f"{', '.join(map(str, roots))}: there is no finished run; make some, as with make run")
     old = read_list(since) if since is not None else {}
     runs = [replace(run, folder=run.folder.resolve()) for run in runs]
     root = common_folder([run.folder for run in runs])

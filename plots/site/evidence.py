@@ -7,7 +7,7 @@ Not here: how scores were kept (`plots/evidence.py`, `plots/pages/register.py`, 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import fsum
 from pathlib import Path
@@ -134,14 +134,15 @@ def run_of(variant: Variant, samples: Mapping[str, Sample]) -> Kept:
         memory_exact=memory, budget_counts="target" if tokens else None,
     )  # fmt: skip
     folder = Path(variant.page) / config_hash(config)
-    return Kept(folder, summarise(rows, facts), tuple(rows), config, page=variant.page, command=variant.command)
+    result = summarise(rows, facts)
+    if variant.method in UNPRICED:
+        result = replace(result, bytes_searched_per_step=1.0)
+    return Kept(folder, result, tuple(rows), config, page=variant.page, command=variant.command)
 
 
 def row_of(variant: Variant, name: str, sample: Sample) -> SampleRow:
     ledger: dict[str, float | bool | None] = dict.fromkeys(LEDGER_MEANS.values())
     ledger |= sample.ledger | {"within_budget": True}
-    if variant.method in UNPRICED:
-        ledger["bytes_searched_per_step"] = 1.0
     return SampleRow(
         id=name, prompt_sha256=prompt_hash([*f"{variant.page} {variant.scope} {name}".encode()]),
         prompt_tokens=sample.prompt, original_prompt_tokens=sample.prompt, generated_tokens=sample.answer,

@@ -133,9 +133,15 @@ def describe(run: Run, others: "Others", root: Path, baselines: Baselines, share
         "unpriced": not run.is_full and not is_deployable(run),
         "whole_layers": None if run.is_full else run.whole_layers or None,
         "kept": isinstance(run, Kept),
-        "audit": {key: getattr(result, key) for key in AUDITED} | comm_allowed(run, others) | at_once(run),
+        "audit": audit(run) | comm_allowed(run, others) | at_once(run),
         "parts": list(parts(run, baselines, shared)),
     }
+
+
+def audit(run: Run) -> dict[str, Any]:
+    """What was measured of a run; nobody kept whether scores of old runs are within their budgets."""
+    found = {key: getattr(run.result, key) for key in AUDITED}
+    return found | {"within_budget": None, "bytes_searched_per_step": None} if isinstance(run, Kept) else found
 
 
 def names_of(runs: Iterable[Run]) -> dict[str, str]:
@@ -227,13 +233,20 @@ def part(
         "heat": heat(rows) if name != AVERAGE else None,
         "over": place.over,
         "outside": outside_budget(run, rows),
-        "cost": costs_of(rows, baselines.rows_of(run)),
+        "cost": costs_of(run, rows, baselines.rows_of(run)),
     }
 
 
-def costs_of(rows: Sequence[SampleRow], full: Mapping[str, SampleRow]) -> dict[str, float | None]:
-    """What a part costs; where no ledger says the share of the full cache, that of full attention's bytes."""
-    found = {axis: added(rows, keys) for axis, keys in COSTS.items()}
+def costs_of(run: Run, rows: Sequence[SampleRow], full: Mapping[str, SampleRow]) -> dict[str, float | None]:
+    """What a part costs; where no ledger says the share of the full cache, that of full attention's bytes.
+
+    Where only scores are kept, a sum of which a part was not kept is not known.
+    """
+    known = {key for keys in COSTS.values() for key in keys if measured(rows, key) is not None}
+    found = {
+        axis: added(rows, keys) if known.issuperset(keys) or not isinstance(run, Kept) else None
+        for axis, keys in COSTS.items()
+    }
     whole = [full[row.id] for row in rows if row.id in full]
     if found["memory"] is None and found["device"] and len(whole) == len(rows):
         held = added(whole, COSTS["device"])

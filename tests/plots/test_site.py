@@ -191,6 +191,9 @@ def test_a_bare_clone_has_a_site_of_all_kept_scores_that_opens_on_the_largest_be
     assert sum(one["answers"] for one in index["benchmarks"]) > 29_000
     overview = content(of_repository / "data" / start["id"] / "data-overview.js")
     assert set(overview["runs"]["verdict"]) == {"only reported"} and all(overview["runs"]["kept"])
+    costs, audit = overview["parts"]["cost"], overview["runs"]["audit"]
+    assert all(costs["device"]) and not any(costs["moved"]) and not any(costs["resident"]), "host bytes were not kept"
+    assert not any(audit["within_budget"])
     commands = {one["command"] for one in content(of_repository / "data" / start["id"] / "data-origins.js")}
     assert commands == {f"python run.py -m experiment={name}" for name in ("evidence_docs", "evidence_others_docs")}
     assert sum(file.stat().st_size for file in first_view(of_repository)) <= 100_000

@@ -1,33 +1,41 @@
 // Scores of one benchmark by budget, of all tasks side by side, and of needles by length and depth.
 
+// Rows are { name, method, first, cells }, where `cells` has a run and its part for some keys of `columns`.
+function pivot(id, sortedAs, { rows, columns, head, label, caption }) {
+  const cellOf = (row, { key }) => row.cells.get(key) || [null, null];
+  $(id).replaceChildren(rows.length ? sheet(sortedAs, label, [
+    { key: head, title: head, cell: (row) => row.first },
+    ...columns.map((column) => ({ ...column, value: (row) => { const part = cellOf(row, column)[1]; return part && part.score; }, cell: (row) => scoreCell(...cellOf(row, column)) })),
+  ], rows, update) : none("No run passes the filters."));
+  $(`${id}-tex`).onclick = (event) => copy(texTable([head, ...columns.map(({ title }) => title)],
+    rows.map((row) => [row.name, ...columns.map((column) => texCell(cellOf(row, column)[1]))]), ...caption), event.currentTarget);
+}
+
+// Runs by some name; of several with the same name and key the first counts.
+function rowsBy(members, nameOf, keyOf, firstOf) {
+  const rows = new Map();
+  for (const [run, part] of members) {
+    if (!rows.has(nameOf(run))) rows.set(nameOf(run), { name: nameOf(run), method: run.method, first: firstOf(run), cells: new Map() });
+    const { cells: of } = rows.get(nameOf(run));
+    if (!of.has(keyOf(run, part))) of.set(keyOf(run, part), [run, part]);
+  }
+  return [...rows.values()];
+}
+
 // A row per method, a column per budget; each with its score and how it differs from full attention.
 function drawBudgets() {
   view = chosenRows(shown());
   const { rows, dataset, metric } = view;
-  if (!rows.length) { $("differences").replaceChildren(none("No run passes the filters.")); return; }
-  const columns = budgetsOf(rows.map(([run]) => run).filter((run) => run.budget !== "full"));
-  if (rows.some(([run]) => run.budget === "full")) columns.unshift("full");
-  const series = new Map();
-  for (const [run, part] of rows) {
-    const of = series.get(run.series) || new Map();
-    series.set(run.series, of);
-    if (!of.has(run.budget)) of.set(run.budget, [run, part]);
-  }
-  const title = (name) => (name === "full" ? "full attention" : name);
-  const lines = [...series].map(([name, of]) => ({ name, of, method: [...of.values()][0][0].method }));
-  $("differences").replaceChildren(sheet("by", "Differences to full attention", [
-    { key: "method", title: "method", cell: ({ method, name }) => nameCell(method, name) },
-    ...columns.map((budget) => ({ key: budget, title: title(budget), value: ({ of }) => (of.has(budget) ? of.get(budget)[1].score : null),
-      cell: ({ of }) => scoreCell(...(of.get(budget) || [null, null])) })),
-  ], lines, update));
-  $("differences-tex").onclick = (event) => copy(texTable(["method", ...columns.map(title)],
-    lines.map(({ name, of }) => [name, ...columns.map((budget) => texCell((of.get(budget) || [])[1]))]),
-    `${runs[0].task}, ${dataset}: ${inUnit(metric)} by budget. ${runs[0].group}. ≈ marks what is not shown to be worse than the best.`, `${runs[0].task}-${dataset}`), event.currentTarget);
+  const columns = budgetsOf(rows.map(([run]) => run).filter((run) => run.budget !== "full")).map((key) => ({ key, title: key }));
+  if (rows.some(([run]) => run.budget === "full")) columns.unshift({ key: "full", title: "full attention" });
+  pivot("differences", "by", { columns, head: "method", label: "Differences to full attention", rows: rowsBy(rows, (run) => run.series, (run) => run.budget, (run) => nameCell(run.method, run.series)),
+    caption: [`${runs[0].task}, ${dataset}: ${inUnit(metric)} by budget. ${runs[0].group}. ≈ marks what is not shown to be worse than the best.`, `${runs[0].task}-${dataset}`] });
 }
 
 // --- a row per variant, a column per benchmark of the same model and conditions, whose datasets open next to its average ---
 
-function columnsOf(members, open) {
+const columnName = ({ task }, { dataset }) => (task === dataset ? task : `${task} · ${dataset}`);
+function columnsOf(members, open, flip) {
   const tasks = new Map();
   for (const run of members) for (const part of run.parts) {
     if (!tasks.has(run.task)) tasks.set(run.task, new Map());
@@ -36,44 +44,23 @@ function columnsOf(members, open) {
   return [...tasks].flatMap(([task, datasets]) => {
     const names = [...datasets.keys()].sort((a, b) => Number(b === "average") - Number(a === "average") || natural(a, b));
     const folds = names[0] === "average" && names.length > 1;
-    const left = folds && !open.has(task) ? ["average"] : names;
-    return left.map((dataset) => ({ key: task === dataset ? task : `${task} · ${dataset}`, task, dataset, metric: datasets.get(dataset), more: folds && dataset === "average" ? names.length - 1 : 0 }));
+    const fold = () => button(open.has(task) ? "fold datasets" : `${names.length - 1} datasets`, () => flip(task), { class: "fold", "aria-expanded": String(open.has(task)) });
+    return (folds && !open.has(task) ? ["average"] : names).map((dataset) => ({ key: columnName({ task }, { dataset }), title: columnName({ task }, { dataset }),
+      more: [el("span", { class: "sub" }, inUnit(datasets.get(dataset))), folds && dataset === "average" ? fold() : null] }));
   });
 }
 
-function rowsOfMatrix(members) {
-  const rows = new Map();
-  for (const run of members) {
-    const row = rows.get(run.variant) || { run, method: run.method, cells: new Map() };
-    rows.set(run.variant, row);
-    for (const part of run.parts) {
-      const key = run.task === part.dataset ? run.task : `${run.task} · ${part.dataset}`;
-      if (!row.cells.has(key)) row.cells.set(key, [run, part]);
-    }
-  }
-  return [...rows.values()].sort((a, b) => inOrder(a.run, b.run));
-}
-
 async function drawMatrix() {
-  const { group } = index.benchmarks.find((one) => one.id === runs[0].bench.id);
+  const { group } = runs[0].bench;
   const beside = await Promise.all(index.benchmarks.filter((one) => one.group === group).map((one) => readBenchmark(one.id)));
-  const members = shown(beside.flatMap((one) => one.runs));
+  const members = shown(beside.flatMap((one) => one.runs)).sort(inOrder);
+  const parts = members.flatMap((run) => run.parts.map((part) => [run, part]));
   const open = new Set(fromList(state.get("open")));
   const flip = (task) => { if (!open.delete(task)) open.add(task); setState({ open: asList(open) }); update(); };
-  const columns = columnsOf(members, open);
-  const fold = (column) => button(open.has(column.task) ? "fold datasets" : `${column.more} datasets`, () => flip(column.task),
-    { class: "fold", "aria-expanded": String(open.has(column.task)) });
-  const rows = rowsOfMatrix(members);
-  const cellOf = ({ cells: of }, { key }) => of.get(key) || [null, null];
   $("matrix-about").textContent = group;
-  $("matrix").replaceChildren(members.length ? sheet("sort", group, [
-    { key: "variant", title: "variant", cell: ({ run }) => el("th", { scope: "row" }, run.variant) },
-    ...columns.map((column) => ({ key: column.key, title: column.key, more: [el("span", { class: "sub" }, inUnit(column.metric)), column.more ? fold(column) : null],
-      value: (row) => { const part = cellOf(row, column)[1]; return part && part.score; }, cell: (row) => scoreCell(...cellOf(row, column)) })),
-  ], rows, update) : none("No run passes the filters."));
-  $("matrix-tex").onclick = (event) => copy(texTable(["variant", ...columns.map(({ key }) => key)],
-    rows.map((row) => [row.run.variant, ...columns.map((column) => texCell(cellOf(row, column)[1]))]), group, "scores"), event.currentTarget);
-  $("matrix-csv").onclick = () => save("kvbench-scores.csv", "text/csv", scoresCsv(members.flatMap((run) => run.parts.map((part) => [run, part]))));
+  pivot("matrix", "sort", { columns: columnsOf(members, open, flip), head: "variant", label: group, caption: [group, "scores"],
+    rows: rowsBy(parts, (run) => run.variant, columnName, (run) => el("th", { scope: "row" }, run.variant)) });
+  $("matrix-csv").onclick = () => save("kvbench-scores.csv", "text/csv", scoresCsv(parts));
 }
 
 // --- needle maps: score by depth and by the prompts' true lengths, a panel per variant ---
