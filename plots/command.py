@@ -1,6 +1,6 @@
 """The command line of a page: `python -m kvbench.plots.NAME [RUNS] [--out FOLDER]`.
 
-Not here: what stands on a page (`plots/results.py`, `plots/scopes.py`, `plots/turns.py`).
+Not here: what stands on a page (`plots/turns.py`, `plots/parts.py`, `plots/costs.py`).
 """
 
 import argparse
@@ -22,12 +22,11 @@ class Page:
     write: Callable[[Path, Sequence[Run]], list[Path]]  # into a folder; no paths where no run is of the page
     nothing: str  # what to say then of RUNS, which stands as {}
     out: str = "docs"
-    runs: Path | None = None  # where they are usually; None: where all runs are
     shows: bool = False  # whether the first file is printed too
 
     def main(self, arguments: Sequence[str]) -> int:
         parser = argparse.ArgumentParser(prog=f"python -m {self.prog}", description=self.about)
-        parser.add_argument("runs", nargs="?", type=Path, default=self.runs or default_root(), help="folder of runs")
+        parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
         parser.add_argument("--out", type=Path, default=Path(self.out), help="where to write")
         options = parser.parse_args(arguments)
         try:

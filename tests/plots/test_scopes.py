@@ -1,4 +1,4 @@
-"""The page of both scopes: which runs stand in it, and what `make paper-tables` writes of them."""
+"""Both scopes side by side: which runs stand there, and what `make paper-tables` writes of them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,18 +31,10 @@ def test_a_table_has_runs_of_both_scopes_side_by_side(runs: Path) -> None:
     assert {column[1] for column in sheet.columns} >= {"full_prompt", "context_only"}
 
 
-def test_the_page_and_the_tables_are_written(runs: Path, tmp_path: Path, capsys: Any) -> None:
-    assert scopes.main([str(runs), "--out", str(tmp_path)]) == 0
-    page = (tmp_path / "scopes.md").read_text()
-    assert "SnapKV (C)" in page and "scopes_longbench" not in page, "only what was run has its command there"
-    assert page.count("-m experiment=") == page.count("-m experiment=scopes_needle")
+def test_the_tables_are_written(runs: Path, tmp_path: Path) -> None:
     paths = scopes.write_tables(tmp_path / "tables", load(runs))
     assert [path.suffix for path in paths] == [".md", ".tex", ".csv"] and all(path.stat().st_size for path in paths)
-
-
-def test_without_runs_of_both_scopes_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert scopes.main([str(tmp_path)]) == 2
-    assert "both scopes" in capsys.readouterr().err
+    assert scopes.write_tables(tmp_path / "none", []) == []
 
 
 def test_other_settings_are_no_pair(runs: Path) -> None:
