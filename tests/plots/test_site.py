@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from kvbench.evals.submit import submit
-from kvbench.plots.evidence import SHOWN, gathered, load, mean
+from kvbench.plots import pages
 from kvbench.plots.site import build
 from kvbench.plots.site.build import main
 from kvbench.plots.site.changes import changes
-from kvbench.plots.site.evidence import RESULTS, kept_runs
+from kvbench.plots.site.evidence import kept_runs
 from kvbench.plots.site.samples import unpacked
 from kvbench.results.files import sealed
 from kvbench.tests.plots.browser import Page
@@ -200,19 +200,22 @@ def test_a_bare_clone_has_a_site_of_all_kept_scores_that_opens_on_the_largest_be
 
 
 def test_kept_scores_are_those_of_their_pages() -> None:
-    runs = [
-        run
-        for run in kept_runs()
-        if (run.result.task, run.result.protocol) == ("Questions on documents", "full_prompt")
+    runs, rows = kept_runs(), pages.kept("results")
+    assert len({run.result.config_hash for run in runs}) == len(runs) > 500
+    mine = rows[(rows["set"] == "docs") & (rows["protocol"] == "full_prompt") & (rows["asked"] == "memory 1/8")]
+    found = {
+        run.method: run.result.score
+        for run in runs
+        if (run.result.task, run.result.protocol, run.page)
+        == ("Questions on documents", "full_prompt", "docs/results.md")
+        and run.result.memory_exact == "1/8"
+    }
+    assert found == pytest.approx(dict(mine.groupby("method")["score"].mean())) and len(found) > 10
+    assert {run.page for run in runs} == {"docs/results.md", "docs/register.md", "docs/cited.md"}
+    (shared,) = [
+        run for run in runs if run.page == "docs/register.md" and run.result.task.startswith("Eight") and run.is_full
     ]
-    (docs,) = [one for one in gathered(load(RESULTS)) if one.asked.key == "docs"]
-    of = {(run.result.memory_exact, run.method): run for run in runs if run.page == "docs/results.md"}
-    assert len(of) == len([run for run in runs if run.page == "docs/results.md"]), "no variant twice"
-    for method in docs.methods:
-        if (SHOWN, "0.125", method) in docs.of:
-            assert of["1/8", method].result.score == pytest.approx(mean(docs.of[SHOWN, "0.125", method]))
-    registered = {run.method for run in runs if run.page == "docs/register.md"}
-    assert {"full", "random", "pqcache"} <= registered
+    assert len(shared.rows) == 30, "the questions on one context are one sample"
 
 
 def test_a_folder_cannot_pass_for_kept_scores(tmp_path: Path) -> None:
