@@ -202,7 +202,7 @@ def test_a_bare_clone_has_a_site_of_all_kept_scores_that_opens_on_the_largest_be
 def test_kept_scores_are_those_of_their_pages() -> None:
     runs, rows = kept_runs(), pages.kept("results")
     assert len({run.result.config_hash for run in runs}) == len(runs) > 500
-    mine = rows[(rows["set"] == "docs") & (rows["protocol"] == "full_prompt") & (rows["asked"] == "memory 1/8")]
+    mine: Any = rows[(rows["set"] == "docs") & (rows["protocol"] == "full_prompt") & (rows["asked"] == "memory 1/8")]
     found = {
         run.method: run.result.score
         for run in runs
@@ -210,7 +210,7 @@ def test_kept_scores_are_those_of_their_pages() -> None:
         == ("Questions on documents", "full_prompt", "docs/results.md")
         and run.result.memory_exact == "1/8"
     }
-    assert found == pytest.approx(dict(mine.groupby("method")["score"].mean())) and len(found) > 10
+    assert found == pytest.approx(mine.groupby("method")["score"].mean().to_dict()) and len(found) > 10
     assert {run.page for run in runs} == {"docs/results.md", "docs/register.md", "docs/cited.md"}
     (shared,) = [
         run for run in runs if run.page == "docs/register.md" and run.result.task.startswith("Eight") and run.is_full
