@@ -8,7 +8,7 @@ and it escapes neither a cell's `|` nor the signs that pdflatex lacks. LaTeX nee
 and nothing else: \\input the file where the table should stand.
 
 Not here: what a table says (`evals/screen/table.py`, `plots/tables/`), the report's tables, which a reader filters and
-sorts (`plots/report/js/`).
+sorts (`plots/site/js/`).
 """
 
 import io

@@ -7,7 +7,7 @@ import pytest
 
 from kvbench.plots.costs import AT_ONCE, main, records, sheets
 from kvbench.plots.read import Run, load
-from kvbench.plots.report.overview import overview
+from kvbench.plots.site.overview import overview
 from kvbench.plots.tables import command as tables
 from kvbench.results import sheet
 from kvbench.tests.plots.made_runs import timing, timings, write
