@@ -1,6 +1,6 @@
 """The command line of a page: `python -m kvbench.plots.NAME [RUNS] [--out FOLDER]`.
 
-Not here: what stands on a page (`plots/results.py`, `plots/scopes.py`, `plots/turns.py`).
+Not here: what stands on a page (`plots/results.py`, `plots/turns.py`, `plots/costs.py`).
 """
 
 import argparse
@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvbench.engine.terminal import say
-from kvbench.plots.read import Run, default_root, load
+from kvbench.plots.read import default_root, load
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,12 @@ class Page:
 
     prog: str  # plots.NAME
     about: str  # in a line
-    write: Callable[[Path, Sequence[Run]], list[Path]]  # into a folder; no paths where no run is of the page
+    write: Callable[[Path, Any], list[Path]]  # what was loaded, into a folder; no paths where no run is of the page
     nothing: str  # what to say then of RUNS, which stands as {}
     out: str = "docs"
     runs: Path | None = None  # where they are usually; None: where all runs are
     shows: bool = False  # whether the first file is printed too
+    load: Callable[[Path], Any] = load  # the runs below a folder
 
     def main(self, arguments: Sequence[str]) -> int:
         parser = argparse.ArgumentParser(prog=f"python -m {self.prog}", description=self.about)
@@ -31,7 +33,7 @@ class Page:
         parser.add_argument("--out", type=Path, default=Path(self.out), help="where to write")
         options = parser.parse_args(arguments)
         try:
-            paths = self.write(options.out, load(options.runs))
+            paths = self.write(options.out, self.load(options.runs))
         except (ValueError, OSError) as error:
             return self.refuse(str(error))
         if not paths:

@@ -1,7 +1,7 @@
 """Any runs as tables: choose the keys of rows and columns, and what a cell says.
 
     kvbench table [RUNS] [--rows method] [--columns task,ratio] [--value score] [--filter task=needle]
-                          [--against METHOD] [--format markdown|latex|csv] [--out FOLDER] [--caption TEXT]
+                          [--against METHOD] [--format markdown|latex|csv|html] [--out FOLDER] [--caption TEXT]
 
 Without --columns they are what varies between the runs. With --against every cell says the difference to that method's
 value in the same column, with the interval of the paired differences; `--value difference` is the score's to Full's.
@@ -16,14 +16,15 @@ import sys
 from pathlib import Path
 
 from kvbench.engine.terminal import say
-from kvbench.plots.read import default_root, load
-from kvbench.plots.tables.generic import FOUND, KEYS, Pivot, WrongKey, pivots
+from kvbench.plots.read import default_root
+from kvbench.plots.tables.pivot import OF_SAMPLES, Pivot, WrongKey, pivots
+from kvbench.plots.tables.shown import records, sheet_of
 from kvbench.plots.tables.values import VALUES
-from kvbench.plots.tables.words import records, sheet_of
+from kvbench.plots.tables.words import KEYS, samples_below
 from kvbench.results.sheet import texts, write
 
 EPILOG = f"""\
-keys of rows, columns and filters: {", ".join([*KEYS, *FOUND])},
+keys of rows, columns and filters: {", ".join([*KEYS, *OF_SAMPLES])},
 and any parameter: method.NAME, task.NAME
 
   kvbench table runs --format latex > table.tex              methods down, what varies across
@@ -32,7 +33,7 @@ and any parameter: method.NAME, task.NAME
   kvbench table runs --value device                           what the ledgers counted in place of scores
   kvbench cite snapkv,quest >> references.bib               the papers of the methods
 """
-FORMATS = {"markdown": "md", "latex": "tex", "csv": "csv"}
+FORMATS = {"markdown": "md", "latex": "tex", "csv": "csv", "html": "html"}
 
 
 def written(made: list[Pivot], caption: str | None = None) -> dict[str, str]:
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         made = pivots(
-            load(options.runs),
+            samples_below(options.runs),
             keys(options.rows),
             None if options.columns is None else keys(options.columns),
             options.value,

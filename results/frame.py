@@ -45,7 +45,7 @@ BAR = 50  # folders, from which on a terminal has a bar
 OF_RUNS = (  # what identifies a run, in addition to each of its samples
     *("method", "method_label", "task", "model", "ratio", "ratio_exact", "budget", "memory_exact", "comm_exact"),
     *("prefill", "allocator", "keeping", "protocol", "seed", "dtype", "device", "data_source", "task_version"),
-    *("score_version", "adapts", "simulated", "key_share", "config_hash"),
+    *("score_version", "adapts", "simulated", "key_share", "notes", "config_hash"),
 )
 OWN = {  # columns that no file has
     "run": Key("folder of the run"),
@@ -57,6 +57,7 @@ OWN = {  # columns that no file has
     "sample": Key("sample that the row is of: the cluster of its turns and draws"),
     "prompt": Key("by what an answer is paired with other methods': the hash of its prompt, of turns the sample"),
     "checkpoint": Key("digest of the model's files"),
+    "nulls": Key("parameters of the run that are null: in their columns they look like those that it does not have"),
 }
 NESTED = {"measures": "measures", "timing": "timing", "method_report": "report"}
 
@@ -182,6 +183,8 @@ def of_sample(row: SampleRow) -> dict[str, Any]:
             flat |= value
         elif key in NESTED and isinstance(value, Mapping):
             flat |= {f"{NESTED[key]}.{name}": one for name, one in value.items() if not isinstance(one, list | dict)}
+            quartiles = [(name, one) for name, one in value.items() if isinstance(one, list) and name.endswith("_q")]
+            flat |= {f"{NESTED[key]}.{name}{i}": end for name, one in quartiles for i, end in zip((1, 3), one, strict=False)}
         elif key not in flat and not isinstance(value, dict):
             flat[key] = value
     return flat
@@ -211,6 +214,7 @@ def of_settings(result: RunResult, config: Mapping[str, Any]) -> dict[str, Any]:
     params = task.get("params") if isinstance(task, Mapping) else None
     own = {"method": result.params, "prefill": result.prefill_params, "task": params or {}}
     found = {f"{kind}.{key}": value for kind, each in own.items() for key, value in each.items()}
+    found["nulls"] = " ".join(key for key, value in found.items() if value is None) or None
     return found | {f"config.{key}": value for key, value in flattened(config) if ".params." not in key}
 
 
