@@ -9,22 +9,19 @@ per run, length and batch size, unrounded and with quartiles.
 
 Not here: what was measured (`tasks/latency.py`), figures of it (`plots/figures/costs.py`).
 """
-# pyright: basic
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbench.plots.command import Page
 from kvbench.plots.tables.pivot import shared, split, with_differing
 from kvbench.plots.tables.shown import where
+from kvbench.plots.tables.values import Frame
 from kvbench.plots.tables.words import ANY, dicts, runs_of, samples_below
 from kvbench.results.sheet import ABSENT, Sheet, as_csv, markdown
 from kvbench.results.sheet import write as write_texts
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 NAME = "costs"
 AXES = {"method", "budget", "ratio", "comm", "dataset"}  # in which the rows of a table differ
@@ -58,7 +55,7 @@ SIZES = (
 At = Mapping[str, Any]  # a row of the frame
 
 
-def timed(samples: "DataFrame") -> list[dict[str, Any]]:
+def timed(samples: Frame) -> list[dict[str, Any]]:
     """The rows of task=latency, short prompts first, with the hit rate of the cache of blocks or the method's own."""
     rows = dicts(samples[samples["task"] == "latency"]) if len(samples) else []
     made = [
@@ -70,7 +67,7 @@ def timed(samples: "DataFrame") -> list[dict[str, Any]]:
     return sorted(made, key=lambda row: (row["run"], row["length"], row["batch"]))
 
 
-def sheets(samples: "DataFrame") -> list[Sheet]:
+def sheets(samples: Frame) -> list[Sheet]:
     """A table per set of runs and batch size, and one per set of how many requests fit at once."""
     rows = timed(samples)
     if not rows:
@@ -83,7 +80,9 @@ def sheets(samples: "DataFrame") -> list[Sheet]:
         of = {at["run"]: [row for row in rows if row["run"] == at["run"]] for at in order}
         about = where(shared(group, AXES))
         for batch in sorted({row["batch"] for found in of.values() for row in found}):
-            by_length = {run: {row["length"]: row for row in found if row["batch"] == batch} for run, found in of.items()}
+            by_length = {
+                run: {row["length"]: row for row in found if row["batch"] == batch} for run, found in of.items()
+            }
             lengths = list(dict.fromkeys(length for found in by_length.values() for length in found))
             lines = [
                 [*names(at), *(words([by_length[at["run"]].get(n) for n in lengths], *one[1:]) for one in TIMED)]
@@ -148,24 +147,29 @@ def word(row: At, column: str, digits: int, scale: float) -> str:
     return ABSENT if value is None else f"{scale * value:.{digits}f}"
 
 
-def records(samples: "DataFrame") -> Iterator[dict[str, Any]]:
+def records(samples: Frame) -> Iterator[dict[str, Any]]:
     """A line per run, length and batch size."""
     for row in sorted(timed(samples), key=lambda row: (row["method"] != "full", row["method_label"].lower())):
         times = {f"{name}_{unit}": row.get(f"timing.{name}_{unit}") for name in TIMES for unit in ("s", "ratio")}
         quartiles = {f"{name}_q": [row.get(f"timing.{name}_q{i}") for i in (1, 3)] for name in times}
         yield (
-            {name: row.get(name) for name in RUN}
-            | {"cache_tokens": row.get("config.cache.tokens"), "length": row["length"], "batch": row["batch"]}
+            {name: whole(row.get(name)) for name in RUN}
+            | {"cache_tokens": whole(row.get("config.cache.tokens")), "length": row["length"], "batch": row["batch"]}
             | {"status": row["status"]}
             | times
             | {name: [] if None in ends else ends for name, ends in quartiles.items()}
-            | {name: row.get(f"timing.{name}") for name in SIZES}
-            | {name: row.get(name) for name in LEDGER}
+            | {name: whole(row.get(f"timing.{name}")) for name in SIZES}
+            | {name: whole(row.get(name)) for name in LEDGER}
             | {"run": Path(row["run"]).name}
         )
 
 
-def write(folder: Path, samples: "DataFrame") -> list[Path]:
+def whole(value: Any) -> Any:
+    """A column of whole numbers with gaps holds floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def write(folder: Path, samples: Frame) -> list[Path]:
     """Markdown and CSV; nothing where nothing was timed."""
     made = sheets(samples)
     if not made:

@@ -183,8 +183,9 @@ def of_sample(row: SampleRow) -> dict[str, Any]:
             flat |= value
         elif key in NESTED and isinstance(value, Mapping):
             flat |= {f"{NESTED[key]}.{name}": one for name, one in value.items() if not isinstance(one, list | dict)}
-            quartiles = [(name, one) for name, one in value.items() if isinstance(one, list) and name.endswith("_q")]
-            flat |= {f"{NESTED[key]}.{name}{i}": end for name, one in quartiles for i, end in zip((1, 3), one, strict=False)}
+            quartiles = {name: one for name, one in value.items() if name.endswith("_q") and isinstance(one, list)}
+            for i, end in ((1, 0), (3, -1)):
+                flat |= {f"{NESTED[key]}.{name}{i}": ends[end] for name, ends in quartiles.items() if ends}
         elif key not in flat and not isinstance(value, dict):
             flat[key] = value
     return flat

@@ -42,8 +42,9 @@ def sheet_of(table: Table) -> Sheet:
         lines += [title] if (title := block_title(table, budget)) else []
         lines += score_lines(table, budget)
     methods = table.published.methods
+    first = "time or bytes" if table.paper.times_of else "dataset"
     return Sheet(
-        ["time or bytes" if table.paper.times_of else "dataset", "n", *methods], lines, title=paper_title(table.paper, [table]),
+        [first, "n", *methods], lines, title=paper_title(table.paper, [table]),
         about=heading(table), notes=explanation(table), label=table.paper.name.replace("_", "-"),
         below=Sheet(COSTS, cost_lines(table), n_keys=2),
     )  # fmt: skip
@@ -91,7 +92,8 @@ def published(table: Table, cell: Cell | None, printed: str | None) -> str:
 
 def heading(table: Table) -> str:
     signs = ["NOT THE PAPER'S MODEL"] if table.is_layout_only else []
-    return " · ".join([*signs, shown.where(table.pivot.where).replace("EMBEDDED DATA", "EMBEDDED DATA, not the paper's")])
+    said = shown.where(table.pivot.where).replace("EMBEDDED DATA", "EMBEDDED DATA, not the paper's")
+    return " · ".join([*signs, said])
 
 
 def explanation(table: Table) -> list[str]:
@@ -118,11 +120,11 @@ def explanation(table: Table) -> list[str]:
 
 def called(table: Table) -> list[str]:
     """Words on what our runs are, where their label says more, or other, than the paper's name above their column."""
-    found: dict[str, dict[str, None]] = {}
+    labels: dict[str, dict[str, None]] = {method: {} for method in table.published.methods}
     for ((method,), _), cell in table.pivot.cells.items():
         if cell.of["label"].replace(" ", "") != method.replace(" ", ""):
-            found.setdefault(method, {})[cell.of["label"]] = None
-    said = "; ".join(f"{method}: {' or '.join(labels)}" for method, labels in found.items())
+            labels[method][cell.of["label"]] = None
+    said = "; ".join(f"{method}: {' or '.join(found)}" for method, found in labels.items() if found)
     return [f"What our runs are, where the paper's name says less or other: {said}."] if said else []
 
 
@@ -195,7 +197,8 @@ def records(tables: Sequence[Table]) -> Iterator[dict[str, Any]]:
                     cell, printed = table.cell(dataset, method, budget), table.printed(dataset, method, budget)
                     if cell is None and printed is None:
                         continue
-                    yield of_runs.get(place, dict(zip(("dataset", "method", "budget"), place, strict=True)) | {"n": 0}) | {
+                    without = dict(zip(("dataset", "method", "budget"), place, strict=True)) | {"n": 0, "run": ""}
+                    yield of_runs.get(place, without) | {
                         "table": tables.index(table) + 1,
                         "label": cell and cell.of["label"],
                         "published": printed,

@@ -14,7 +14,6 @@ Layout    runs on another model than the paper's do not answer its table: they h
 
 Not here: words (`plots/tables/paper_words.py`).
 """
-# pyright: basic
 
 import csv
 import re
@@ -24,20 +23,17 @@ from fractions import Fraction
 from functools import cache
 from math import fsum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from kvbench.plots.scored import joined
 from kvbench.plots.stats import interval
-from kvbench.plots.tables.pivot import At, Cell, Pivot, judged, parts_of, placed, shared, split
-from kvbench.plots.tables.values import VALUES, column_of
+from kvbench.plots.tables.pivot import At, Cell, Pivot, ends_of, judged, parts_of, placed, shared, split
+from kvbench.plots.tables.values import VALUES, Frame, column_of
 from kvbench.plots.tables.words import ANY, dicts
 from kvbench.results import EXACT
 from kvbench.results.intervals import ANYWHERE
-
-if TYPE_CHECKING:
-    from pandas import DataFrame, Series
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "published"
 AVERAGE, MEAN_OF = "Average", "Mean of "
@@ -143,7 +139,7 @@ class Table:
     pivot: Pivot  # methods down, budgets and datasets across
     published: Published
     rows: Sequence[str]  # datasets, means last
-    runs: "DataFrame"  # a row for each of their datasets
+    runs: Frame  # a row for each of their datasets
     key_bytes: float | None = None  # of a token in all layers
 
     def cell(self, dataset: str, method: str, budget: str) -> Cell | None:
@@ -158,8 +154,10 @@ class Table:
         return f"{fsum(map(float, values)) / len(values):.2f}" if len(values) == len(names) else None
 
     def figure(self, cell: Cell | None) -> str | None:
-        """Our figure as it is printed. A mean of rounded ones may end in 5, which a float is not to lose."""
-        return None if cell is None or cell.mean is None else f"{round(self.pivot.scale * cell.mean, 9):.2f}"
+        """Our figure as it is printed; the mean of rounded ones as it is, since it may end in 5."""
+        if cell is None or cell.mean is None:
+            return None
+        return f"{cell.of.get('of_rounded', self.pivot.scale * cell.mean):.2f}"
 
     def difference(self, cell: Cell | None, printed: str | None) -> float | None:
         """Our figure as it is printed less the paper's, so that a reader can check it by eye."""
@@ -190,7 +188,7 @@ class Table:
         )
 
 
-def build(paper: PaperTable, samples: "DataFrame") -> list[Table]:
+def build(paper: PaperTable, samples: Frame) -> list[Table]:
     """A table for each set of comparable runs that fills any of its cells, the paper's own setting first.
 
     Those of full attention alone are tables only where no other method was run.
@@ -216,7 +214,7 @@ def build(paper: PaperTable, samples: "DataFrame") -> list[Table]:
 
 
 def table_of(
-    paper: PaperTable, group: "DataFrame", published: Published, rows: Sequence[str], cells: Mapping[At, Cell],
+    paper: PaperTable, group: Frame, published: Published, rows: Sequence[str], cells: Mapping[At, Cell],
     notes: Sequence[str], percent: bool = True,
 ) -> Table:  # fmt: skip
     budgets, where = published.budgets or [ANY], shared(group, {"method", *KEYS})
@@ -226,7 +224,7 @@ def table_of(
     return Table(paper, pivot, published, rows, group)
 
 
-def scores(paper: PaperTable, group: "DataFrame", published: Published, samples: "DataFrame") -> Table:
+def scores(paper: PaperTable, group: Frame, published: Published, samples: Frame) -> Table:
     notes: list[str] = []
     names = {canonical(name): name for name in published.datasets}
     known = group["dataset"].map(canonical)
@@ -272,14 +270,14 @@ def averages(cells: Mapping[At, Cell], published: Published) -> dict[At, Cell]:
 def average(members: Sequence[Cell], row: str) -> Cell:
     place = joined([cell.of["scores"] for cell in members])
     rounded = [round(100 * cell.mean, 2) for cell in members if cell.mean is not None]
-    spread = place.interval
+    mean = fsum(rounded) / len(rounded)
     means = {name: mean_over(members, name) for name in members[0].of["means"]}
+    own = {"family": (row, *members[0].of["family"]), "folder": "", "means": means, "of_rounded": mean}
     return Cell(
-        {**members[0].of, "family": (row, *members[0].of["family"]), "folder": "", "means": means},
+        {**members[0].of, **own},
         place,
-        fsum(rounded) / len(rounded) / 100,
-        spread and spread.low,
-        spread and spread.high,
+        mean / 100,
+        *ends_of(place.interval),
         sum(cell.n for cell in members),
         sum(cell.n_oom for cell in members),
         any(cell.over for cell in members),
@@ -291,7 +289,7 @@ def mean_over(cells: Sequence[Cell], column: str) -> float | None:
     return fsum(value * n for value, n in known) / sum(n for _, n in known) if known else None
 
 
-def own_notes(group: "DataFrame") -> list[str]:
+def own_notes(group: Frame) -> list[str]:
     """Notes of a table's runs on themselves, each sentence once."""
     runs = group.drop_duplicates("run")
     common = set.intersection(*map(set, runs["notes"]))
@@ -304,7 +302,7 @@ def own_notes(group: "DataFrame") -> list[str]:
     return list(dict.fromkeys([*(note for note in runs["notes"].iloc[0] if note in common), *own]))
 
 
-def key_bytes_per_token(samples: "DataFrame", of_full: "Series") -> float | None:
+def key_bytes_per_token(samples: Frame, of_full: Frame) -> float | None:
     """Bytes of one token's keys in all layers, from what full attention kept.
 
     It keeps the prompt and every token that was fed: all generated ones but the last.
@@ -319,7 +317,7 @@ def key_bytes_per_token(samples: "DataFrame", of_full: "Series") -> float | None
 # --- XKV, Table IV: not scores but seconds and bytes --------------------------------------------
 
 
-def times(paper: PaperTable, group: "DataFrame", published: Published, samples: "DataFrame") -> Table:
+def times(paper: PaperTable, group: Frame, published: Published, samples: Frame) -> Table:
     """Time and KV memory of a dataset, without the seconds of samples that shared a batch, which a note says."""
     cells: dict[At, Cell] = {}
     notes: list[str] = []
@@ -348,10 +346,14 @@ def times(paper: PaperTable, group: "DataFrame", published: Published, samples: 
         rows_of = {"single_task_runtime_s": seconds, "kv_cache_single_task_gb": kept}
         for row, values in rows_of.items():
             if values:
-                spread = interval(values, ANYWHERE)
-                low, high = (None, None) if spread is None else (spread.low, spread.high)
-                whole = Cell(at, at["scores"], fsum(values) / len(values), low, high, len(values), len(rows) - len(done))
-                cells[(method,), (ANY, row)] = replace(whole, over=at["scores"].over)
+                mean, (low, high), n_oom = (
+                    fsum(values) / len(values),
+                    ends_of(interval(values, ANYWHERE)),
+                    len(rows) - len(done),
+                )
+                cells[(method,), (ANY, row)] = Cell(
+                    at, at["scores"], mean, low, high, len(values), n_oom, at["scores"].over
+                )
         if seconds:
             one = cells[(method,), (ANY, "single_task_runtime_s")]
             cells[(method,), (ANY, "total_runtime_s")] = replace(one, mean=fsum(seconds), low=None, high=None)

@@ -12,25 +12,21 @@ Difference  of any value to Full's or another row's on the same prompts; bold wh
 Not here: words of keys (`plots/tables/words.py`) and cells (`plots/tables/shown.py`), the papers' layouts
 (`plots/tables/papers.py`).
 """
-# pyright: basic
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import fsum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbench.plots.run_sets import MOST_NAMES
 from kvbench.plots.scored import Scored, best, compared, places
 from kvbench.plots.stats import Corrected
-from kvbench.plots.tables.values import VALUES, Value, column_of, sayable, value_named, with_values
+from kvbench.plots.tables.values import VALUES, Frame, Value, column_of, sayable, value_named, with_values
 from kvbench.plots.tables.words import ANY, KEYS, UNKNOWN, dicts, differing, in_order, in_words, runs_of
 from kvbench.results import EXACT, METRICS
-from kvbench.results.intervals import ANYWHERE
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
+from kvbench.results.intervals import ANYWHERE, Interval
 
 UNRANKED = {"full", "oracle"}  # nothing bounds what they read
 FULL = "Full"  # whom cells are compared with, unless another is named
@@ -88,7 +84,7 @@ class Pivot:
 
 
 def pivots(
-    samples: "DataFrame",
+    samples: Frame,
     rows: Sequence[str] = ("method",),
     columns: Sequence[str] | None = None,
     value: str = "score",
@@ -126,7 +122,7 @@ def pivots(
     return sorted(made, key=lambda pivot: (-len(pivot.cells), str(pivot.where)))
 
 
-def check_words(samples: "DataFrame", value: str, keys: Sequence[str]) -> Value:
+def check_words(samples: Frame, value: str, keys: Sequence[str]) -> Value:
     values, every = sayable(samples), [*KEYS, *OF_SAMPLES]
     if value not in values:
         words = [*VALUES, *(name for name in values if f"measures.{name}" in values)]
@@ -153,7 +149,7 @@ def near(word: str, words: Iterable[str]) -> str:
 # --- parts: a run, or those of its samples that agree in a key ------------------------------------------
 
 
-def parts_of(samples: "DataFrame", cuts: Sequence[str], value: Value = VALUES["score"]) -> "DataFrame":
+def parts_of(samples: Frame, cuts: Sequence[str], value: Value = VALUES["score"]) -> Frame:
     """A row for each run, and for each word that its samples have in a column of `cuts`.
 
     Beside the words: `scores` and `looked`, the places of its samples by score and by the value; `means` of all values;
@@ -186,7 +182,7 @@ def parts_of(samples: "DataFrame", cuts: Sequence[str], value: Value = VALUES["s
     return DataFrame(sorted(parts, key=lambda at: order[at["run"]]))
 
 
-def mean_of(samples: "DataFrame", value: Value) -> float | None:
+def mean_of(samples: Frame, value: Value) -> float | None:
     if value.column not in samples:
         return None
     found = [float(one) for one in samples[value.column].dropna()]
@@ -194,7 +190,7 @@ def mean_of(samples: "DataFrame", value: Value) -> float | None:
     return fsum(found) / over / value.scale if over else None
 
 
-def told_apart(parts: "DataFrame", axes: Collection[str]) -> "DataFrame":
+def told_apart(parts: Frame, axes: Collection[str]) -> Frame:
     """Parts whose method says by which parameters it differs from others of its name, unless these are keys.
 
     Where the prefill is a key, it says this of itself, and stands no more in the method.
@@ -209,7 +205,7 @@ def told_apart(parts: "DataFrame", axes: Collection[str]) -> "DataFrame":
     return with_differing(parts, "prefill", "prefill_params")
 
 
-def with_differing(parts: "DataFrame", key: str, params: str, apart: Any = lambda key: True) -> "DataFrame":
+def with_differing(parts: Frame, key: str, params: str, apart: Any = lambda key: True) -> Frame:
     """Parts whose word in a column has those parameters behind it that tell them from others with this word."""
     parts = parts.copy()
     for word, group in parts.groupby(key)[params]:
@@ -218,11 +214,11 @@ def with_differing(parts: "DataFrame", key: str, params: str, apart: Any = lambd
     return parts
 
 
-def words_in(parts: "DataFrame", key: str) -> list[str]:
+def words_in(parts: Frame, key: str) -> list[str]:
     return sorted({*parts[key]} - {ANY}, key=in_order)
 
 
-def chosen(parts: "DataFrame", rows: Sequence[str]) -> Names:
+def chosen(parts: Frame, rows: Sequence[str]) -> Names:
     """Keys that vary, as long as the columns are not too many; else it makes tables of its own."""
     found: list[str] = []
     total = 1
@@ -233,7 +229,7 @@ def chosen(parts: "DataFrame", rows: Sequence[str]) -> Names:
     return tuple(found) or ("budget",)
 
 
-def split(parts: "DataFrame", axes: Collection[str]) -> list["DataFrame"]:
+def split(parts: Frame, axes: Collection[str]) -> list[Frame]:
     """Parts that may share a table: they agree in all that is no axis. `ANY` agrees with every word."""
     each_says_the_other = {"ratio", "budget"} if {"ratio", "budget"} & {*axes} else {"ratio"}
     free = [key for key in KEYS if key not in {*axes, "method", *each_says_the_other}]
@@ -257,7 +253,7 @@ def split(parts: "DataFrame", axes: Collection[str]) -> list["DataFrame"]:
 # --- cells --------------------------------------------------------------------------------------------
 
 
-def pivot_of(parts: "DataFrame", rows: Names, columns: Names, value: Value, against: str | None) -> Pivot:
+def pivot_of(parts: Frame, rows: Names, columns: Names, value: Value, against: str | None) -> Pivot:
     is_score = value == VALUES["score"]
     cells, left_out = placed(parts, rows, columns)
     notes: list[str] = []
@@ -276,7 +272,7 @@ def pivot_of(parts: "DataFrame", rows: Names, columns: Names, value: Value, agai
 
 
 def placed(
-    parts: "DataFrame", rows: Names, columns: Names, bounded_by: Names | None = None
+    parts: Frame, rows: Names, columns: Names, bounded_by: Names | None = None
 ) -> tuple[dict[At, Cell], list[str]]:
     """The cells, and a sentence for each whose runs have other scores than the one that is shown.
 
@@ -306,9 +302,12 @@ def placed(
 
 
 def cell_of(of: Mapping[str, Any]) -> Cell:
-    scores, spread = of["scores"], of["scores"].interval
-    low, high = (None, None) if spread is None else (spread.low, spread.high)
-    return Cell(of, of["looked"], scores.mean, low, high, scores.n, scores.n_oom, scores.over)
+    scores = of["scores"]
+    return Cell(of, of["looked"], scores.mean, *ends_of(scores.interval), scores.n, scores.n_oom, scores.over)
+
+
+def ends_of(spread: Interval | None) -> tuple[float | None, float | None]:
+    return (None, None) if spread is None else (spread.low, spread.high)
 
 
 def judged(
@@ -342,10 +341,11 @@ def judged(
     marks: dict[At, str] = {}
     why: list[str] = []
     if is_score:
-        families = Counter(family(key) for key, cell in cells.items() if cell.of["kind"] != "full")
+        families = Counter(family(key) for key, cell in cells.items() if not is_called(cell.of, FULL))
         ranked = {k: p for k, p in known.items() if cells[k].of["kind"] not in UNRANKED and not cells[k].over}
         marks, why = best(ranked, lambda key: key[1], lambda key: families[family(key)])
-    return {key: replace(c, against=found.get(key), mark=marks.get(key, "")) for key, c in cells.items()}, "; ".join(why)
+    made = {key: replace(cell, against=found.get(key), mark=marks.get(key, "")) for key, cell in cells.items()}
+    return made, "; ".join(why)
 
 
 def is_called(of: Mapping[str, Any], name: str) -> bool:
@@ -358,7 +358,7 @@ def as_difference(cell: Cell) -> Cell:
     if cell.against is None:
         return replace(cell, mean=None, low=None, high=None)
     pair, mark = cell.against.paired, "bold" if cell.against.sign else ""
-    low, high = (None, None) if pair.difference is None else (pair.difference.low, pair.difference.high)
+    low, high = ends_of(pair.difference)
     return replace(cell, mean=pair.mean, low=low, high=high, n=pair.n, mark=mark)
 
 
@@ -375,7 +375,7 @@ def in_columns(cells: Mapping[At, Cell]) -> list[Names]:
     return sorted({column for _, column in cells}, key=lambda words: [in_order(word) for word in words])
 
 
-def shared(parts: "DataFrame", axes: Collection[str]) -> dict[str, str]:
+def shared(parts: Frame, axes: Collection[str]) -> dict[str, str]:
     """What all parts agree in, and their datasets where these are not called as the task."""
     found = {key: words[0] for key in KEYS if key not in axes and len(words := words_in(parts, key)) == 1}
     named = zip(parts["datasets"], parts["own_task"], strict=True) if "dataset" not in axes else ()

@@ -14,12 +14,16 @@ from typing import Any
 
 from kvbench.plots.tables.pivot import FULL, Cell, Pivot
 from kvbench.plots.tables.values import VALUES
-from kvbench.plots.tables.words import ANY
+from kvbench.plots.tables.words import ANY, KEYS
+from kvbench.results import EXACT
 from kvbench.results.sheet import ABSENT, Sheet, Word
 
-BEST = "Bold: best of its {}. Italic (underlined in LaTeX): not shown to be worse than the best, paired test with Holm's correction."  # fmt: skip
+BEST = (
+    "Bold: best of its {}. Italic (underlined in LaTeX): not shown to be worse than the best, paired test with Holm's "
+    "correction."
+)
 OVER = "† A sample's ledger was over its budget; such runs are not ranked."
-UNNAMED = ("task", "model", "device", "dtype", "scope", "budget", "prompts", "datasets")  # words that say it themselves
+UNNAMED = ("task", "model", "device", "dtype", "scope", "budget", "prompts")  # words that say it themselves
 
 
 def sheet_of(pivot: Pivot) -> Sheet:
@@ -39,10 +43,12 @@ def title(pivot: Pivot) -> str:
 
 def where(shared: Mapping[str, str]) -> str:
     """Words on what all runs of a table share."""
-    said = {key: word for key, word in shared.items() if word not in ("exact", "", ANY) and key not in ("ratio", "data")}
-    parts = [f"datasets {word}" if key == "datasets" else word if key in UNNAMED else f"{key} {word}" for key, word in said.items()]
     data = shared.get("data", "")
-    return " · ".join([*(["EMBEDDED DATA"] if data == "embedded" else [f"{data} data"] if data else []), *parts])
+    words = ["EMBEDDED DATA"] if data == "embedded" else [f"{data} data"] if data else []
+    for key, word in shared.items():
+        if word not in (EXACT, "", ANY) and key not in ("ratio", "data"):
+            words.append(word if key in UNNAMED else f"{key} {word}")
+    return " · ".join(words)
 
 
 def word(cell: Cell | None, pivot: Pivot) -> Word:
@@ -114,7 +120,8 @@ def records(pivots: Sequence[Pivot]) -> Iterator[dict[str, Any]]:
     for number, pivot in enumerate(pivots, 1):
         for row, column in sorted(pivot.cells, key=lambda at: (pivot.rows.index(at[0]), pivot.columns.index(at[1]))):
             cell = pivot.cells[row, column]
-            said = {**cell.of, **dict(zip((*pivot.row_keys, *pivot.column_keys), (*row, *column), strict=True))}
+            axes = zip((*pivot.row_keys, *pivot.column_keys), (*row, *column), strict=True)
+            said = {**pivot.where, **{key: cell.of[key] for key in KEYS}, **dict(axes)}
             pair = cell.against and cell.against.paired
             spread = pair and pair.difference
             scores = {

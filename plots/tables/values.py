@@ -5,18 +5,15 @@ The short names have a unit and a title of their own; a figure that a task measu
 
 Not here: which cells there are (`plots/tables/pivot.py`), their words (`plots/tables/shown.py`).
 """
-# pyright: basic
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvbench.plots.read import OLDER_KEYS
 from kvbench.results.frame import declared
 
-if TYPE_CHECKING:
-    from pandas import DataFrame, Series
-
+Frame = Any  # pandas' DataFrame or column, whose annotations know of no columns
 MEASURES = "measures."
 COUNTED = ("bytes", "tokens", "entries")  # units of large whole numbers
 
@@ -54,14 +51,14 @@ VALUES = {
 }
 
 
-def column_of(samples: "DataFrame", name: str) -> "Series":
+def column_of(samples: Frame, name: str) -> Frame:
     """A column; of one that no sample has, nothing but gaps."""
     from pandas import NA, Series
 
     return samples[name] if name in samples else Series(NA, samples.index, dtype="Float64")
 
 
-def with_values(samples: "DataFrame") -> "DataFrame":
+def with_values(samples: Frame) -> Frame:
     """The samples with those columns of `VALUES` that no file has."""
     column = partial(column_of, samples)
     steps = column("generated_tokens") - 1
@@ -76,7 +73,7 @@ def with_values(samples: "DataFrame") -> "DataFrame":
     )
 
 
-def numbers_of(samples: "DataFrame") -> list[str]:
+def numbers_of(samples: Frame) -> list[str]:
     """The columns that hold numbers."""
     from pandas.api.types import is_numeric_dtype
 
@@ -91,7 +88,7 @@ def value_named(name: str) -> Value:
     return Value(name, name.removeprefix(MEASURES), unit, 0 if unit in COUNTED else 3)
 
 
-def sayable(samples: "DataFrame") -> dict[str, str]:
+def sayable(samples: Frame) -> dict[str, str]:
     """The name of each value that cells can say, by what people may call it."""
     columns = {name: name for name in numbers_of(samples)}
     measures = {name.removeprefix(MEASURES): name for name in columns if name.startswith(MEASURES)}

@@ -6,32 +6,29 @@
 
 Not here: keys whose values are the samples' (`plots/tables/pivot.py`).
 """
-# pyright: basic
 
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbench.engine.budget import SIZE, parse_bytes
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.terminal import say
 from kvbench.plots.run_sets import CHOOSES_ROWS, usual_params
+from kvbench.plots.tables.values import Frame
 from kvbench.results import EXACT, OFF
 from kvbench.results.frame import frame
 from kvbench.results.names import known
-
-if TYPE_CHECKING:
-    from pandas import DataFrame, Series
 
 At = Mapping[str, Any]  # a row of the frame; what is missing is None
 ANY = "*"
 UNKNOWN = "-"  # a setting that a run does not have
 
 
-def samples_below(root: Path) -> "DataFrame":
+def samples_below(root: Path) -> Frame:
     """The samples of all finished runs below a folder; a run that is damaged is named on standard error."""
     from pandas import DataFrame
 
@@ -54,13 +51,13 @@ def as_word(value: Any) -> str:
     return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else json.dumps(value)
 
 
-def dicts(table: "DataFrame") -> list[dict[str, Any]]:
+def dicts(table: Frame) -> list[dict[str, Any]]:
     """The rows; what is missing is None."""
     objects = table.astype(object)
     return objects.where(objects.notna(), None).to_dict("records")
 
 
-def in_words(column: "Series") -> "Series":
+def in_words(column: Frame) -> Frame:
     """A column of samples as words."""
     objects = column.astype(object)
     kinds = {value: as_word(value) for value in objects[objects.notna()].unique()}
@@ -160,7 +157,7 @@ WORDS: dict[str, Callable[[At], str]] = {
 KEYS = ("task", "model", "budget", "ratio", "comm", "method", *WORDS)
 
 
-def runs_of(samples: "DataFrame") -> "DataFrame":
+def runs_of(samples: Frame) -> Frame:
     """A row a run, in the folders' order.
 
     Beside the keys: `kind`, the method whatever its setting; `own_task`; `label`; `params` and `cache`, which tell

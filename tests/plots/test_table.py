@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvbench.plots.read import load
 from kvbench.plots.table import main, written
-from kvbench.plots.tables.generic import Pivot, WrongKey, pivots
-from kvbench.plots.tables.words import label, records, sheet_of
+from kvbench.plots.tables.pivot import Pivot, WrongKey, pivots
+from kvbench.plots.tables.shown import label, records, sheet_of
+from kvbench.plots.tables.words import samples_below
 from kvbench.results import sheet as printing
 from kvbench.tests.plots.made_runs import write
 
@@ -41,7 +41,7 @@ def needles(root: Path, n: int = 12) -> None:
 
 
 def one(root: Path, **asked: Any) -> Pivot:
-    (sheet,) = pivots(load(root), **asked)
+    (sheet,) = pivots(samples_below(root), **asked)
     return sheet
 
 
@@ -58,7 +58,7 @@ def test_what_varies_in_one_table_is_no_column_of_another(tmp_path: Path) -> Non
     needles(tmp_path)
     write(tmp_path, "pqcache", "needle", rows([1.0] * 12), model="large")
     write(tmp_path, "pqcache", "gsm8k", rows([1.0] * 12))
-    across = {sheet.where["task"]: sheet.column_keys for sheet in pivots(load(tmp_path))}
+    across = {sheet.where["task"]: sheet.column_keys for sheet in pivots(samples_below(tmp_path))}
     assert across == {"needle": ("budget", "model"), "gsm8k": ("budget",)}
 
 
@@ -124,13 +124,13 @@ def test_runs_that_may_not_stand_together_have_tables_of_their_own(tmp_path: Pat
         write(tmp_path, "snapkv", "needle", rows(HITS), model=model)
         write(tmp_path, "full", "needle", rows(HITS), model=model)
     write(tmp_path, "snapkv", "needle", rows(HITS), model="tiny", task_params={"style": "data_engineering"})
-    made = pivots(load(tmp_path), columns=["budget"])
+    made = pivots(samples_below(tmp_path), columns=["budget"])
     assert sorted((sheet.where["model"], len(sheet.cells)) for sheet in made) == [
         ("large", 2),
         ("tiny", 1),
         ("tiny", 2),
     ]
-    beside = pivots(load(tmp_path), columns=["model"], keep={"prompts": ""})
+    beside = pivots(samples_below(tmp_path), columns=["model"], keep={"prompts": ""})
     assert [sheet.columns for sheet in beside] == [[("large",), ("tiny",)]]
 
 
@@ -242,16 +242,16 @@ def test_no_runs_and_no_room_are_said(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_csv_has_each_name_once_and_every_number(tmp_path: Path) -> None:
     needles(tmp_path)
-    lines = list(csv.reader(io.StringIO(as_csv(pivots(load(tmp_path))))))
+    lines = list(csv.reader(io.StringIO(as_csv(pivots(samples_below(tmp_path))))))
     assert len(set(lines[0])) == len(lines[0]) and len(lines) == 1 + 6
     assert all(len(line) == len(lines[0]) for line in lines)
 
 
-def test_three_formats_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_formats_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     needles(tmp_path / "runs")
     assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["table.csv", "table.md", "table.tex"]
-    assert capsys.readouterr().out.count("table.") == 3
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".csv", ".html", ".md", ".tex"]
+    assert capsys.readouterr().out.count("table.") == 4
 
 
 def test_latex_has_caption_and_label_and_joins_equal_heads(tmp_path: Path) -> None:
@@ -264,14 +264,14 @@ def test_latex_has_caption_and_label_and_joins_equal_heads(tmp_path: Path) -> No
     assert r"\cmidrule(lr){2-3} \cmidrule(lr){4-5}" in made
     assert r"\caption{100 \% ours\_}" in made and rf"\label{{tab:{label(sheet)}}}" in made
     with pytest.raises(WrongKey):
-        pivots(load(tmp_path), columns=["nothing"])
+        pivots(samples_below(tmp_path), columns=["nothing"])
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 def test_latex_compiles(tmp_path: Path) -> None:
     needles(tmp_path / "runs")
     write(tmp_path / "runs", "pqcache", "longbench", rows(HITS, dataset="a_b"), params={"m": 2})
-    body = written(pivots(load(tmp_path / "runs")))["tex"]
+    body = written(pivots(samples_below(tmp_path / "runs")))["tex"]
     head = "\\documentclass{article}\\usepackage{booktabs,graphicx}\\begin{document}"
     (tmp_path / "all.tex").write_text(f"{head}{body}\\end{{document}}")
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
