@@ -97,7 +97,7 @@ def opened(groups: Sequence[Sequence[Settings]], models: Models) -> Iterator[lis
             checked = prepare(group)
             one = Group(checked)
             one.prepare()
-            answering = Unstopped(models.get(checked[0].settings), one.first, Quiet("", 0, 0))
+            answering = Unstopped(models.get(checked[0].settings), one.first, Quiet("", one.n, 0))
             made.append((one, one.enter(open_folders(checked, stack, say)), answering))
         if made:
             stack.enter_context(made[0][2].model.hooked())

@@ -56,8 +56,10 @@ class Answering:
         waiting = [
             batch for _, sharing in ordered for batch in ([[x] for x in sharing] if task.is_timed else [sharing])
         ]
+        n_done = 0
         while waiting:
-            cells, *waiting = waiting
+            self.progress.batch(n_done, n_done + len(waiting))
+            n_done, (cells, *waiting) = n_done + 1, waiting
             waiting = [*(yield from self.attempt(one, cells, forced)), *waiting]
 
     def attempt(
@@ -109,7 +111,8 @@ class Answering:
             room = room_bytes(model.layers_on) - one.prompt_bytes
             sizes = [one.n_bytes[cell.path] for cell in cells]
             at_once = [cells[where] for where in waves(sizes, room, settings.max_variants)]
-            for wave in read(model, one, at_once, forced, self.progress):
+            for i, wave in enumerate(read(model, one, at_once, forced, self.progress)):
+                self.progress.wave(i, len(at_once))
                 if isinstance(one.packed, TalkPrompt):
                     replies = Conversation(model, one, wave, stop_ids).replies(self.progress)
                 else:

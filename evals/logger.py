@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlparse
 
 from filelock import FileLock
@@ -31,16 +31,16 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import parse_json
 from kvbench.evals.asked import class_and_params
 from kvbench.evals.refusals import refuse_missing_package
-from kvbench.evals.screen.progress import Progress
+from kvbench.evals.screen.progress import say
 from kvbench.evals.settings import Settings
-from kvbench.results import RunResult, SampleRow, read_config, read_ledger, read_samples
+from kvbench.results import RunResult, read_config, read_ledger
 from kvbench.results.files import is_file, write
+from kvbench.results.frame import OF_RUNS, frame
 
-COLUMNS = (  # of the table of samples, before the task's own
-    *("id", "status", "score", "prediction", "references", "prompt_tokens", "generated_tokens"),
-    *("prefill_s", "tpot_s", "error", "prompt_sha256"),
-)
-BULKY = ("attended_bins", "prompt_end")  # of a sample: what the report draws, a hundred numbers or a long text
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+BULKY = ("attended_bins",)  # of a sample: what the report draws, a hundred numbers
 LONGEST = 10_000  # characters of a text in the table
 
 
@@ -90,14 +90,14 @@ class Copies:
             except Exception as error:  # whatever it is, the runs are safe and the others go on
                 self.logger = None
                 reason = " ".join(str(error).split())[:300] or type(error).__name__
-                Progress("", 0, 0).say(
+                say(
                     f"{folder} was not copied ({reason}); the runs are complete, and the same command copies them "
                     "once that works"
                 )
         if self.logger is not None and self.sent.issuperset(self.folders):
             farewell = self.logger.farewell(self.folders)
             if farewell is not None:
-                Progress("", 0, 0).say(farewell)
+                say(farewell)
 
 
 def check_logger(cells: Sequence[Settings]) -> None:
@@ -213,8 +213,7 @@ class Wandb(Logger):
         steps = curves(read_ledger(folder, result))
         for at, row in enumerate(steps):
             run.log(row, step=at)
-        columns, data = sample_table(read_samples(folder))
-        logged: dict[str, Any] = {"samples": wandb.Table(columns=columns, data=data)}
+        logged: dict[str, Any] = {"samples": wandb.Table(dataframe=sample_table(folder))}
         for picture in sorted(folder.glob("*.png")):
             logged[f"figures/{picture.stem}"] = wandb.Image(str(picture), file_type="png")
         run.log(logged, step=len(steps))
@@ -313,28 +312,19 @@ def summary(result: RunResult) -> dict[str, Any]:
     return {key: value for key, value in (kept | measures).items() if value is not None}
 
 
-def sample_table(rows: Sequence[SampleRow]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and lines, without what is `BULKY`. A column holds one type, so whatever is not plain is JSON."""
-    own = list(dict.fromkeys(key for row in rows for key in row.fields if key not in BULKY))
-    ledger = list(dict.fromkeys(key for row in rows for key in row.ledger))
-    lines = []
-    for row in rows:
-        plain = row.to_dict()
-        lines.append(
-            [as_cell(plain[key]) for key in COLUMNS]
-            + [as_cell(row.fields.get(key)) for key in own]
-            + [as_cell(row.ledger.get(key)) for key in ledger]
-        )
-    return [*COLUMNS, *own, *(f"ledger/{key}" for key in ledger)], lines
+def sample_table(folder: Path) -> "DataFrame":
+    """The run's rows of `kvbench.results`, without what its configuration has and what is `BULKY`; texts are cut."""
+    every: Any = frame(folder)
+    names = [name for name in every if "." not in name or name.partition(".")[0] in ("measures", "report")]
+    table = every[[name for name in names if name not in BULKY and name not in OF_RUNS]]
+    for name in table:
+        if str(table[name].dtype) in ("category", "str", "object"):
+            table[name] = table[name].astype(object).where(table[name].notna(), None).map(cut)
+    return table
 
 
-def as_cell(value: Any) -> Any:
-    if isinstance(value, bool) or value is None:
-        return value
-    if isinstance(value, int | float):
-        return float(value)
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text[:LONGEST]
+def cut(value: Any) -> Any:
+    return value[:LONGEST] if isinstance(value, str) else value
 
 
 def curves(table: Mapping[str, list[Any]]) -> list[dict[str, float]]:

@@ -20,8 +20,7 @@ from kvbench.evals.cells import Cell, check_loaded, is_finished
 from kvbench.evals.models import Models
 from kvbench.evals.prepare import PreparedSample, prepared
 from kvbench.evals.refusals import CellRefused, leave_out, staying
-from kvbench.evals.screen.estimate import Estimate, bends_of
-from kvbench.evals.screen.expect import expect, is_worth_while, words
+from kvbench.evals.screen.expect import Pace, how_many, is_worth_while, timed
 from kvbench.evals.screen.progress import Progress, say
 from kvbench.evals.write import Began, Writer
 from kvbench.results import RunFolder, RunResult
@@ -70,9 +69,9 @@ class Group:
         """Let every cell answer the samples that it has not answered yet."""
         model = models.get(self.first.settings)
         check_loaded(self.cells, model.checkpoint)
-        self.say_what_follows(model, waiting)
+        work = self.work(waiting, self.pace(model, waiting))
         standings = self.writer.standings(self.cells)
-        with Progress(self.title(), self.n, self.n - len(waiting), standings, self.estimate(waiting)) as progress:
+        with Progress(self.title(), self.n, self.n - len(waiting), standings, work) as progress:
             self.ask_all(waiting, Answering(model, self.first, progress))
         self.finish()
 
@@ -106,16 +105,20 @@ class Group:
         for cell in self.cells:
             self.writer.finish(cell, self.every, self.samples or (), self.began)
 
-    def say_what_follows(self, model: Model, waiting: Sequence[PreparedSample]) -> None:
-        """How many samples there are, and how long they will take, where that is long."""
-        loads = [one.load for one in waiting]
-        if not self.first.task.is_timed and is_worth_while(loads):
-            ids, bends = waiting[0].prompt.context_ids, bends_of(self.first.shape)
-            expected = expect(model, ids, loads, bends, len(self.cells))
-            say(f"{self.title()}: {words(len(waiting), self.n, self.first.settings.limit)}, {expected}")
+    def pace(self, model: Model, waiting: Sequence[PreparedSample]) -> Pace | None:
+        """What the model takes here, where that is worth timing; says how long the samples will take then."""
+        loads, limit = [one.load for one in waiting], self.first.settings.limit
+        if self.first.task.is_timed or not is_worth_while(loads):
+            return None
+        pace = timed(model, waiting[0].prompt.context_ids, len(self.cells))
+        asked = "limit=N asks fewer" if limit is None else f"limit={limit}"
+        say(f"{self.title()}: {how_many(len(waiting), self.n)} ({asked}), {pace.words(loads)}")
+        return pace
 
-    def estimate(self, waiting: Sequence[PreparedSample]) -> Estimate:
-        return Estimate([one.load for one in waiting], bends_of(self.first.shape))
+    def work(self, waiting: Sequence[PreparedSample], pace: Pace | None = None) -> list[tuple[float, float]]:
+        """What it takes to read each sample and to answer it."""
+        pace = pace or Pace(self.first.shape.d_model)
+        return [pace.work(one.load) for one in waiting]
 
     def title(self) -> str:
         names = list(dict.fromkeys(cell.settings.method.name for cell in self.cells))

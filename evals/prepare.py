@@ -20,7 +20,6 @@ from kvbench.engine.sampling.spec import draw_id, draw_seed
 from kvbench.evals.cells import Cell
 from kvbench.evals.models import image_ids_of, tokenizer_of, vocabulary_of
 from kvbench.evals.refusals import leave_out
-from kvbench.evals.screen.estimate import Load
 from kvbench.methods.base import Variant
 from kvbench.results import RunFolder, prompt_hash
 from kvbench.tasks.base import Sample
@@ -32,6 +31,20 @@ from kvbench.tasks.turns.encode import TalkPrompt, prompt_of
 SHOWN = 600  # characters of a prompt's texts that a line repeats, so that a report can show what was asked
 AROUND = 150  # characters before and after a part that holds the answer
 SHOWN_TOKENS = 200  # of a prompt that has no texts
+USED = 0.75  # of its allowance, an answer: of several variants the longest counts
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a sample asks of a machine: tokens to read, and tokens that may follow."""
+
+    n_read: int
+    n_new: int
+
+    @property
+    def n_steps(self) -> float:
+        """Steps that the answer is likely to take."""
+        return USED * self.n_new
 
 
 @dataclass(frozen=True)

@@ -231,8 +231,7 @@ def ask_shard(shard: Shard) -> ConfigError | RunError | None:
             model = load_model(group.first.settings)
             group.samples = samples_of(shard, group, model.tokenizer)
             waiting, n = group.enter(folders, answered), len(shard.samples)
-            estimate = group.estimate(waiting)
-            with Progress(f"shard {shard.name}", n, n - len(waiting), estimate=estimate) as progress:
+            with Progress(f"shard {shard.name}", n, n - len(waiting), work=group.work(waiting)) as progress:
                 group.ask_all(waiting, Answering(model, group.first, progress))
     except (ConfigError, RunError) as error:
         return error

@@ -22,6 +22,7 @@ WORDS = {  # what follows each, what it does, and the module of those whose `mai
     "table": ("[RUNS]", "finished runs as a table: Markdown, LaTeX, CSV", "plots.table"),
     "report": ("[RUNS]", "finished runs as one HTML page", "plots.report.page"),
     "view": ("[RUNS]", "that page, opened in a browser", "plots.report.view"),
+    "export": ("[RUNS…]", "finished runs as Parquet, CSV or others' formats", "plots.export.command"),
     "site": ("RUNS…", "a site of plain files, to which others can add", "plots.site.build"),
     "submit": ("RUNS…", "a submission of runs, for others to check", "evals.submit"),
     "verify": ("FOLDER", "what of a submission holds", "evals.verify"),

@@ -69,7 +69,9 @@ def compare(folders: Sequence[Path]) -> Comparison:
             label = f"{label} {asked(run)}"
         by_label.setdefault(label, {})[task] = run
     places = {
-        (label, task): Scored.of(run.rows, by_sample=True) for label, own in by_label.items() for task, run in own.items()
+        (label, task): Scored.of(run.rows, by_sample=True)
+        for label, own in by_label.items()
+        for task, run in own.items()
     }
     whole = {task: Scored.of(run.rows, by_sample=True) for task, run in full.items()}
     variants = {name: place for name, place in places.items() if not by_label[name[0]][name[1]].is_full}

@@ -90,9 +90,7 @@ class Scored:
         for one in self.answers:
             dataset, name = ("", one.sample) if self.by_sample else (one.dataset, one.prompt)
             groups.setdefault(dataset, {}).setdefault(name, []).append(one.value)
-        return {
-            dataset: {name: fsum(each) / len(each) for name, each in of.items()} for dataset, of in groups.items()
-        }
+        return {dataset: {name: fsum(each) / len(each) for name, each in of.items()} for dataset, of in groups.items()}
 
     @property
     def samples(self) -> dict[tuple[str, str], float]:

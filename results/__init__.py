@@ -89,5 +89,17 @@ class Results(ModuleType):
 
         return frame(*folders)
 
+    def columns(self, samples: Any) -> Any:
+        """The columns of such a DataFrame: name, unit, meaning, and how many rows have a value."""
+        from kvbench.results.frame import columns
+
+        return columns(samples)
+
+    def runs(self, *folders: Path | str) -> Any:
+        """A DataFrame, a row a finished run in or below the folders."""
+        from kvbench.results.frame import runs
+
+        return runs(*folders)
+
 
 sys.modules[__name__].__class__ = Results

@@ -248,8 +248,9 @@ def array(values: Sequence[Any], name: str) -> Any:
     pa, _ = pyarrow()
     kinds = set(map(type, values)) - {type(None)}
     if kinds <= {int, float} and kinds:
-        is_whole = kinds == {int} and all(value is None or abs(value) < 1 << 63 for value in values)
-        return pa.array(values, pa.int64() if is_whole else pa.float64(), from_pandas=False)
+        if kinds == {int} and all(value is None or abs(value) < 1 << 63 for value in values):
+            return pa.array(values, pa.int64())
+        return pa.array([None if value is None else float(value) for value in values], pa.float64())
     if kinds == {bool}:
         return pa.array(values, pa.bool_())
     texts = pa.array([None if value is None else as_text(value) for value in values], pa.string())

@@ -35,7 +35,7 @@ MAY_IMPORT = {
         *("engine.budget", "engine.errors", "engine.foreign", "engine.terminal", "engine.checkpoints.digests"),
     },
     "hydra_plugins": {"evals.composing"},  # within a function: Hydra imports its plugins at every start
-    "kvbench": {"comparing", "results"},  # named for types, imported when asked for
+    "kvbench": {"comparing", "plots", "results"},  # named for types, imported when asked for
     "checkout": set[str](),
     "run": {"engine.errors", "engine.terminal", "evals", "results", "serving.run"},
     "comparing": {"engine.checks", "engine.errors", "evals", "results", "run"},
@@ -63,7 +63,7 @@ def module_of(file: Path) -> str:
 WITHOUT_TORCH = (
     *("engine.errors", "engine.shapes", "engine.budget", "engine.books.ledger", "run", "first_look"),
     *("results", "evals.settings", "evals.overrides"),
-    *(f"evals.screen.{name}" for name in ("caches", "check", "estimate", "fits", "table")),
+    *(f"evals.screen.{name}" for name in ("caches", "check", "fits", "table")),
     *("methods.rules", "methods.allocator"),
     *(module_of(file) for file in FILES if file.is_relative_to(ROOT / "plots") and file.stem != "__main__"),
 )

@@ -23,6 +23,7 @@ from filelock import FileLock
 from kvbench.engine.checkpoints.conversion import MAKING
 from kvbench.engine.checkpoints.digests import cache_home
 from kvbench.engine.terminal import say
+from kvbench.evals.screen.room import size
 
 
 @dataclass(frozen=True)
@@ -174,10 +175,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def size(n_bytes: int) -> str:
-    return f"{n_bytes / 1e6:,.1f} MB"
 
 
 if __name__ == "__main__":

@@ -54,13 +54,12 @@ def main() -> int:
     """Print the screen: 0 where the main job would work, else 1."""
     console = terminal.console(highlight=False)
     facts = machine()
-    if not any(fact.problem for fact in facts):  # the others need what these found
+    if is_sound := not any(fact.problem for fact in facts):  # the others need what these found
         facts += folders()
-        console.print(grid((fact.name, fact.text) for fact in facts))
+    console.print(grid((fact.name, fact.text) for fact in facts))
+    if is_sound:
         console.print(models())
         console.print(grid(((one.name, one.text) for one in data()), "data"))
-    else:
-        console.print(grid((fact.name, fact.text) for fact in facts))
     problems = [fact.problem for fact in facts if fact.problem]
     for problem in problems:
         console.print(f"\n{problem}", soft_wrap=True)
@@ -185,18 +184,14 @@ def flash_attn() -> Fact:
 
 def memory() -> Fact:
     """Free memory where models are loaded; a container's limit counts."""
-    free = free_bytes()
-    text = f"{gb(free)} free on {'cuda:0' if has_gpu() else 'this machine'}"
-    return Fact("memory", text)
+    return Fact("memory", f"{gb(free_bytes())} free on {'cuda:0' if has_gpu() else 'this machine'}")
 
 
 def extras() -> Fact:
     here = [f"{name} {found}" for name in EXTRAS if (found := installed(name))]
     absent = [f"{name} ({use})" if use else name for name, use in EXTRAS.items() if not installed(name)]
-    text = ", ".join(here) if here else "none"
-    if absent:
-        text += f"; pip install -c constraints.txt: {', '.join(absent)}"
-    return Fact("extras", text)
+    missing = f"; pip install -c constraints.txt: {', '.join(absent)}" if absent else ""
+    return Fact("extras", f"{', '.join(here) or 'none'}{missing}")
 
 
 def graders() -> Fact:

@@ -46,6 +46,7 @@ def foretell(cells: Sequence[Settings], hardware: str | None) -> None:
     ready = prepare(cells)
     from kvbench.evals.cells import distinct, grouped
     from kvbench.evals.loop import Group
+    from kvbench.evals.screen.expect import how_many
     from kvbench.evals.screen.roofline import this_machine, times
     from kvbench.evals.studies.hardware import read_hardware
 
@@ -63,9 +64,8 @@ def foretell(cells: Sequence[Settings], hardware: str | None) -> None:
         machine = given or this_machine(settings.device, settings.dtype)
         reading, answering = times(settings, group.first.shape, loads, len(group.cells), machine)
         lengths = [load.n_read for load in loads]
-        left = f"{n} sample{'s' * (n != 1)}" if n == group.n else f"{n} of {group.n} samples left"
         say(
-            f"{group.title()}: {left}, {sum(lengths):,} tokens to read ({max(lengths):,} at most): "
+            f"{group.title()}: {how_many(n, group.n)}, {sum(lengths):,} tokens to read ({max(lengths):,} at most): "
             f"{duration(reading)} to read, {duration(answering)} to answer"
         )
         total, where = total + reading + answering, machine.title

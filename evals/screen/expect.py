@@ -1,8 +1,10 @@
-"""How long a group of samples will take, said before the first one: from a short pass and a few steps, timed now.
+"""How long samples take, said before the first one is asked: from a short pass and a few steps that are timed now.
 
-What they cost is laid on all samples by the arithmetic of `evals/screen/estimate.py`, which the first samples correct
-later. Steps are timed with as many rows of full attention as there are variants, or with a few and laid on more of
-them; what methods do besides is not in it.
+    seconds = (tokens read * seconds of one + steps * seconds of one) * (1 + tokens read / 6 d)
+
+The last factor is attention's: a layer multiplies a token with about 12 d² weights, and with d numbers for each token
+of the prompt, at half the speed. Steps are timed with as many rows of full attention as there are variants, or with a
+few and laid on more of them; what methods do besides is not in it.
 
 Not here: the time that is left while samples are asked (`evals/screen/progress.py`).
 """
@@ -14,7 +16,7 @@ from kvbench.engine.decode import decode
 from kvbench.engine.model import Model
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
-from kvbench.evals.screen.estimate import Bends, Estimate, Load
+from kvbench.evals.prepare import Load
 from kvbench.evals.screen.progress import duration
 from kvbench.methods.full import full_attention
 
@@ -26,33 +28,38 @@ LEAST_PROBES = 40  # shorter runs are over before it is worth while to time anyt
 
 
 @dataclass(frozen=True)
-class Expected:
-    seconds: float
-    basis: str  # what was timed
+class Pace:
+    """What a model takes; where nothing was timed, in the time of a token that is read."""
 
-    def __str__(self) -> str:
-        return f"about {duration(self.seconds)} on this machine ({self.basis})"
+    d_model: int
+    token: float = 1.0  # read in a short prompt
+    step: float = 60.0  # of all variants
+    n_timed: int = 0  # tokens
+
+    def work(self, load: Load) -> tuple[float, float]:
+        """What it takes to read a sample's prompt, and to answer."""
+        by_length = 1 + load.n_read / (6 * (self.d_model or 1024))
+        return self.token * load.n_read * by_length, self.step * load.n_steps * by_length
+
+    def words(self, loads: Sequence[Load]) -> str:
+        seconds = sum(sum(self.work(load)) for load in loads)
+        return (
+            f"about {duration(seconds)} on this machine ({self.n_timed} tokens were read in "
+            f"{self.n_timed * self.token:.2g} s just now, a step takes {self.step:.2g} s)"
+        )
 
 
 def is_worth_while(loads: Sequence[Load]) -> bool:
-    """Whether so many samples take long enough to be foretold."""
+    """Whether so many samples take long enough to be timed before."""
     return len(loads) > 1 and sum(load.n_read for load in loads) >= LEAST_PROBES * PROBE
 
 
-def words(n_left: int, n: int, limit: int | None) -> str:
-    """How many samples there are, and how others are asked."""
-    left = f"{n_left} sample{'s' * (n_left != 1)}" if n_left == n else f"{n_left} of {n} samples left"
-    return f"{left} ({'limit=N asks fewer' if limit is None else f'limit={limit}'})"
+def how_many(n_left: int, n: int) -> str:
+    return f"{n_left} sample{'s' * (n_left != 1)}" if n_left == n else f"{n_left} of {n} samples left"
 
 
-def expect(model: Model, ids: Sequence[int], loads: Sequence[Load], bends: Bends, n_rows: int) -> Expected:
-    """What the samples will take, from the first tokens of a prompt."""
-    estimate, basis = timed(model, ids, loads, bends, n_rows)
-    return Expected(sum(map(estimate.seconds, loads)), basis)
-
-
-def timed(model: Model, ids: Sequence[int], loads: Sequence[Load], bends: Bends, n_rows: int) -> tuple[Estimate, str]:
-    """An estimate that knows a short pass and a few steps, and the words for them."""
+def timed(model: Model, ids: Sequence[int], n_rows: int) -> Pace:
+    """What the model takes now to read the first tokens of a prompt, and for steps of so many variants."""
     n, few = min(PROBE, len(ids)), min(n_rows, MOST_ROWS)
     with model.hooked():
         prefill(model, ids[:WARM_UP])
@@ -61,10 +68,7 @@ def timed(model: Model, ids: Sequence[int], loads: Sequence[Load], bends: Bends,
         if n_rows > few:  # a further row costs what it does among few
             step += (n_rows - few) * max(0.0, step - step_of(model, trace, 1)) / (few - 1)
         trace.settle()
-    estimate, probe = Estimate(loads, bends), Load(n, 0)
-    estimate.reading.add(*estimate.reading_parts(probe), trace.seconds)
-    estimate.step.add(*estimate.step_parts(probe), step)
-    return estimate, f"{n} tokens were read in {trace.seconds:.2g} s just now, a step takes {step:.2g} s"
+    return Pace(model.shape.d_model, trace.seconds / n, step, n)
 
 
 def step_of(model: Model, trace: Trace, n_rows: int) -> float:

@@ -1,15 +1,17 @@
 """Progress of a run on standard error: a live view on a terminal, a line per sample elsewhere.
 
 The view has a table of the variants with their scores so far, a bar over the work with the time that is left, and one
-over what the present sample is at. The time is the same in both: `evals/screen/estimate.py` foretells it, where rich
-would only know it for samples shorter than half a minute.
+over what the present sample is at. The time left is rich's in both: the work ahead at the speed of the run so far.
 
-Not here: results. Whoever reads a log file finds them in the run's folder.
+Not here: what a sample costs (`evals/screen/expect.py`); results, which whoever reads a log file finds in the run's
+folder.
 """
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
 from time import monotonic
 from types import TracebackType
 from typing import Self
@@ -17,17 +19,17 @@ from typing import Self
 from rich import box
 from rich.console import Group
 from rich.live import Live
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
 from kvbench.engine import terminal
 from kvbench.engine.terminal import printable
-from kvbench.evals.screen.estimate import ANSWERING, PART, READING, Estimate, Load
 
 LONGEST_ID = 80  # characters of a sample's id
 ROOM = 10  # lines of a terminal that are left to bars and the table's frame
 PAGE_SECONDS = 4  # that variants are seen which a terminal has no room for at once
+NOTCHES = 900  # moves of a whole bar: rich takes the speed from the last 1000, which are to be all
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def duration(seconds: float) -> str:
 class Progress:
     """The progress of one group of variants; `n_done` of `n_samples` were there before.
 
-    Without an `estimate` all samples count alike.
+    `work` is what it costs to read each of the others and to answer it, in any unit; without it all count alike.
     """
 
     def __init__(
@@ -79,21 +81,26 @@ class Progress:
         n_samples: int,
         n_done: int,
         standings: Sequence[Standing] = (),
-        estimate: Estimate | None = None,
+        work: Sequence[tuple[float, float]] | None = None,
     ) -> None:
         self.title, self.n_samples, self.n_done, self.n_before = title, n_samples, n_done, n_done
         self.standings = standings
-        self.estimate = estimate or Estimate([Load(1, 0)] * (n_samples - n_done))
+        self.work = [(1.0, 0.0)] * (n_samples - n_done) if work is None else work
+        costs = [*map(sum, self.work)]
+        before = n_done * sum(costs) / max(1, len(costs))
+        self.ends = [*accumulate(costs, initial=before)]  # work that is done before each of them, and in the end
+        self.batches, self.waves, self.span = (0, 1), (0, 1), (0.0, 1.0)
         self.console = terminal.console(stderr=True)
         self.live: Live | None = None
         self.bars = Bars(
             TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[count]}"),
-            TimeElapsedColumn(), TextColumn("{task.fields[left]}"), console=self.console,
+            TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left"), console=self.console,
+            speed_estimate_period=inf, get_time=monotonic,
         )  # fmt: skip
-        self.samples = self.bars.add_task(printable(title), total=1.0, count="", left="")
-        self.inner = self.bars.add_task("", total=1, visible=False, count="", left="")
+        self.samples = self.bars.add_task(printable(title), total=self.ends[-1], count="")
+        self.bars.advance(self.samples, before)  # rich takes the speed from after the first move
+        self.inner = self.bars.add_task("", total=1, visible=False, count="")
         self.started = monotonic()
-        self.estimate.begin(self.started)
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -112,15 +119,8 @@ class Progress:
 
     def view(self) -> Group:
         """The lines that a terminal shows, as high as it is."""
-        now = monotonic()
-        left, n_here = self.estimate.left(now), self.n_samples - self.n_before
-        self.bars.update(
-            self.samples,
-            completed=(self.n_before + n_here * self.estimate.share(now)) / max(1, self.n_samples),
-            count=f"{self.n_done}/{self.n_samples}",
-            left=f"about {duration(left)} left" if left else "",
-        )
         inner = self.bars.tasks[self.inner]
+        self.bars.update(self.samples, count=f"{self.n_done}/{self.n_samples}")
         self.bars.update(self.inner, count=f"{inner.completed:.0f}/{inner.total:.0f}")
         return Group(*([self.table()] if self.standings else []), self.bars)
 
@@ -146,47 +146,69 @@ class Progress:
         return table
 
     def say(self, line: str) -> None:
-        """A line above the view, or in the log; what it names may hold any character."""
-        line = printable(line)  # on one line: a sample's id may hold newlines
+        """A line above the view, or in the log."""
         if self.live is not None:
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
         else:
-            terminal.say(line, file=sys.stderr)
+            say(line)
+
+    def batch(self, n_done: int, n: int) -> None:
+        """The present sample is asked in so many batches, each with passes of its own, and the next one begins."""
+        self.batches, self.waves = (n_done, n), (0, 1)
+
+    def wave(self, n_done: int, n: int) -> None:
+        """Variants of the present batch answer in so many waves after its pass, and the next one begins."""
+        self.waves = n_done, n
 
     def reading(self, id: str, n_tokens: int, n_layers: int) -> None:
         """The present sample begins to read its prompt."""
-        self.stage(f"{id}: reading {n_tokens} tokens", n_layers, READING)
+        self.stage(f"{id}: reading {n_tokens} tokens", n_layers, 0.0, self.read_share)
 
     def answering(self, id: str, n_rows: int, n_steps: int) -> None:
         """The present sample begins to decode so many variants at once."""
-        self.stage(f"{id}: answering, {n_rows} at once", n_steps, ANSWERING)
+        begun, (n_done, n) = self.read_share, self.waves
+        each = (1 - begun) / n
+        self.stage(f"{id}: answering, {n_rows} at once", n_steps, begun + n_done * each, begun + (n_done + 1) * each)
 
-    def stage(self, what: str, total: int, kind: str = PART) -> None:
-        """The present sample begins something that has so many parts."""
-        self.estimate.stage(kind, total, monotonic())
-        if self.live is not None:
-            self.bars.reset(self.inner, description=f"  {printable(what)}", total=total, visible=True)
+    @property
+    def read_share(self) -> float:
+        """Which part of the present sample's work is reading."""
+        reading, answering = self.work[self.n_done - self.n_before]
+        return reading / (reading + answering)
+
+    def stage(self, what: str, total: int, begun: float = 0.0, ended: float = 1.0) -> None:
+        """The present sample begins something that has so many parts, and takes it from one share to another."""
+        self.span = begun, ended
+        self.bars.reset(self.inner, description=f"  {printable(what)}", total=total, visible=True, count="")
+        self.bars.advance(self.inner, 0)
 
     def advance(self) -> None:
         """Count one layer read, one step decoded, or another part done."""
-        self.estimate.advance(monotonic())
-        if self.live is not None:
-            self.bars.advance(self.inner)
+        self.bars.advance(self.inner)
+        (n_done, n), (begun, ended) = self.batches, self.span
+        part = begun + (ended - begun) * self.bars.tasks[self.inner].percentage / 100
+        before, after = self.ends[self.n_done - self.n_before :][:2]
+        self.move(before + (after - before) * (n_done + part) / n)
+
+    def move(self, to: float) -> None:
+        """Bring the bar over the work there, where that is a notch or the end; never back, as for a second try."""
+        bar, end = self.bars.tasks[self.samples], self.ends[-1]
+        if to - bar.completed >= end / NOTCHES or to == end:
+            self.bars.advance(self.samples, to - bar.completed)
 
     def sample_done(self, id: str, standings: Sequence[Standing]) -> None:
         """A sample has ended; in a log this is a line with what is left."""
-        now = monotonic()
-        self.estimate.sample_done(now)
-        self.n_done += 1
-        self.standings = standings
+        self.batch(0, 1)
+        self.n_done, self.standings = self.n_done + 1, standings
+        self.move(self.ends[self.n_done - self.n_before])
         if self.live is not None:
             return
-        left = self.estimate.left(now)
+        left = self.bars.tasks[self.samples].time_remaining
         ahead = f", about {duration(left)} left" if left and self.n_done < self.n_samples else ""
         which = f"{self.n_done}/{self.n_samples} {id[:LONGEST_ID]}"
-        self.say(f"{self.title}: {which}  {in_words(standings)}  {duration(now - self.started)}{ahead}")
+        self.say(f"{self.title}: {which}  {in_words(standings)}  {duration(monotonic() - self.started)}{ahead}")
 
 
 def say(line: str) -> None:
-    """A line on standard error, where nothing is in progress."""
-    Progress("", 0, 0).say(line)
+    """A line on standard error, where nothing is in progress; on one line: what it names may hold any character."""
+    terminal.say(printable(line), file=sys.stderr)

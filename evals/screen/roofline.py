@@ -13,7 +13,7 @@ from torch import Tensor
 from kvbench.engine.budget import token_bytes
 from kvbench.engine.shapes import ModelShape
 from kvbench.evals.models import config_of, random_config
-from kvbench.evals.screen.estimate import USED, Load
+from kvbench.evals.prepare import Load
 from kvbench.evals.settings import Settings
 from kvbench.evals.studies.hardware import Hardware, Layers, layers_of, linear, reading
 
@@ -29,7 +29,7 @@ def times(
     spec = settings.model
     config = random_config(spec) if settings.weights == "random" else config_of(spec)
     layers = layers_of(shape, config.get_text_config(decoder=True), spec.trust_remote_code)
-    answering = (USED * load.n_new * step(layers, on, load.n_read, n_rows) for load in loads)
+    answering = (load.n_steps * step(layers, on, load.n_read, n_rows) for load in loads)
     return fsum(read(layers, on, load.n_read) for load in loads), fsum(answering)
 
 
