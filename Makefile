@@ -107,7 +107,7 @@ hour: $(DONE) ## every method at five budgets in tokens on three tasks, about tw
 	done
 	$(BIN)/python -m kvbench.plots.results runs/results
 
-paper-tables: $(DONE) ## the papers' tables from runs/, as Markdown, LaTeX and CSV (other runs: ARGS=FOLDER)
+paper-tables: $(DONE) ## the papers' tables from runs/, as Markdown, LaTeX, HTML and CSV (other runs: ARGS=FOLDER)
 	$(BIN)/python -m kvbench.plots.tables $(ARGS)
 
 paper-figures: $(DONE) ## the papers' figures from runs/, as PDF and PNG (other runs: ARGS=FOLDER)

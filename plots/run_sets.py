@@ -1,6 +1,6 @@
 """Which runs may share a table or a figure, which of them are one line of a figure, and what a point of it says.
 
-Not here: reading (`plots/read.py`), drawing (`plots/figures/`), the cells of tables (`plots/tables/cells.py`).
+Not here: reading (`plots/read.py`), drawing (`plots/figures/`), tables (`plots/tables/pivot.py`).
 """
 
 import json

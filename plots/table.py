@@ -7,7 +7,7 @@ Without --columns they are what varies between the runs. With --against every ce
 value in the same column, with the interval of the paired differences; `--value difference` is the score's to Full's.
 Without --out one format goes to standard output; with it table.md, table.tex and table.csv are written.
 
-Not here: which runs share a table (`plots/tables/generic.py`), its words (`plots/tables/words.py`), the papers' tables
+Not here: which runs share a table (`plots/tables/pivot.py`), its words (`plots/tables/shown.py`), the papers' tables
 (`python -m kvbench.plots.tables`).
 """
 
