@@ -15,6 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from kvbench.engine.errors import ConfigError
 from kvbench.engine.terminal import say
 from kvbench.plots.read import default_root
 from kvbench.plots.tables.pivot import OF_SAMPLES, Pivot, WrongKey, pivots
@@ -25,7 +26,7 @@ from kvbench.results.sheet import texts, write
 
 EPILOG = f"""\
 keys of rows, columns and filters: {", ".join([*KEYS, *OF_SAMPLES])},
-and any parameter: method.NAME, task.NAME
+any parameter: method.NAME, task.NAME, and any other column of the samples, such as turn or config.cache.tokens
 
   kvbench table runs --format latex > table.tex              methods down, what varies across
   kvbench table runs --columns task,ratio --value difference  differences to full attention
@@ -43,16 +44,13 @@ def written(made: list[Pivot], caption: str | None = None) -> dict[str, str]:
 
 def main(arguments: list[str]) -> int:
     about = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(
-        prog="kvbench table",
-        description=about,
-        epilog=EPILOG,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
+    values = f"{', '.join(VALUES)}, difference, a task's figure (mass), or any column of numbers (bytes_buffer)"
+    form = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(prog="kvbench table", description=about, epilog=EPILOG, formatter_class=form)
+    parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs, or a Parquet file")
     parser.add_argument("--rows", default="method", help="keys, with commas: method, task, dataset, ratio, method.m …")
     parser.add_argument("--columns", help="keys, with commas; without, what varies")
-    parser.add_argument("--value", default="score", help=f"{', '.join(VALUES)}, difference, or a task's figure: mass")
+    parser.add_argument("--value", default="score", help=values)
     parser.add_argument("--against", metavar="METHOD", help="whose value is taken off every cell's: Full, 'SnapKV (C)'")
     parser.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="may stand several times")
     parser.add_argument("--format", choices=FORMATS, default="markdown", help="for standard output")
@@ -60,15 +58,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--caption", help="of the LaTeX table, in place of our own")
     options = parser.parse_args(arguments)
     try:
-        made = pivots(
-            samples_below(options.runs),
-            keys(options.rows),
-            None if options.columns is None else keys(options.columns),
-            options.value,
-            dict(pair(word) for word in options.filter),
-            options.against,
-        )
-    except WrongKey as error:
+        columns, keep = options.columns and keys(options.columns), dict(map(pair, options.filter))
+        made = pivots(samples_below(options.runs), keys(options.rows), columns, options.value, keep, options.against)
+    except ConfigError as error:
         return refuse(str(error))
     if not made:
         return refuse(f"no finished run below {options.runs}; `make run` makes some, or name another folder")

@@ -98,13 +98,26 @@ def columns(table: "DataFrame") -> "DataFrame":
 # --- folders ---------------------------------------------------------------------------------------
 
 
-def found(folders: Iterable[Path | str]) -> Iterator[Path]:
-    """The folder of every finished run, each once; `ConfigError` for a folder that has none. No link is followed."""
+class NoRuns(ConfigError):
+    """A folder that holds no finished run."""
+
+
+def found(folders: Iterable[Path | str], left_out: list[str] | None = None) -> Iterator[Path]:
+    """The folder of every finished run, each once; `NoRuns` for a folder that has none. No link is followed.
+
+    Folders that cannot be read are named in `left_out`.
+    """
     known = set[Path]()
+
+    def unreadable(error: OSError) -> None:
+        if left_out is not None:
+            left_out.append(one_line(f"{error.filename} cannot be read ({error.strerror})"))
+
     for folder in map(Path, folders or (checkout.runs(),)):
-        inside = sorted(Path(at) for at, _, names in os.walk(folder.expanduser()) if RESULT in names)
+        walked = os.walk(folder.expanduser(), onerror=unreadable if folder.exists() else None)
+        inside = sorted(Path(at) for at, _, names in walked if RESULT in names)
         if not inside:
-            raise ConfigError(f"no finished run in or below {folder}; give the folder of a run, or one that holds some")
+            raise NoRuns(f"no finished run in or below {folder}; give the folder of a run, or one that holds some")
         for one in inside:
             if (real := one.resolve()) not in known:
                 known.add(real)
@@ -119,7 +132,7 @@ def table_of_all(folders: Sequence[Path | str], left_out: list[str] | None, of: 
             return together([pq.read_table(file, partitioning=None) for file in files])
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(one_line(f"{', '.join(map(str, files))} cannot be read as Parquet: {error}")) from None
-    inside = list(found(folders))
+    inside = list(found(folders, left_out))
     kept, stamps = Kept(inside, level), {str(folder): stamp(folder) for folder in inside}
     tables = [kept.table] if kept.table is not None else []
     new = 0

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from kvbench.engine.errors import ConfigError
 from kvbench.engine.terminal import say
 from kvbench.plots import costs
 from kvbench.plots.read import default_root
@@ -47,17 +48,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
     parser.add_argument("--out", type=Path, default=Path("outputs/tables"), help="where to write")
     options = parser.parse_args(arguments)
-    samples = samples_below(options.runs)
-    tables = build_all(samples)
     try:
+        samples = samples_below(options.runs)
+        tables = build_all(samples)
         if timed := costs.write(options.out, samples):
             say(f"What variants cost: {', '.join(map(str, timed))}")
         for name, made in tables.items():
             if made:
                 say(f"{paper_title(paper_tables()[name], made)}: {', '.join(map(str, write_table(options.out, made)))}")
+    except ConfigError as error:
+        return refuse(str(error))
     except OSError as error:
-        say(f"kvbench.plots.tables: {options.out}: {error.strerror}; choose another --out", file=sys.stderr)
-        return 2
+        return refuse(f"{options.out}: {error.strerror}; choose another --out")
     absent = [paper_tables()[name] for name, made in tables.items() if not made]
     if len(absent) == len(tables):
         say(
@@ -71,3 +73,8 @@ def main(arguments: list[str]) -> int:
     if absent:
         say(f"no run answers the other {len(absent)}; these make some:\n{missing(absent)}")
     return 0
+
+
+def refuse(why: str) -> int:
+    say(f"kvbench.plots.tables: {why}", file=sys.stderr)
+    return 2

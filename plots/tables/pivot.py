@@ -20,6 +20,7 @@ from difflib import get_close_matches
 from math import fsum
 from typing import Any
 
+from kvbench.engine.errors import ConfigError
 from kvbench.plots.run_sets import MOST_NAMES
 from kvbench.plots.scored import Scored, best, compared, places
 from kvbench.plots.stats import Corrected
@@ -32,13 +33,13 @@ UNRANKED = {"full", "oracle"}  # nothing bounds what they read
 FULL = "Full"  # whom cells are compared with, unless another is named
 MOST_COLUMNS = 12  # that are chosen without being asked for
 OF_SAMPLES = ("dataset", "length")  # columns of the frame that are offered as keys
-SETTINGS = ("method", "prefill", "task", "config")  # before a dot: a parameter, which no run need have
+SETTINGS = ("method", "prefill", "task")  # before a dot: a parameter, which no run need have
 PLACE = ("run", "score", "metric", "prompt", "sample", "dataset", "within_budget")  # columns that a place is made of
 Names = tuple[str, ...]
 At = tuple[Names, Names]  # row and column
 
 
-class WrongKey(ValueError):
+class WrongKey(ConfigError):
     """A key or a value that no run has, with what there is."""
 
 

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.engine.budget import SIZE, parse_bytes
-from kvbench.engine.errors import ConfigError
 from kvbench.engine.terminal import say
 from kvbench.plots.run_sets import CHOOSES_ROWS, usual_params
 from kvbench.plots.tables.values import Frame
 from kvbench.results import EXACT, OFF
-from kvbench.results.frame import frame
+from kvbench.results.frame import NoRuns, frame
 from kvbench.results.names import known
 
 At = Mapping[str, Any]  # a row of the frame; what is missing is None
@@ -35,7 +34,7 @@ def samples_below(root: Path) -> Frame:
     left_out: list[str] = []
     try:
         samples = frame(root, left_out=left_out)
-    except ConfigError:
+    except NoRuns:
         samples = DataFrame()
     for sentence in left_out:
         say(f"left out: {sentence}", file=sys.stderr)

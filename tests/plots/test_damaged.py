@@ -178,6 +178,9 @@ def test_links_that_lead_back_and_folders_of_others_are_passed_by(
     assert len(runs) == 3
     assert len(damaged) == 1
     assert damaged[0].endswith(r"closed\x1b[31m cannot be read (Permission denied)")
+    capsys.readouterr()
+    assert table.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().err == f"left out: {damaged[0]}\n"
 
 
 def test_every_tool_says_so_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

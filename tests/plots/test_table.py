@@ -211,9 +211,63 @@ def test_a_cell_can_say_what_the_task_measures_beside_its_score(tmp_path: Path) 
     assert "| 0.500 |" in markdown(sheet)
 
 
+def test_any_column_of_numbers_can_be_a_value_and_any_column_a_key(tmp_path: Path) -> None:
+    for tokens, kept in ((0, 3.0e6), (2048, 5.0e6)):
+        measured = [
+            {"score": 1.0, "fields": {"turn": turn, "sample": "a"}, "ledger": {"bytes_resident_device": kept + turn}}
+            for turn in (1, 2)
+        ]
+        write(tmp_path, "pqcache", "needle", measured, cache={"tokens": tokens})
+    sheet = one(tmp_path, columns=["config.cache.tokens"], value="bytes_resident_device")
+    assert sheet.columns == [("0",), ("2048",)] and sheet.value.unit == "bytes"
+    assert [sheet.cells[("PQCache",), column].mean for column in sheet.columns] == [3_000_001.5, 5_000_001.5]
+    said = markdown(sheet)
+    assert "bytes_resident_device (bytes) by method" in said and "| 3,000,002 | 5,000,002 |" in said
+    by_turn = one(tmp_path, rows=["config.cache.tokens"], columns=["turn"], value="device")
+    assert by_turn.rows == [("0",), ("2048",)] and by_turn.columns == [("1",), ("2",)]
+    assert by_turn.cells[("2048",), ("2",)].mean == pytest.approx(5.000002)
+    assert one(tmp_path, columns=["turn"], rows=["config.cache.tokens"], keep={"method.m": "-"}).columns
+
+
+def test_a_parameter_that_is_null_is_told_from_one_that_a_run_has_not(tmp_path: Path) -> None:
+    for i, params in enumerate(({"m": 2}, {"m": None}, {})):
+        write(tmp_path, "pqcache", "needle", rows(HITS), params=params, comm=f"1/{64 * 2**i}")
+    assert sorted(row[0] for row in one(tmp_path).rows) == ["PQCache", "PQCache m=2", "PQCache m=null"]
+    write(tmp_path / "task", "pqcache", "needle", rows(HITS), task_params={"style": None})
+    (sheet,) = pivots(samples_below(tmp_path / "task"))
+    assert sheet.where["prompts"] == "style=null", "its prompts are not those of the default"
+
+
+def test_a_run_behind_others_samples_has_a_table_of_its_own(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, "snapkv", "needle", rows(HITS))
+    write(tmp_path, "snapkv", "needle", rows(HITS), cache={"policy": "lru"})
+    samples: Any = samples_below(tmp_path)
+    samples["config.offset"] = [8 if run == str(folder) else 0 for run in samples["run"]]
+    assert sorted(sheet.where["limit"] for sheet in pivots(samples)) == ["all", "all behind the first 8"]
+
+
+def test_a_parquet_file_is_as_good_as_folders_and_a_broken_one_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needles(tmp_path / "runs")
+    samples: Any = samples_below(tmp_path / "runs")
+    samples.to_parquet(tmp_path / "samples.parquet")
+    assert main([str(tmp_path / "runs"), "--format", "html"]) == 0
+    of_folders = capsys.readouterr().out
+    assert of_folders.count("<table>") == 1 and "<td>PQCache</td><td><b>100.0</b> (73.5 to 100.0)</td>" in of_folders
+    assert main([str(tmp_path / "samples.parquet"), "--format", "html"]) == 0
+    assert capsys.readouterr().out == of_folders
+    (tmp_path / "samples.parquet").write_text("mine")
+    assert main([str(tmp_path / "samples.parquet")]) == 2
+    assert "cannot be read as Parquet" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--rows", "config.sead"], "did you mean 'config.seed'?"),
+        (["--value", "bytes_resident_devise"], "did you mean 'bytes_resident_device'?"),
+        (["--value", "task"], "a cell cannot say 'task'"),
         (["--rows", "metod"], "did you mean 'method'?"),
         (["--value", "scores"], "did you mean 'score'?"),
         (["--filter", "task=none"], "no run has task=none; there is needle"),
