@@ -290,15 +290,16 @@ def placed(
     bounded = wide[wide["kind"] != "full"]
     if len(bounded) and "method" not in columns:  # else full attention has a column of its own
         wide = wide.merge(bounded[[*bounded_by]].drop_duplicates(), on=[*bounded_by])
-    cells: dict[At, Cell] = {}
+    candidates: dict[At, list[dict[str, Any]]] = {}
+    for of in dicts(wide):
+        at = tuple(of[key] for key in rows), tuple(of[key] for key in columns)
+        candidates.setdefault(at, []).append(of)
     left_out: dict[str, None] = {}
-    for _, found in wide.groupby([*rows, *columns], sort=False):
-        first, *others = dicts(found)
-        row, column = (tuple(first[key] for key in keys) for keys in (rows, columns))
-        cells[row, column] = cell_of(first)
-        if len({tuple(one.value for one in other["scores"].answers) for other in (first, *others)}) > 1:
-            names = ", ".join(other["folder"] for other in others)
-            left_out[f"{' '.join(row)}: shown is {first['folder']}, left out: {names}."] = None
+    for (row, _), found in candidates.items():
+        if len({tuple(one.value for one in of["scores"].answers) for of in found}) > 1:
+            first, *others = (of["folder"] for of in found)
+            left_out[f"{' '.join(row)}: shown is {first}, left out: {', '.join(others)}."] = None
+    cells = {at: cell_of(found[0]) for at, found in candidates.items()}
     return cells, [*left_out]
 
 
