@@ -93,19 +93,15 @@ bench: $(DONE) ## run every benchmarks/bench_*.py, one after the other
 		name=$$(basename "$$file" .py); echo "$$name"; $(BIN)/python -m "benchmarks.$$name" $(ARGS) || exit 1; \
 	done
 
-.PHONY: results hour
+.PHONY: results pages
 results: $(DONE) ## twelve methods on tasks that tell them apart, all others at one budget, hours on two cores, then docs/results.md and docs/which-method.md
 	@for task in docs needle two ruler "ruler task.datasets=[fwe]" shared others others_docs; do \
 		$(BIN)/python run.py -m experiment=evidence_$$task out=runs/evidence $(ARGS) || exit 1; \
 	done
-	$(BIN)/python -m kvbench.plots.findings runs/evidence
-	$(BIN)/python -m kvbench.plots.which
+	$(BIN)/python -m kvbench.plots.pages results which-method runs/evidence
 
-hour: $(DONE) ## every method at five budgets in tokens on three tasks, about two hours on two cores, then docs/hour.md
-	@for task in longbench needle fidelity; do \
-		$(BIN)/python run.py -m experiment=results_$$task out=runs/results $(ARGS) || exit 1; \
-	done
-	$(BIN)/python -m kvbench.plots.results runs/results
+pages: $(DONE) ## docs/results.md, which-method.md, cited.md and register.md from the scores beside them (with runs: ARGS=FOLDER)
+	$(BIN)/python -m kvbench.plots.pages $(ARGS)
 
 paper-tables: $(DONE) ## the papers' tables from runs/, as Markdown, LaTeX, HTML and CSV (other runs: ARGS=FOLDER)
 	$(BIN)/python -m kvbench.plots.tables $(ARGS)

@@ -108,7 +108,7 @@ def greedy(model: Any, cache: Any, question: Sequence[int], start: int, n_new: i
 
 def scores(file: Path, runs: str) -> None:
     """Print both scores of each press, and how many answers have the same words."""
-    from kvbench.plots.kept import configured, samples_of
+    from kvbench.plots.pages.read import configured, samples_of
     from kvbench.results.sheet import Sheet, markdown
 
     rows = {row["id"]: row for row in json.loads(file.read_text())}

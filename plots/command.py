@@ -1,6 +1,6 @@
 """The command line of a page: `python -m kvbench.plots.NAME [RUNS] [--out FOLDER]`.
 
-Not here: what stands on a page (`plots/results.py`, `plots/turns.py`, `plots/costs.py`).
+Not here: what stands on a page (`plots/turns.py`, `plots/parts.py`, `plots/costs.py`).
 """
 
 import argparse
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbench.engine.errors import ConfigError
 from kvbench.engine.terminal import say
 from kvbench.plots.read import default_root, load
 
@@ -23,18 +24,17 @@ class Page:
     write: Callable[[Path, Any], list[Path]]  # what was loaded, into a folder; no paths where no run is of the page
     nothing: str  # what to say then of RUNS, which stands as {}
     out: str = "docs"
-    runs: Path | None = None  # where they are usually; None: where all runs are
     shows: bool = False  # whether the first file is printed too
     load: Callable[[Path], Any] = load  # the runs below a folder
 
     def main(self, arguments: Sequence[str]) -> int:
         parser = argparse.ArgumentParser(prog=f"python -m {self.prog}", description=self.about)
-        parser.add_argument("runs", nargs="?", type=Path, default=self.runs or default_root(), help="folder of runs")
+        parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
         parser.add_argument("--out", type=Path, default=Path(self.out), help="where to write")
         options = parser.parse_args(arguments)
         try:
             paths = self.write(options.out, self.load(options.runs))
-        except (ValueError, OSError) as error:
+        except (ConfigError, ValueError, OSError) as error:
             return self.refuse(str(error))
         if not paths:
             return self.refuse(self.nothing.format(options.runs))

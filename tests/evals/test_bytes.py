@@ -1,6 +1,5 @@
 """`memory=24KB`, from the command line to tables: of prompts of two lengths, beside a share and full attention."""
 
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ from kvbench.engine.budget import Bytes, token_bytes
 from kvbench.evals.rescore import title
 from kvbench.evals.submission import frozen
 from kvbench.evals.submission.check import Check
-from kvbench.plots.evidence import SETS
-from kvbench.plots.frontier import tables
+from kvbench.plots.pages.asked import page
 from kvbench.plots.read import Run, load
 from kvbench.plots.report.overview import overview
 from kvbench.plots.report.page import main as report
@@ -88,13 +86,9 @@ def test_tables_and_the_report_have_bytes_in_their_order(
     assert report([str(root), "--out", str(tmp_path / "report.html")]) == 0
 
 
-def test_the_frontiers_columns_are_shares_and_then_bytes(root: Path) -> None:
-    (found,) = tables([one for one in load(root) if not one.result.asked.startswith("ratio 0.5")])
-    assert found.shares == [Fraction(1, 2), Bytes(10**6), Bytes(N)]
-
-
-def test_evidence_is_of_shares_alone(runs: dict[str, Run]) -> None:
-    is_its = {asked: any(one.has(run.config) for one in SETS) for asked, run in runs.items()}
+def test_pages_are_of_shares_alone(runs: dict[str, Run]) -> None:
+    sets = page("results").sets.values()
+    is_its = {asked: any(one.has(run.config) for one in sets) for asked, run in runs.items()}
     assert not is_its["memory 24 KB"]
 
 

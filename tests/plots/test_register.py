@@ -1,47 +1,53 @@
-"""docs/register.md: recomputed from the kept scores by other means, and what the frame refuses."""
+"""docs/register.md: recomputed from the kept scores by other means, and what counts as one sample."""
 
 import csv
 import gzip
 import random
 import re
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas
 import pytest
 import yaml
 
-from kvbench.plots.kept import keep
-from kvbench.plots.pages import register
+from kvbench.plots.pages.asked import HIDDEN, SHOWN, Comparison, Page, asked, page
+from kvbench.plots.pages.fixed import Registered, registered
+from kvbench.plots.pages.read import typed
 from kvbench.results import interval
+from kvbench.results.intervals import LEVEL
+from kvbench.tests.plots.made_pages import frame_of
 from kvbench.tests.plots.test_experiments import cells, composed
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-KEPT = DOCS / register.NAME / "scores.csv.gz"
+KEPT = DOCS / "register" / "scores.csv.gz"
 Place = tuple[str, str, str, str]  # set, scope, budget, method
+SAID = {"title": "Docs", "skill": "copying", "about": "About.", "experiment": "register_docs", "task": "longbench"}
 
 
-def frame_of(rows: list[tuple[Any, ...]]) -> pandas.DataFrame:
-    """Answers as (set, scope, budget, method, sample, cluster, score)."""
-    names = ["set", "scope", "budget", "method", "sample", "cluster", "score"]
-    return pandas.DataFrame([dict(zip(names, row, strict=True)) for row in rows])
+def register(n: int, *comparisons: dict[str, Any]) -> Page:
+    one = asked("docs", SAID | {"model": "m", "seed": 0, "samples": [0, n], "dataset": "docs_qa"})
+    where: dict[str, Any] = {"set": "docs", "scope": SHOWN, "memory": "1/4"}
+    made = [Comparison(**{**where, **c, "seen": i}) for i, c in enumerate(comparisons)]
+    return Page("register", {"docs": one}, made, (), {"margin": 0.05, "seed": 0})
 
 
-def asked(n: int, *comparisons: dict[str, Any]) -> register.Register:
-    one = register.Asked("Docs", "copying", "About.", "register_docs", "m", "longbench", 0, (0, n), "docs_qa")
-    where: dict[str, Any] = {"set": "docs", "scope": "full_prompt", "memory": "1/4"}
-    made = [register.Comparison(**{**where, **c}) for c in comparisons]
-    return register.Register("2026-11-27", 0.05, 0, {"docs": one}, made)
-
-
-def answers(method: str, scores: list[float], per_cluster: int = 1) -> list[tuple[Any, ...]]:
-    budget = "" if method == "full" else "1/4"
+def answers(method: str, scores: list[float], per_sample: int = 1) -> list[dict[str, Any]]:
+    place = {"set": "docs", "method": method, "asked": "" if method == "full" else "memory 0.25"}
     return [
-        ("docs", "full_prompt", budget, method, f"{i}-{j}", str(i), score)
+        place | {"id": f"{i}-{j}", "sample": f"{i}", "score": score}
         for i, score in enumerate(scores)
-        for j in range(per_cluster)
+        for j in range(per_sample)
     ]
+
+
+def outcomes(of: Page, rows: list[dict[str, Any]]) -> list[Registered]:
+    return registered(of, typed(frame_of(rows)))
+
+
+def is_shown(one: Registered) -> bool:
+    return one.found is not None and one.found.p < LEVEL
 
 
 DIFFERENCE = {"one": "pqcache", "other": "kvzip", "asks": "difference"}
@@ -53,33 +59,28 @@ WITHIN = {"one": "pqcache", "other": "full", "asks": "margin"}
 
 def test_nothing_is_tested_before_every_sample_is_answered() -> None:
     rows = answers("pqcache", [1.0] * 29) + answers("kvzip", [0.0] * 30)
-    (found,) = register.outcomes(asked(30, DIFFERENCE), frame_of(rows))
-    assert (found.n, found.paired, found.is_shown) == (29, None, False)
-    (found,) = register.outcomes(asked(29, DIFFERENCE), frame_of(rows))
-    assert found.is_shown and found.n == 29
+    (found,) = outcomes(register(30, DIFFERENCE), rows)
+    assert (found.n, found.found) == (29, None)
+    (found,) = outcomes(register(29, DIFFERENCE), rows)
+    assert is_shown(found) and found.n == 29
 
 
 def test_the_questions_on_one_context_are_one_sample() -> None:
     """Eight answers on each of four contexts are four samples, of which no difference can be shown."""
-    rows = answers("pqcache", [1.0] * 4, per_cluster=8) + answers("kvzip", [0.0] * 4, per_cluster=8)
-    (found,) = register.outcomes(asked(4, DIFFERENCE), frame_of(rows))
-    assert found.n == 4 and found.p == pytest.approx(2 / 2**4) and not found.is_shown
-
-
-@pytest.mark.parametrize("without", ["no column", "an empty name"])
-def test_there_is_no_test_of_answers_without_a_cluster(without: str) -> None:
-    frame = frame_of(answers("pqcache", [1.0] * 30) + answers("kvzip", [0.0] * 30))
-    frame = frame.drop(columns="cluster") if without == "no column" else frame.assign(cluster="")
-    with pytest.raises(ValueError, match="without a cluster"):
-        register.outcomes(asked(30, DIFFERENCE), frame)
+    rows = answers("pqcache", [1.0] * 4, per_sample=8) + answers("kvzip", [0.0] * 4, per_sample=8)
+    (found,) = outcomes(register(4, DIFFERENCE), rows)
+    assert found.n == 4 and found.found is not None
+    assert found.found.paired.p == pytest.approx(2 / 2**4) and not is_shown(found)
 
 
 def test_p_counts_the_comparisons_that_are_not_made_yet() -> None:
     rows = answers("pqcache", [1.0] * 12) + answers("kvzip", [0.0] * 12)
     waiting = [DIFFERENCE | {"other": "snapkv"}] * 9
-    alone, *_ = register.outcomes(asked(12, DIFFERENCE), frame_of(rows))
-    among, *_ = register.outcomes(asked(12, DIFFERENCE, *waiting), frame_of(rows))
-    assert among.p == alone.p == pytest.approx(2 / 2**12) and among.adjusted == pytest.approx(10 * alone.p)
+    alone, *_ = outcomes(register(12, DIFFERENCE), rows)
+    among, *_ = outcomes(register(12, DIFFERENCE, *waiting), rows)
+    assert alone.found is not None and among.found is not None
+    assert among.found.paired.p == alone.found.paired.p == pytest.approx(2 / 2**12)
+    assert among.found.p == pytest.approx(10 * alone.found.p)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -87,9 +88,9 @@ def test_within_a_margin_is_shown_where_the_interval_ends_above_it(seed: int) ->
     rng = random.Random(seed)
     full = [rng.random() for _ in range(120)]
     less = [min(1.0, max(0.0, x - rng.uniform(0.0, 0.16) * (seed / 3))) for x in full]
-    (found,) = register.outcomes(asked(120, WITHIN), frame_of(answers("full", full) + answers("pqcache", less)))
+    (found,) = outcomes(register(120, WITHIN), answers("full", full) + answers("pqcache", less))
     spread = interval([a - b for a, b in zip(less, full, strict=True)], (-1.0, 1.0))
-    assert spread is not None and found.is_shown is (spread.low > -0.05)
+    assert spread is not None and is_shown(found) is (spread.low > -0.05)
 
 
 def test_a_loss_as_large_as_the_margin_is_seldom_called_within_it() -> None:
@@ -98,13 +99,14 @@ def test_a_loss_as_large_as_the_margin_is_seldom_called_within_it() -> None:
     for _ in range(200):
         losses = [1.0 if rng.random() < 0.05 else 0.0 for _ in range(150)]
         rows = answers("full", [1.0] * 150) + answers("pqcache", [1 - x for x in losses])
-        n_called += register.outcomes(asked(150, WITHIN), frame_of(rows))[0].is_shown
+        n_called += is_shown(outcomes(register(150, WITHIN), rows)[0])
     assert n_called <= 10
 
 
 def test_a_hidden_question_is_compared_with_the_same_method_where_it_is_shown() -> None:
-    one = register.Comparison("docs", "context_only", "kvzip", "shown", "margin", memory="1/4")
-    assert one.places == (("context_only", "1/4", "kvzip"), ("full_prompt", "1/4", "kvzip"))
+    one = Comparison("docs", HIDDEN, "kvzip", "shown", memory="1/4", asks="margin")
+    assert one.places == (((HIDDEN, "memory 0.25", ""), "kvzip"), ((SHOWN, "memory 0.25", ""), "kvzip"))
+    assert replace(one, memory="", tokens=96).at.asked == "96 tokens"
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -131,23 +133,7 @@ CONFIG = {
     ],
 )
 def test_a_set_takes_the_answers_that_the_register_names(changed: dict[str, Any], is_taken: bool) -> None:
-    found = register.register(DOCS / "register.yaml")
-    assert found.sets["docs"].has(CONFIG | changed) is is_taken
-
-
-def test_a_later_answer_takes_the_place_of_the_same_one() -> None:
-    one = ("docs", "m", "s", "1/4", "quest", "Quest", "a", "a", "0.5", *["1"] * 8)
-    two = (*one[:8], "0.25", *one[9:])
-    assert register.merged([one], [two, (*two[:6], "b", "b", *two[8:])]) == [
-        two, (*two[:6], "b", "b", *two[8:])
-    ]  # fmt: skip
-
-
-def test_kept_answers_are_read_as_they_were_written(tmp_path: Path) -> None:
-    row = ("docs", "m", "s", "", "full", "NA", "a-1", "a", "0.5", "10", "3", "1e6", "0", "0", "0", "", "")
-    keep(tmp_path / "x.csv.gz", register.COLUMNS, [row])
-    (found,) = register.frame_of(tmp_path / "x.csv.gz").itertuples(index=False)
-    assert (found.budget, found.label, found.score, found.device_bytes) == ("", "NA", 0.5, 1e6)
+    assert page("register").sets["docs"].has(CONFIG | changed) is is_taken
 
 
 # --- the page, by other means --------------------------------------------------------------------
@@ -158,7 +144,7 @@ def kept() -> dict[Place, dict[str, float]]:
     found: dict[Place, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     with gzip.open(KEPT, "rt", newline="") as file:
         for row in csv.DictReader(file):
-            found[row["set"], row["scope"], row["budget"], row["method"]][row["cluster"]].append(float(row["score"]))
+            found[row["set"], row["protocol"], row["asked"], row["method"]][row["sample"]].append(float(row["score"]))
     return {at: {c: sum(x) / len(x) for c, x in by.items()} for at, by in found.items()}
 
 
@@ -189,17 +175,13 @@ def comparisons() -> list[dict[str, Any]]:
     return yaml.safe_load((DOCS / "register.yaml").read_text())["comparisons"]
 
 
-def test_the_page_is_that_of_the_kept_scores() -> None:
-    asked_for = register.register(DOCS / "register.yaml")
-    assert (DOCS / "register.md").read_text(encoding="utf-8") == register.page(asked_for, register.frame_of(KEPT))
-
-
 @pytest.mark.parametrize("place", range(len(comparisons())))
 def test_a_comparison_is_recomputed_from_the_scores_file(place: int) -> None:
     """Difference, interval and p of a line of the page; of one that is not made, that samples are missing."""
     one, said, scores = comparisons()[place], rows_of_page()[place], kept()
     first, last = yaml.safe_load((DOCS / "register.yaml").read_text())["sets"][one["set"]]["samples"]
-    budget = f"{one['tokens']} tokens" if "tokens" in one else str(one["memory"])
+    shares = {"1/4": "memory 0.25", "1/8": "memory 1/8", "1/16": "memory 1/16"}
+    budget = f"{one['tokens']} tokens" if "tokens" in one else shares[one["memory"]]
     ours = scores.get((one["set"], one["scope"], budget, one["one"]), {})
     if one["other"] == "shown":
         theirs = scores.get((one["set"], "full_prompt", budget, one["one"]), {})
@@ -227,14 +209,13 @@ def test_a_comparison_is_recomputed_from_the_scores_file(place: int) -> None:
     assert float(said[5].replace("&lt; ", "")) >= float(found) and said[6] in ("yes", "no")
 
 
-@pytest.mark.parametrize("key", register.register(DOCS / "register.yaml").sets)
+@pytest.mark.parametrize("key", page("register").sets)
 def test_the_experiment_of_a_set_asks_its_samples(key: str) -> None:
     """Every run of a set's experiment is taken, and every method that it is compared by is asked."""
-    asked_for = register.register(DOCS / "register.yaml")
-    of = asked_for.sets[key]
+    of = page("register").sets[key]
     configs = [composed(cell).resolved() for cell in cells(f"experiment={of.experiment}")]
     taken = [config for config in configs if of.has(config)]
     assert len(taken) == len(configs)
     methods = {config["method"]["name"] for config in taken}
-    wanted = {name for one in asked_for.comparisons if one.set == key for name in (one.one, one.other)}
+    wanted = {name for one in page("register").comparisons if one.set == key for name in (one.one, one.other)}
     assert wanted - {"shown"} <= methods

@@ -163,3 +163,8 @@ def test_a_file_of_the_users_own_is_no_preset_of_ours(tmp_path: Path) -> None:
     edited = replace(run, config={**config, "method": {"name": "h2o_mine", "digest": "fedcba9876543210"}})
     labels = [one["label"] for one in overview([outside, edited], tmp_path)["runs"]]
     assert labels == ["H2o_mine file=01234567", "H2o_mine file=fedcba98"]
+
+
+def test_every_method_of_ours_is_of_a_family_and_no_family_has_more_than_eight() -> None:
+    families = [looks.family_of(method) for method in LOOKS.keys() - {"full", "oracle", "full_stopped", "minference"}]
+    assert looks.OTHERS not in families and max(map(families.count, families)) <= 8

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pandas import concat
 
 from kvbench.plots.table import main, written
 from kvbench.plots.tables.pivot import Pivot, WrongKey, pivots
@@ -236,6 +237,15 @@ def test_a_parameter_that_is_null_is_told_from_one_that_a_run_has_not(tmp_path: 
     write(tmp_path / "task", "pqcache", "needle", rows(HITS), task_params={"style": None})
     (sheet,) = pivots(samples_below(tmp_path / "task"))
     assert sheet.where["prompts"] == "style=null", "its prompts are not those of the default"
+
+
+def test_both_scopes_stand_side_by_side(tmp_path: Path) -> None:
+    needles(tmp_path)
+    shown: Any = samples_below(tmp_path)
+    hidden = shown.assign(run=shown["run"].astype(str) + "-hidden", protocol="context_only")
+    (sheet,) = pivots(concat([shown, hidden]), columns=["ratio", "scope"])
+    assert sheet.columns == [(ratio, scope) for ratio in ("0.1", "0.2") for scope in ("context_only", "full_prompt")]
+    assert len(sheet.cells) == 3 * 4 and [row for (row,) in sheet.rows] == ["Full", "PQCache", "SnapKV (C)"]
 
 
 def test_a_run_behind_others_samples_has_a_table_of_its_own(tmp_path: Path) -> None:

@@ -1,0 +1,34 @@
+"""What a method's own file says of it: its title, and what it takes.
+
+Not here: a variant's name, which runs give (`words.py`).
+"""
+
+import re
+from collections.abc import Mapping
+from functools import cache
+
+from kvbench.results.names import known, own_methods
+from kvbench.results.sheet import ABSENT
+
+
+@cache
+def source(method: str) -> str:
+    """A method's folder, from the repository's root, and what its file says; "" of a method that is not ours."""
+    path = own_methods().get(method)
+    return "" if path is None else f"methods/{path.parent.name}/\n{path.read_text(encoding='utf-8')}"
+
+
+def title(method: str) -> str:
+    """A method's title in its file; of a preset, the method's. A variant's label says more."""
+    found = re.search(r'^    title = "(.+)"$', source(known(method) or method), re.MULTILINE)
+    return method if found is None else found[1]
+
+
+def fetches(method: str) -> bool:
+    """Whether it keeps all keys and values in host memory, and takes what a step needs from there."""
+    return source(method).startswith("methods/retrieving/")
+
+
+def needs(method: str, signs: Mapping[str, str]) -> str:
+    """What a method takes, by what its file says."""
+    return ", ".join(words for sign, words in signs.items() if sign in source(method)) or ABSENT
