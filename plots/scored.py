@@ -161,7 +161,7 @@ def places(
     for key, part in samples.groupby([*by], sort=False, observed=True, dropna=False):
         metrics = [name for name in part["metric"].unique() if not isna(name)] if "metric" in part else []
         metric = str(metrics[0]) if metrics else "score"
-        weight = METRICS[metric].weight
+        weight = METRICS[metric].weight if value == "score" else None
         kept = part[part[value].notna()]
         columns = (
             kept[value].astype(float), kept["prompt"].astype(str), kept["sample"].astype(str),

@@ -216,7 +216,7 @@ def test_a_context_with_several_questions_is_one_sample_everywhere(wide: str, tm
     assert result.score_ci95 is None and "n = 1" in (sheet([(tmp_path, result)]).about or "")
     assert any("a single sample has a score" in line for line in remarks([result]))
     (ran,) = load(tmp_path)
-    assert Scored(ran.rows).n == ran.result.n_samples == 1
+    assert Scored.of(ran.rows).n == ran.result.n_samples == 1
     assert read_run(tmp_path / "run") == (result, rows)
 
 
