@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from kvbench import checkout
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import cache_home, one_line
+from kvbench.engine.terminal import console
 from kvbench.results.files import replacing
 from kvbench.results.keys import FIELDS, LEDGER, Key
 from kvbench.results.ledger import pyarrow
@@ -160,10 +161,9 @@ def watched(folders: Sequence[Path]) -> Iterable[Path]:
     """The folders, with a bar on a terminal where they are many."""
     if len(folders) < BAR or not sys.stderr.isatty():
         return folders
-    from rich.console import Console
     from rich.progress import track
 
-    return track(folders, "Reading runs", console=Console(stderr=True), transient=True)
+    return track(folders, "Reading runs", console=console(stderr=True), transient=True)
 
 
 # --- rows ------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.terminal import EXTRAS, as_started, lacks
 from kvbench.evals.screen.progress import Progress
 from kvbench.evals.screen.table import print_table
-from kvbench.plots import costs, results, turns
+from kvbench.plots import costs, turns
 from kvbench.plots.comparison import compare, print_comparison
 from kvbench.plots.table import main as table
 from kvbench.results import RunResult
@@ -122,7 +122,7 @@ def test_results_of_others_are_shown_and_not_obeyed(
     print_comparison(compare([folder for folder, _ in done]))
     for kind in ("markdown", "latex", "csv", "html"):
         assert table([str(runs), "--format", kind]) == 0
-    for page in (results, turns, costs):
+    for page in (turns, costs):
         page.main([str(runs), "--out", str(out)])
     shown = capsys.readouterr()
     assert is_harmless(shown.out) and is_harmless(shown.err)
