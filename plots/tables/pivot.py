@@ -175,7 +175,8 @@ def parts_of(samples: Frame, cuts: Sequence[str], value: Value = VALUES["score"]
     datasets = samples["dataset"].astype(str).to_numpy(object)
     parts = []
     for key, rows in groups_of(samples, by):
-        at = runs[key[0]] | dict(zip(cuts, key[1:], strict=True))
+        run = runs[key[0]]
+        at = run | {name: setting_of(run, name) or word for name, word in zip(cuts, key[1:], strict=True)}
         names = tuple(dict.fromkeys(datasets[rows]))
         family = at["own_task"], at["model"], at["scope"], at["seed"], frozenset(names)
         means = {one.column: mean_of(*(numbers[name][rows] for name in one.columns), scale=one.scale) for one in every}
@@ -183,6 +184,12 @@ def parts_of(samples: Frame, cuts: Sequence[str], value: Value = VALUES["score"]
         parts.append(at | more | {"datasets": names, "lines": len(rows)})
     order = {run: i for i, run in enumerate(runs)}
     return DataFrame(sorted(parts, key=lambda at: order[at["run"]]))
+
+
+def setting_of(run: Mapping[str, Any], key: str) -> str | None:
+    """A parameter in words, which knows a null where a column only has a gap; None where the key is none of the run's."""
+    kind, _, name = key.partition(".")
+    return {"method": run["params"], "prefill": run["prefill_params"], "task": run["asks"]}.get(kind, {}).get(name)
 
 
 def mean_of(values: Any, per: Any = None, scale: float = 1.0) -> float | None:
@@ -344,7 +351,7 @@ def judged(
     marks: dict[At, str] = {}
     why: list[str] = []
     if is_score:
-        families = Counter(family(key) for key, cell in cells.items() if not is_called(cell.of, FULL))
+        families = Counter(family(key) for key, cell in cells.items() if cell.of["kind"] != "full")
         ranked = {k: p for k, p in known.items() if cells[k].of["kind"] not in UNRANKED and not cells[k].over}
         marks, why = best(ranked, lambda key: key[1], lambda key: families[family(key)])
     made = {key: replace(cell, against=found.get(key), mark=marks.get(key, "")) for key, cell in cells.items()}
