@@ -19,15 +19,9 @@ from kvbench.engine.terminal import say
 from kvbench.plots import costs
 from kvbench.plots.read import default_root
 from kvbench.plots.tables.paper_words import paper_title, records, sheet_of
-from kvbench.plots.tables.papers import PaperTable, Table, build, paper_tables
-from kvbench.plots.tables.values import Frame
+from kvbench.plots.tables.papers import PaperTable, Table, build_all, paper_tables
 from kvbench.plots.tables.words import samples_below
 from kvbench.results.sheet import texts, write
-
-
-def build_all(samples: Frame) -> dict[str, list[Table]]:
-    """Every table of the papers by name; an empty list where no run answers it."""
-    return {name: build(paper, samples) for name, paper in paper_tables().items()}
 
 
 def write_table(out: Path, tables: Sequence[Table]) -> list[Path]:

@@ -188,15 +188,23 @@ class Table:
         )
 
 
-def build(paper: PaperTable, samples: Frame) -> list[Table]:
+def build_all(samples: Frame) -> dict[str, list[Table]]:
+    """Every table of the papers by name; an empty list where no run answers it."""
+    papers, has = paper_tables().values(), {*samples["task"]} if len(samples) else set[str]()
+    of_task = {task: samples[samples["task"] == task] for task in {paper.task for paper in papers} & has}
+    parts = {task: parts_of(of, ["dataset"]) for task, of in of_task.items()}
+    return {
+        paper.name: build(paper, of_task[paper.task], parts[paper.task]) if paper.task in parts else []
+        for paper in papers
+    }
+
+
+def build(paper: PaperTable, samples: Frame, parts: Frame) -> list[Table]:
     """A table for each set of comparable runs that fills any of its cells, the paper's own setting first.
 
     Those of full attention alone are tables only where no other method was run.
     """
-    samples = samples[samples["task"] == paper.task] if len(samples) else samples
-    if samples.empty:
-        return []
-    parts, published = parts_of(samples, ["dataset"]), read_published(paper)
+    published = read_published(paper)
     every, of_full = dicts(parts), parts[parts["kind"] == "full"]
     asks = [(at["asks"].get("question_position") == "before") == (paper.question == "before") for at in every]
     parts = parts.assign(

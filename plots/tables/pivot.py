@@ -20,9 +20,11 @@ from difflib import get_close_matches
 from math import fsum
 from typing import Any
 
+from numpy import isnan, nan
+
 from kvbench.engine.errors import ConfigError
 from kvbench.plots.run_sets import MOST_NAMES
-from kvbench.plots.scored import Scored, best, compared, places
+from kvbench.plots.scored import Scored, best, compared, groups_of, places
 from kvbench.plots.stats import Corrected
 from kvbench.plots.tables.values import VALUES, Frame, Value, column_of, sayable, value_named, with_values
 from kvbench.plots.tables.words import ANY, KEYS, UNKNOWN, dicts, differing, in_order, in_words, runs_of
@@ -169,26 +171,32 @@ def parts_of(samples: Frame, cuts: Sequence[str], value: Value = VALUES["score"]
     scores = places(narrow, by)
     looked = scores if value == VALUES["score"] else places(narrow, by, "looked", ANYWHERE)
     every = dict.fromkeys([*VALUES.values(), value])
-    numbers = {name for one in every for name in (one.column, one.per)}
-    numbers = samples[[*by, "dataset", *(name for name in numbers if name in samples)]]
+    numbers = {name: column_of(samples, name).to_numpy(float, na_value=nan) for one in every for name in one.columns}
+    datasets = samples["dataset"].astype(str).to_numpy(object)
     parts = []
-    for key, of in numbers.groupby(by, sort=False, observed=True):
-        datasets = tuple(dict.fromkeys(of["dataset"].astype(str)))
-        at = runs[key[0]] | dict(zip(cuts, key[1:], strict=True))
-        family = at["own_task"], at["model"], at["scope"], at["seed"], frozenset(datasets)
-        means = {one.column: mean_of(of, one) for one in every}
+    for key, rows in groups_of(samples, by):
+        run = runs[key[0]]
+        at = run | {name: setting_of(run, name) or word for name, word in zip(cuts, key[1:], strict=True)}
+        names = tuple(dict.fromkeys(datasets[rows]))
+        family = at["own_task"], at["model"], at["scope"], at["seed"], frozenset(names)
+        means = {one.column: mean_of(*(numbers[name][rows] for name in one.columns), scale=one.scale) for one in every}
         more = {"scores": scores[key], "looked": looked[key], "means": means, "family": family}
-        parts.append(at | more | {"datasets": datasets, "lines": len(of)})
+        parts.append(at | more | {"datasets": names, "lines": len(rows)})
     order = {run: i for i, run in enumerate(runs)}
     return DataFrame(sorted(parts, key=lambda at: order[at["run"]]))
 
 
-def mean_of(samples: Frame, value: Value) -> float | None:
-    if value.column not in samples:
-        return None
-    found = [float(one) for one in samples[value.column].dropna()]
-    over = fsum(samples[value.per].dropna()) if value.per else len(found)
-    return fsum(found) / over / value.scale if over else None
+def setting_of(run: Mapping[str, Any], key: str) -> str | None:
+    """A parameter in words, which knows a null where a column only has a gap; None where the key is none of the run's."""
+    kind, _, name = key.partition(".")
+    return {"method": run["params"], "prefill": run["prefill_params"], "task": run["asks"]}.get(kind, {}).get(name)
+
+
+def mean_of(values: Any, per: Any = None, scale: float = 1.0) -> float | None:
+    """The mean of an array's numbers; with another array their sum over this one's."""
+    found = values[~isnan(values)].tolist()
+    over = len(found) if per is None else fsum(per[~isnan(per)])
+    return fsum(found) / over / scale if over else None
 
 
 def told_apart(parts: Frame, axes: Collection[str]) -> Frame:
@@ -343,7 +351,7 @@ def judged(
     marks: dict[At, str] = {}
     why: list[str] = []
     if is_score:
-        families = Counter(family(key) for key, cell in cells.items() if not is_called(cell.of, FULL))
+        families = Counter(family(key) for key, cell in cells.items() if cell.of["kind"] != "full")
         ranked = {k: p for k, p in known.items() if cells[k].of["kind"] not in UNRANKED and not cells[k].over}
         marks, why = best(ranked, lambda key: key[1], lambda key: families[family(key)])
     made = {key: replace(cell, against=found.get(key), mark=marks.get(key, "")) for key, cell in cells.items()}

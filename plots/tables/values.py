@@ -29,6 +29,10 @@ class Value:
     scale: float = 1.0  # of the column's unit
     per: str = ""  # column: the mean is the sum over this one's sum
 
+    @property
+    def columns(self) -> list[str]:
+        return [name for name in (self.column, self.per) if name]
+
 
 VALUES = {
     "score": Value("score", "score", digits=3),

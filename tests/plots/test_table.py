@@ -234,6 +234,7 @@ def test_a_parameter_that_is_null_is_told_from_one_that_a_run_has_not(tmp_path: 
     for i, params in enumerate(({"m": 2}, {"m": None}, {})):
         write(tmp_path, "pqcache", "needle", rows(HITS), params=params, comm=f"1/{64 * 2**i}")
     assert sorted(row[0] for row in one(tmp_path).rows) == ["PQCache", "PQCache m=2", "PQCache m=null"]
+    assert {row[1] for row in one(tmp_path, rows=["method", "method.m"]).rows} == {"2", "null", "-"}
     write(tmp_path / "task", "pqcache", "needle", rows(HITS), task_params={"style": None})
     (sheet,) = pivots(samples_below(tmp_path / "task"))
     assert sheet.where["prompts"] == "style=null", "its prompts are not those of the default"

@@ -10,14 +10,14 @@ import pytest
 from kvbench.plots.read import load
 from kvbench.plots.run_sets import run_sets
 from kvbench.plots.site.overview import overview
-from kvbench.plots.tables.command import build_all, main, write_table
+from kvbench.plots.tables.command import main, write_table
 from kvbench.plots.tables.paper_words import comm, records, sheet_of
 from kvbench.plots.tables.papers import (
     AVERAGE,
     PUBLISHED,
     PaperTable,
     Table,
-    build,
+    build_all,
     canonical,
     paper_tables,
     read_published,
@@ -66,8 +66,12 @@ def changed(**changes: Any) -> dict[str, Any]:
     return {**OURS, **changes}
 
 
+def build(paper_table: PaperTable, root: Path) -> list[Table]:
+    return build_all(samples_below(root))[paper_table.name]
+
+
 def one(root: Path, paper_table: PaperTable = TABLE2) -> Table:
-    (table,) = build(paper_table, samples_below(root))
+    (table,) = build(paper_table, root)
     return table
 
 
@@ -161,7 +165,7 @@ def test_what_differs_in_model_data_or_comm_is_never_in_one_table(tmp_path: Path
     make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.6), **changed(comm="1/64"))
     make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.7), **changed(model="tiny"))
     make_run(tmp_path, "h2o", "longbench", answers(["docs_qa"], 0.8), **changed(source="embedded"))
-    found = build(TABLE2, samples_below(tmp_path))
+    found = build(TABLE2, tmp_path)
     assert [table.is_paper_setting for table in found] == [True, False, False, False]
     embedded = next(table for table in found if table.pivot.where["data"] == "embedded")
     text = markdown(embedded)
@@ -195,7 +199,7 @@ def test_csv_has_every_cell_unrounded(tmp_path: Path) -> None:
 def test_times_of_shared_batches_are_left_out(tmp_path: Path) -> None:
     rows = answers(["narrativeqa"], 0.5, n=3)
     make_run(tmp_path, "full", "longbench", rows, ratio="1")
-    (table,) = build(TIMES, samples_below(tmp_path))
+    (table,) = build(TIMES, tmp_path)
     place = "single_task_runtime_s", "FullKV", ANY
     assert score(table, *place) == pytest.approx(0.9) and table.printed(*place) == "7.18"
     assert score(table, "total_runtime_s", "FullKV", ANY) == pytest.approx(2.7)
@@ -205,7 +209,7 @@ def test_the_embedded_set_stands_in_for_the_efficiency_tables_dataset(tmp_path: 
     make_run(tmp_path, "full", "longbench", answers(["docs_qa"], 0.7), ratio="1")
     make_run(tmp_path, "full", "longbench", answers(["docs_qa"], 0.7), ratio="1", comm="1/16")
     make_run(tmp_path, "xkv", "longbench", answers(["docs_qa"], 0.7), ratio="0.385", label="XKV")
-    (table,) = build(TIMES, samples_below(tmp_path))
+    (table,) = build(TIMES, tmp_path)
     assert score(table, "single_task_runtime_s", "XKV", ANY) == pytest.approx(0.9)
     assert "EMBEDDED DATA" in markdown(table)
 
@@ -213,10 +217,10 @@ def test_the_embedded_set_stands_in_for_the_efficiency_tables_dataset(tmp_path: 
 def test_full_attention_alone_is_a_table_only_where_nothing_else_was_run(tmp_path: Path) -> None:
     rows = answers(["qasper"], 0.4)
     make_run(tmp_path, "full", "longbench", rows, ratio="1", **OURS)
-    assert len(build(TABLE2, samples_below(tmp_path))) == 1
+    assert len(build(TABLE2, tmp_path)) == 1
     make_run(tmp_path, "full", "longbench", rows, ratio="1", task_params={"strip": True}, **OURS)
     make_run(tmp_path, "h2o", "longbench", rows, **OURS)
-    (table,) = build(TABLE2, samples_below(tmp_path))
+    (table,) = build(TABLE2, tmp_path)
     assert at(table, "Qasper", "H2O (C)", "1/5").n
 
 
@@ -291,7 +295,7 @@ def test_runs_with_other_prompts_have_tables_of_their_own(tmp_path: Path) -> Non
     make_run(tmp_path, "h2o", "longbench", rows, **OURS)
     cut = {"max_prompt_tokens": 2000, "rows": 6}
     make_run(tmp_path, "pqcache", "longbench", rows, task_params=cut, **OURS)
-    plain, short = build(TABLE2, samples_below(tmp_path))
+    plain, short = build(TABLE2, tmp_path)
     assert (plain.pivot.where["prompts"], short.pivot.where["prompts"]) == ("", "max_prompt_tokens=2000")
     assert plain.cell("Qasper", "PQCache", "1/5") is None
     assert short.cell("Qasper", "Full", "1/5") is None
@@ -338,13 +342,13 @@ def test_two_sparsities_are_two_tables_with_the_same_exact_columns(tmp_path: Pat
     settings: dict[str, Any] = {"comm": "1/64", "model": "llama-3.1-8b-instruct", "source": "local"}
     rows = answers(["passkey"], 0.1)
     make_run(tmp_path, "pqcache", "infinitebench", rows, prefill={"n_vertical": 9}, **settings)
-    found = build(TABLES["pqcache_table5"], samples_below(tmp_path))
+    found = build(TABLES["pqcache_table5"], tmp_path)
     assert len(found) == 2
     full = [at(table, "Retr.PassKey", "Full", "1/5").of["folder"] for table in found]
     both = [score(table, "Retr.PassKey", "MInference+PQCache", "1/5") for table in found]
     assert full[0] == full[1] and both[0] != both[1]
     samples: Any = samples_below(tmp_path)
-    (alone,) = build(TABLES["pqcache_table5"], samples[samples["prefill"] == "exact"])
+    (alone,) = build_all(samples[samples["prefill"] == "exact"])["pqcache_table5"]
     assert "prefill" not in alone.pivot.where
 
 
@@ -387,7 +391,7 @@ def test_runs_on_another_model_do_not_answer_a_papers_table(tmp_path: Path) -> N
         make_run(tmp_path, method, "longbench", answers(PAPER[:2], 0.4), **changed(model="tiny", comm="1/128"))
     for paper_table in TABLES.values():
         if paper_table.name in ("pqcache_table2", "pqcache_table6"):
-            (table,) = build(paper_table, samples_below(tmp_path))
+            (table,) = build(paper_table, tmp_path)
             assert table.is_layout_only and not table.published.values
             text = markdown(table)
             assert "NOT THE PAPER'S MODEL" in text and "paper |" not in text
@@ -408,7 +412,7 @@ def test_a_budget_that_only_full_attention_was_run_at_has_no_block(tmp_path: Pat
 def test_names_of_columns_and_labels_are_said_once(tmp_path: Path) -> None:
     make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.5), **OURS)
     make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.5), **changed(comm="1/64"))
-    tables = build(TABLE2, samples_below(tmp_path))
+    tables = build(TABLE2, tmp_path)
     head = as_csv(tables).splitlines()[0].split(",")
     assert len(set(head)) == len(head)
     write_table(tmp_path / "out", tables)
