@@ -103,7 +103,7 @@ results: $(DONE) ## twelve methods on tasks that tell them apart, all others at 
 pages: $(DONE) ## docs/results.md, which-method.md, cited.md and register.md from the scores beside them (with runs: ARGS=FOLDER)
 	$(BIN)/python -m kvbench.plots.pages $(ARGS)
 
-paper-tables: $(DONE) ## the papers' tables from runs/, as Markdown, LaTeX and CSV (other runs: ARGS=FOLDER)
+paper-tables: $(DONE) ## the papers' tables from runs/, as Markdown, LaTeX, HTML and CSV (other runs: ARGS=FOLDER)
 	$(BIN)/python -m kvbench.plots.tables $(ARGS)
 
 paper-figures: $(DONE) ## the papers' figures from runs/, as PDF and PNG (other runs: ARGS=FOLDER)

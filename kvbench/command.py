@@ -19,7 +19,7 @@ WORDS = {  # what follows each, what it does, and the module of those whose `mai
     "run": ("KEY=VALUE…", "run methods, print a table: method=snapkv ratio=0.2", ""),
     "check": ("[model=NAME]", "what this machine has; what a model has and fits", ""),
     "ls": ("KIND", "methods, tasks, models or experiments", ""),
-    "table": ("[RUNS]", "finished runs as a table: Markdown, LaTeX, CSV", "plots.table"),
+    "table": ("[RUNS]", "finished runs as a table: Markdown, LaTeX, HTML, CSV", "plots.table"),
     "report": ("[RUNS]", "finished runs as one HTML page", "plots.site.report"),
     "view": ("[RUNS]", "that page, opened in a browser", "plots.site.view"),
     "export": ("[RUNS…]", "finished runs as Parquet, CSV or others' formats", "plots.export.command"),

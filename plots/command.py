@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from kvbench.engine.errors import ConfigError
 from kvbench.engine.terminal import say
-from kvbench.plots.read import Run, default_root, load
+from kvbench.plots.read import default_root, load
 
 
 @dataclass(frozen=True)
@@ -19,10 +21,11 @@ class Page:
 
     prog: str  # plots.NAME
     about: str  # in a line
-    write: Callable[[Path, Sequence[Run]], list[Path]]  # into a folder; no paths where no run is of the page
+    write: Callable[[Path, Any], list[Path]]  # what was loaded, into a folder; no paths where no run is of the page
     nothing: str  # what to say then of RUNS, which stands as {}
     out: str = "docs"
     shows: bool = False  # whether the first file is printed too
+    load: Callable[[Path], Any] = load  # the runs below a folder
 
     def main(self, arguments: Sequence[str]) -> int:
         parser = argparse.ArgumentParser(prog=f"python -m {self.prog}", description=self.about)
@@ -30,8 +33,8 @@ class Page:
         parser.add_argument("--out", type=Path, default=Path(self.out), help="where to write")
         options = parser.parse_args(arguments)
         try:
-            paths = self.write(options.out, load(options.runs))
-        except (ValueError, OSError) as error:
+            paths = self.write(options.out, self.load(options.runs))
+        except (ConfigError, ValueError, OSError) as error:
             return self.refuse(str(error))
         if not paths:
             return self.refuse(self.nothing.format(options.runs))

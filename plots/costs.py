@@ -11,192 +11,177 @@ Not here: what was measured (`tasks/latency.py`), figures of it (`plots/figures/
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvbench.plots.command import Page
-from kvbench.plots.read import Run
-from kvbench.plots.run_sets import RunSet, asked, other_setting, run_sets
-from kvbench.results import SampleRow
+from kvbench.plots.tables.pivot import shared, split, with_differing
+from kvbench.plots.tables.shown import where
+from kvbench.plots.tables.values import Frame
+from kvbench.plots.tables.words import ANY, dicts, runs_of, samples_below
 from kvbench.results.sheet import ABSENT, Sheet, as_csv, markdown
 from kvbench.results.sheet import write as write_texts
 
 NAME = "costs"
-HEAD = (
-    "method", "budget", "second token, s", "to Full's", "ms per token", "to Full's", "growth",
-    "device MB", "host MB", "cache hits",
-)  # fmt: skip
-AT_ONCE = (
-    "method", "budget", "tokens", "request, MB", "prefill, MB", "requests at once", "decoded", "tokens/s", "to Full's",
-)  # fmt: skip
-RUN = ("model", "device", "dtype", "method", "ratio_exact", "budget", "comm_exact")
-LEDGER = ("bytes_resident_device", "bytes_prefill_peak", "bytes_resident_host", "tokens_attended_mean")
-TIMES = tuple(
-    f"{name}_{unit}{tail}" for name in ("ttft", "tt2t", "tpot") for unit in ("s", "ratio") for tail in ("", "_q")
+AXES = {"method", "budget", "ratio", "comm", "dataset"}  # in which the rows of a table differ
+TIMES = ("ttft", "tt2t", "tpot")
+GROWTH = "growth"
+TIMED = (  # head, column, digits, scale
+    ("second token, s", "timing.tt2t_s", 2, 1),
+    ("to Full's", "timing.tt2t_ratio", 2, 1),
+    ("ms per token", "timing.tpot_s", 1, 1e3),
+    ("to Full's", "timing.tpot_ratio", 2, 1),
+    (GROWTH, GROWTH, 2, 1),
+    ("device MB", "bytes_resident_device", 1, 1e-6),
+    ("host MB", "bytes_resident_host", 1, 1e-6),
+    ("cache hits", "hit_rate", 2, 1),
 )
-
+AT_ONCE = (
+    ("request, MB", "timing.request_bytes", 1, 1e-6),
+    ("prefill, MB", "timing.prefill_bytes", 1, 1e-6),
+    ("requests at once", "timing.largest_batch", 0, 1),
+    ("decoded", "timing.batch_run", 0, 1),
+    ("tokens/s", "timing.tokens_per_s_at_largest", 1, 1),
+    ("to Full's", "timing.throughput_ratio", 2, 1),
+)
+RUN = ("model", "device", "dtype", "method", "ratio_exact", "budget", "comm_exact")
+LEDGER = ("bytes_resident_device", "bytes_prefill_peak", "bytes_resident_host", "tokens_attended_mean", "hit_rate")
 SIZES = (
     *("request_bytes", "prefill_bytes", "weight_bytes", "peak_bytes", "tokens_per_s", "largest_batch", "batch_run"),
     *("batch_bound", "tokens_per_s_at_largest", "tpot_s_at_largest", "peak_bytes_at_largest"),
     *("full_largest_batch", "full_batch_run", "full_tokens_per_s_at_largest", "throughput_ratio"),
 )
+At = Mapping[str, Any]  # a row of the frame
 
 
-def sheets(runs: Sequence[Run]) -> list[Sheet]:
+def timed(samples: Frame) -> list[dict[str, Any]]:
+    """The rows of task=latency, short prompts first, with the hit rate of the cache of blocks or the method's own."""
+    rows = dicts(samples[samples["task"] == "latency"]) if len(samples) else []
+    made = [
+        row
+        | {"length": int(float(row["length"])), "batch": int(float(row["batch"]))}
+        | {"hit_rate": row.get("report.cluster_hit_rate", row.get("cache_hit_rate")) or row.get("cache_hit_rate")}
+        for row in rows
+    ]
+    return sorted(made, key=lambda row: (row["run"], row["length"], row["batch"]))
+
+
+def sheets(samples: Frame) -> list[Sheet]:
     """A table per set of runs and batch size, and one per set of how many requests fit at once."""
+    rows = timed(samples)
+    if not rows:
+        return []
     made: list[Sheet] = []
-    for run_set in run_sets(runs, lambda run: run.result.task == "latency"):
-        for batch in batches(run_set):
-            tail = other_setting(run_set)
-            rows = {run.folder: timed(run, batch) for run in run_set.runs}
-            lengths = list(dict.fromkeys(n for found in rows.values() for n in found))
+    runs = runs_of(samples[samples["task"] == "latency"])
+    runs = runs.assign(settings=[params | cache for params, cache in zip(runs["params"], runs["cache"], strict=True)])
+    for group in split(runs, AXES):
+        order = sorted(dicts(with_differing(group, "method", "settings")), key=in_order)
+        of = {at["run"]: [row for row in rows if row["run"] == at["run"]] for at in order}
+        about = where(shared(group, AXES))
+        for batch in sorted({row["batch"] for found in of.values() for row in found}):
+            by_length = {
+                run: {row["length"]: row for row in found if row["batch"] == batch} for run, found in of.items()
+            }
+            lengths = list(dict.fromkeys(length for found in by_length.values() for length in found))
             lines = [
-                line(run, tail(run), [rows[run.folder].get(n) for n in lengths])
-                for run in sorted(run_set.runs, key=order)
-                if rows[run.folder]
+                [*names(at), *(words([by_length[at["run"]].get(n) for n in lengths], *one[1:]) for one in TIMED)]
+                for at in order
+                if by_length[at["run"]]
             ]
-            if lines:
-                sizes = ", ".join(f"{n:,}" for n in lengths)
-                about = f"{run_set.about} · {sizes} tokens · batch of {batch}"
-                made.append(Sheet(HEAD, lines, about=about))
-        made += at_once(run_set)
+            said = f"{about} · {', '.join(f'{n:,}' for n in lengths)} tokens · batch of {batch}"
+            made.append(Sheet(["method", "budget", *(head for head, *_ in TIMED)], lines, about=said))
+        made += at_once(order, of, about)
     return made
 
 
-def at_once(run_set: RunSet) -> list[Sheet]:
+def at_once(order: Sequence[At], of: Mapping[str, Sequence[At]], about: str) -> list[Sheet]:
     """How many requests fit into the memory; none of runs from before that was counted."""
-    rows = {run.folder: counted(run) for run in run_set.runs}
-    weights = {
-        timing(row)["weight_bytes"] for of in rows.values() for row in of.values() if "largest_batch" in timing(row)
-    }
-    if not weights:
+    rows = [row for found in of.values() for row in found if row.get("timing.largest_batch") is not None]
+    if not rows:
         return []
-    tail, memory_gb = other_setting(run_set), run_set.runs[0].task_param("memory_gb")
-    memory = "all memory of the device" if memory_gb is None else f"{memory_gb:g} GB"
-    about = f"{run_set.about} · requests at once in {memory}, of which weights take {max(weights) / 1e9:.2f} GB"
+    memory = order[0]["asks"].get("memory_gb", "null")
+    said = "all memory of the device" if memory == "null" else f"{memory} GB"
+    weights = max(row["timing.weight_bytes"] for row in rows) / 1e9
     lines = [
-        (
-            f"{run.result.method_label} {tail(run)}".strip(),
-            ABSENT if run.is_full else asked(run),
-            f"{length:,}",
-            told_of(row, "request_bytes", ".1f", 1e-6),
-            told_of(row, "prefill_bytes", ".1f", 1e-6),
-            told_of(row, "largest_batch", ".0f"),
-            told_of(row, "batch_run", ".0f"),
-            told_of(row, "tokens_per_s_at_largest", ".1f"),
-            told_of(row, "throughput_ratio", ".2f"),
-        )
-        for run in sorted(run_set.runs, key=order)
-        for length, row in rows[run.folder].items()
+        [*names(at), f"{length:,}", *(words([row], *one[1:]) for one in AT_ONCE)]
+        for at in order
+        for length, row in counted(of[at["run"]]).items()
     ]
-    return [Sheet(AT_ONCE, lines, about=about)]
+    about = f"{about} · requests at once in {said}, of which weights take {weights:.2f} GB"
+    return [Sheet(["method", "budget", "tokens", *(head for head, *_ in AT_ONCE)], lines, about=about)]
 
 
-def told_of(row: SampleRow, key: str, form: str, scale: float = 1) -> str:
-    """A figure of `timing`."""
-    return word(row, lambda row: timing(row).get(key), form, scale)
-
-
-def counted(run: Run) -> dict[int, SampleRow]:
+def counted(rows: Sequence[At]) -> dict[int, At]:
     """A sample of each length, the smallest batch that was run; where none was, one that says why."""
-    found: dict[int, SampleRow] = {}
-    for row in sorted(run.rows, key=lambda row: (int(row.fields["length"]), int(row.fields["batch"]))):
-        length = int(row.fields["length"])
-        if length not in found or (found[length].status != "ok" and row.status == "ok"):
-            found[length] = row
+    found: dict[int, At] = {}
+    for row in rows:
+        if row["length"] not in found or (found[row["length"]]["status"] != "ok" and row["status"] == "ok"):
+            found[row["length"]] = row
     return found
 
 
-def order(run: Run) -> tuple[bool, str, str]:
-    return not run.is_full, run.result.method_label.lower(), run.folder.name
+def in_order(at: At) -> tuple[bool, str, str]:
+    return at["kind"] != "full", at["label"].lower(), at["folder"]
 
 
-def batches(run_set: RunSet) -> list[int]:
-    return sorted({int(row.fields["batch"]) for run in run_set.runs for row in run.rows})
+def names(at: At) -> tuple[str, str]:
+    """A run's method and budget in words."""
+    return at["method"], ABSENT if at["budget"] == ANY else at["asked"]
 
 
-def timed(run: Run, batch: int) -> dict[int, SampleRow]:
-    """Samples of a batch size by length, shortest first; those that did not fit into memory among them."""
-    return {
-        int(row.fields["length"]): row
-        for row in sorted(run.rows, key=lambda row: int(row.fields["length"]))
-        if int(row.fields["batch"]) == batch
-    }
+def words(rows: Sequence[At | None], column: str, digits: int, scale: float) -> str:
+    """A quantity of one run, length by length; samples that did not fit into memory say so."""
+    if column == GROWTH:
+        every = [row.get("timing.tpot_s") for row in rows if row is not None]
+        ends = [time for time in (every[:1] + every[-1:]) if time is not None]
+        return f"{ends[1] / ends[0]:.2f}" if len(every) > 1 and len(ends) == 2 else ABSENT
+    said = [ABSENT if row is None else word(row, column, digits, scale) for row in rows]
+    return ABSENT if {*said} == {ABSENT} else " ".join(said)
 
 
-def line(run: Run, setting: str, rows: Sequence[SampleRow | None]) -> tuple[str, ...]:
-    """One run: of each quantity its values, length by length."""
-
-    def told(of: Callable[[SampleRow], float | None], form: str, scale: float = 1) -> str:
-        words = [ABSENT if row is None else word(row, of, form, scale) for row in rows]
-        return ABSENT if set(words) == {ABSENT} else " ".join(words)
-
-    times = [tpot(row) for row in rows if row is not None]
-    ends = [time for time in (times[:1] + times[-1:]) if time is not None]
-    growth = f"{ends[1] / ends[0]:.2f}" if len(times) > 1 and len(ends) == 2 else ABSENT
-    return (
-        f"{run.result.method_label} {setting}".strip(),
-        ABSENT if run.is_full else asked(run),
-        told(lambda row: timing(row).get("tt2t_s"), ".2f"),
-        told(lambda row: timing(row).get("tt2t_ratio"), ".2f"),
-        told(tpot, ".1f", 1e3),
-        told(lambda row: timing(row).get("tpot_ratio"), ".2f"),
-        growth,
-        told(lambda row: row.ledger.get("bytes_resident_device"), ".1f", 1e-6),
-        told(lambda row: row.ledger.get("bytes_resident_host"), ".1f", 1e-6),
-        told(hit_rate, ".2f"),
-    )
+def word(row: At, column: str, digits: int, scale: float) -> str:
+    if row["status"] != "ok":
+        return row["status"]
+    value = row.get(column)
+    return ABSENT if value is None else f"{scale * value:.{digits}f}"
 
 
-def word(row: SampleRow, of: Callable[[SampleRow], float | None], form: str, scale: float) -> str:
-    if row.status != "ok":
-        return row.status
-    value = of(row)
-    return ABSENT if value is None else format(scale * value, form)
-
-
-def timing(row: SampleRow) -> dict[str, Any]:
-    return row.fields.get("timing") or {}
-
-
-def tpot(row: SampleRow) -> float | None:
-    return timing(row).get("tpot_s")
-
-
-def hit_rate(row: SampleRow) -> float | None:
-    """Hit rate of the cache of blocks, or of the method's own cache."""
-    found = row.ledger.get("cache_hit_rate")
-    return (row.fields.get("method_report") or {}).get("cluster_hit_rate", found)
-
-
-def records(runs: Iterable[Run]) -> Iterator[dict[str, Any]]:
+def records(samples: Frame) -> Iterator[dict[str, Any]]:
     """A line per run, length and batch size."""
-    for run in sorted((r for r in runs if r.result.task == "latency"), key=order):
-        for row in run.rows:
-            yield (
-                {name: getattr(run.result, name) for name in RUN}
-                | {"cache_tokens": run.setting("cache", "tokens"), "length": row.fields["length"]}
-                | {"batch": row.fields["batch"], "status": row.status}
-                | {name: timing(row).get(name) for name in (*TIMES, *SIZES)}
-                | {name: row.ledger.get(name) for name in LEDGER}
-                | {"hit_rate": hit_rate(row), "run": run.folder.name}
-            )
+    for row in sorted(timed(samples), key=lambda row: (row["method"] != "full", row["method_label"].lower())):
+        times = {f"{name}_{unit}": row.get(f"timing.{name}_{unit}") for name in TIMES for unit in ("s", "ratio")}
+        quartiles = {f"{name}_q": [row.get(f"timing.{name}_q{i}") for i in (1, 3)] for name in times}
+        yield (
+            {name: whole(row.get(name)) for name in RUN}
+            | {"cache_tokens": whole(row.get("config.cache.tokens")), "length": row["length"], "batch": row["batch"]}
+            | {"status": row["status"]}
+            | times
+            | {name: [] if None in ends else ends for name, ends in quartiles.items()}
+            | {name: whole(row.get(f"timing.{name}")) for name in SIZES}
+            | {name: whole(row.get(name)) for name in LEDGER}
+            | {"run": Path(row["run"]).name}
+        )
 
 
-def write(folder: Path, runs: Sequence[Run]) -> list[Path]:
+def whole(value: Any) -> Any:
+    """A column of whole numbers with gaps holds floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def write(folder: Path, samples: Frame) -> list[Path]:
     """Markdown and CSV; nothing where nothing was timed."""
-    made = sheets(runs)
+    made = sheets(samples)
     if not made:
         return []
     text = "\n\n".join(map(markdown, made))
-    return write_texts(folder, NAME, {"md": f"# What variants cost\n\n{text}\n", "csv": as_csv(records(runs))})
+    return write_texts(folder, NAME, {"md": f"# What variants cost\n\n{text}\n", "csv": as_csv(records(samples))})
 
 
 NOTHING = """{} has no runs of task=latency; make some with
     python run.py -m method=full,snapkv,pqcache task=latency budget=512"""
 ABOUT = (__doc__ or "").partition("\n")[0]
-main = Page("kvbench.plots.costs", ABOUT, write, NOTHING, "outputs/tables", shows=True).main
+main = Page("kvbench.plots.costs", ABOUT, write, NOTHING, "outputs/tables", shows=True, load=samples_below).main
 
 
 if __name__ == "__main__":

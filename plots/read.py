@@ -250,40 +250,6 @@ def prefill_words(run: Run) -> str:
     return " ".join([run.prefill, *params])
 
 
-def by_conditions(runs: Iterable[Run]) -> dict[Conditions, list[Run]]:
-    """Runs that may stand side by side.
-
-    Full attention joins every group that differs in comm only, and runs with the exact prefill join those that differ
-    in the prefill only: who wants none of the others leaves them out before.
-    """
-    found: dict[Conditions, list[Run]] = {}
-    for run in runs:
-        found.setdefault(conditions(run, "" if run.is_full else None), []).append(run)
-    groups: dict[Conditions, list[Run]] = {}
-    for key in found:
-        alike = [other for other in found if replace(other, comm="", prefill="") == replace(key, comm="", prefill="")]
-        for prefill in {other.prefill for other in alike} - {""} or {""}:
-            here = sorted(
-                (other for other in alike if other.prefill in ("", prefill)),
-                key=lambda other: (other.comm == "", other.prefill == ""),
-            )
-            for comm in {other.comm for other in here} - {""} or {""}:
-                groups[replace(key, comm=comm, prefill=prefill)] = [
-                    run for other in here if other.comm in ("", comm) for run in found[other]
-                ]
-    return dict(sorted(groups.items()))
-
-
-def has_budget(run: Run, budget: str) -> bool:
-    """Whether a run was given this budget: "1/5" of the prompt, "256" tokens."""
-    if run.result.adapts:
-        return False
-    if budget.isdecimal() and budget != "1":
-        return run.result.budget == int(budget)
-    exact = run.result.ratio_exact
-    return exact is not None and Fraction(exact) == Fraction(budget)
-
-
 def scores(rows: Iterable[SampleRow]) -> list[float]:
     """The scores of those that did not run out of memory."""
     return [row.score for row in rows if row.score is not None]

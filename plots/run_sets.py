@@ -1,6 +1,6 @@
 """Which runs may share a table or a figure, by what they differ within it, and which of them no other beats.
 
-Not here: reading (`plots/read.py`), drawing (`plots/figures/`), the cells of tables (`plots/tables/cells.py`).
+Not here: reading (`plots/read.py`), drawing (`plots/figures/`), tables (`plots/tables/pivot.py`).
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from kvbench.plots.read import ROOT, Conditions, Run, by_conditions, conditions, over_budget, score
+from kvbench.plots.read import ROOT, Conditions, Run, conditions, over_budget, score
 from kvbench.plots.scored import Scored
 from kvbench.plots.stats import front
 from kvbench.results import SampleRow
@@ -65,18 +65,6 @@ def run_sets(runs: Iterable[Run], keep: Callable[[Run], bool] = lambda run: True
         found.setdefault((conditions(run, ""), run.result.task, params), []).append(run)
     made = [RunSet(key[1], key[0], members) for key, members in found.items()]
     return sorted(made, key=lambda run_set: (-len(run_set.runs), str(run_set.where), run_set.task))
-
-
-def comparable(runs: Iterable[Run]) -> list[tuple[str, Conditions, list[Run]]]:
-    """The runs that may share a table: same conditions, and prompts made in the same way (`prompt_settings`)."""
-    by_prompts: dict[str, list[Run]] = {}
-    for run in runs:
-        by_prompts.setdefault(prompt_settings(run), []).append(run)
-    return [
-        (prompts, where, members)
-        for prompts in sorted(by_prompts)
-        for where, members in by_conditions(by_prompts[prompts]).items()
-    ]
 
 
 def prompt_settings(run: Run) -> str:

@@ -11,11 +11,14 @@ counts alike. All tables, the report and the pages of results stand on these.
 Not here: the statistics (`plots/stats.py`), words (`results/sheet.py`).
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from math import fsum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from numpy import argsort, diff, flatnonzero, isnan, nan, split
 
 from kvbench.plots.read import over_budget, prompt, score
 from kvbench.plots.stats import Corrected, Paired, corrected, macro_interval, paired_over_datasets, standings
@@ -155,25 +158,37 @@ def places(
     What is missing in a column is "". `value` names what is looked at; `limits` say what it can be, where it is no
     score.
     """
+
+    def column(name: str) -> Any:
+        return samples[name].to_numpy(object) if name in samples else None
+
+    prompts, names, datasets, metrics = map(column, ("prompt", "sample", "dataset", "metric"))
+    values = samples[value].to_numpy(float, na_value=nan)
+    without = samples["score"].isna().to_numpy() if "score" in samples else None
+    over = samples["within_budget"].eq(False).to_numpy(bool, na_value=False) if "within_budget" in samples else None
+    found: dict[tuple[Any, ...], Scored] = {}
+    for name, at in groups_of(samples, by):
+        metric = "score" if metrics is None else next((one for one in metrics[at] if isinstance(one, str)), "score")
+        weight = METRICS[metric].weight if value == "score" else None
+        kept = at[~isnan(values[at])]
+        weights = samples[weight].to_numpy()[kept].astype(int).tolist() if weight else repeat(1)
+        groups = repeat("") if datasets is None else map(str, datasets[kept])
+        each = zip(values[kept].tolist(), map(str, prompts[kept]), map(str, names[kept]), groups, weights, strict=False)
+        n_oom = 0 if without is None else len({*names[at[without[at]]]})
+        is_over = over is not None and bool(over[at].any())
+        found[name] = Scored([Answer(*one) for one in each], metric, n_oom, is_over, limits, is_score=value == "score")
+    return found
+
+
+def groups_of(samples: "DataFrame", by: Sequence[str]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The values of some columns, "" for what is missing, and the positions of the rows that have them."""
     from pandas import isna
 
-    found: dict[tuple[Any, ...], Scored] = {}
-    for key, part in samples.groupby([*by], sort=False, observed=True, dropna=False):
-        metrics = [name for name in part["metric"].unique() if not isna(name)] if "metric" in part else []
-        metric = str(metrics[0]) if metrics else "score"
-        weight = METRICS[metric].weight
-        kept = part[part[value].notna()]
-        columns = (
-            kept[value].astype(float), kept["prompt"].astype(str), kept["sample"].astype(str),
-            kept["dataset"].astype(str) if "dataset" in kept else [""] * len(kept),
-            kept[weight].astype(int) if weight else [1] * len(kept),
-        )  # fmt: skip
-        answers = [Answer(*one) for one in zip(*columns, strict=True)]
-        n_oom = part.loc[part["score"].isna(), "sample"].nunique() if "score" in part else 0
-        over = "within_budget" in part and bool((part["within_budget"] == False).any())  # noqa: E712
-        name = tuple("" if isna(one) else one for one in cast(tuple[Any, ...], key))
-        found[name] = Scored(answers, metric, int(n_oom), over, limits, is_score=value == "score")
-    return found
+    keys = [samples[name].to_numpy(object) for name in by]
+    numbers = samples.groupby([*by], sort=False, observed=True, dropna=False).ngroup().to_numpy()
+    order = argsort(numbers, kind="stable")
+    for at in split(order, flatnonzero(diff(numbers[order])) + 1) if len(order) else ():
+        yield tuple("" if isna(key[at[0]]) else key[at[0]] for key in keys), at
 
 
 def compared(

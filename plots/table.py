@@ -1,13 +1,13 @@
 """Any runs as tables: choose the keys of rows and columns, and what a cell says.
 
     kvbench table [RUNS] [--rows method] [--columns task,ratio] [--value score] [--filter task=needle]
-                          [--against METHOD] [--format markdown|latex|csv] [--out FOLDER] [--caption TEXT]
+                          [--against METHOD] [--format markdown|latex|csv|html] [--out FOLDER] [--caption TEXT]
 
 Without --columns they are what varies between the runs. With --against every cell says the difference to that method's
 value in the same column, with the interval of the paired differences; `--value difference` is the score's to Full's.
 Without --out one format goes to standard output; with it table.md, table.tex and table.csv are written.
 
-Not here: which runs share a table (`plots/tables/generic.py`), its words (`plots/tables/words.py`), the papers' tables
+Not here: which runs share a table (`plots/tables/pivot.py`), its words (`plots/tables/shown.py`), the papers' tables
 (`python -m kvbench.plots.tables`).
 """
 
@@ -15,16 +15,18 @@ import argparse
 import sys
 from pathlib import Path
 
+from kvbench.engine.errors import ConfigError
 from kvbench.engine.terminal import say
-from kvbench.plots.read import default_root, load
-from kvbench.plots.tables.generic import FOUND, KEYS, Pivot, WrongKey, pivots
+from kvbench.plots.read import default_root
+from kvbench.plots.tables.pivot import OF_SAMPLES, Pivot, WrongKey, pivots
+from kvbench.plots.tables.shown import records, sheet_of
 from kvbench.plots.tables.values import VALUES
-from kvbench.plots.tables.words import records, sheet_of
+from kvbench.plots.tables.words import KEYS, samples_below
 from kvbench.results.sheet import texts, write
 
 EPILOG = f"""\
-keys of rows, columns and filters: {", ".join([*KEYS, *FOUND])},
-and any parameter: method.NAME, task.NAME
+keys of rows, columns and filters: {", ".join([*KEYS, *OF_SAMPLES])},
+any parameter: method.NAME, task.NAME, and any other column of the samples, such as turn or config.cache.tokens
 
   kvbench table runs --format latex > table.tex              methods down, what varies across
   kvbench table runs --columns task,ratio --value difference  differences to full attention
@@ -32,7 +34,7 @@ and any parameter: method.NAME, task.NAME
   kvbench table runs --value device                           what the ledgers counted in place of scores
   kvbench cite snapkv,quest >> references.bib               the papers of the methods
 """
-FORMATS = {"markdown": "md", "latex": "tex", "csv": "csv"}
+FORMATS = {"markdown": "md", "latex": "tex", "csv": "csv", "html": "html"}
 
 
 def written(made: list[Pivot], caption: str | None = None) -> dict[str, str]:
@@ -42,16 +44,13 @@ def written(made: list[Pivot], caption: str | None = None) -> dict[str, str]:
 
 def main(arguments: list[str]) -> int:
     about = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(
-        prog="kvbench table",
-        description=about,
-        epilog=EPILOG,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
+    values = f"{', '.join(VALUES)}, difference, a task's figure (mass), or any column of numbers (bytes_buffer)"
+    form = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(prog="kvbench table", description=about, epilog=EPILOG, formatter_class=form)
+    parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs, or a Parquet file")
     parser.add_argument("--rows", default="method", help="keys, with commas: method, task, dataset, ratio, method.m …")
     parser.add_argument("--columns", help="keys, with commas; without, what varies")
-    parser.add_argument("--value", default="score", help=f"{', '.join(VALUES)}, difference, or a task's figure: mass")
+    parser.add_argument("--value", default="score", help=values)
     parser.add_argument("--against", metavar="METHOD", help="whose value is taken off every cell's: Full, 'SnapKV (C)'")
     parser.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="may stand several times")
     parser.add_argument("--format", choices=FORMATS, default="markdown", help="for standard output")
@@ -59,15 +58,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--caption", help="of the LaTeX table, in place of our own")
     options = parser.parse_args(arguments)
     try:
-        made = pivots(
-            load(options.runs),
-            keys(options.rows),
-            None if options.columns is None else keys(options.columns),
-            options.value,
-            dict(pair(word) for word in options.filter),
-            options.against,
-        )
-    except WrongKey as error:
+        columns, keep = options.columns and keys(options.columns), dict(map(pair, options.filter))
+        made = pivots(samples_below(options.runs), keys(options.rows), columns, options.value, keep, options.against)
+    except ConfigError as error:
         return refuse(str(error))
     if not made:
         return refuse(f"no finished run below {options.runs}; `make run` makes some, or name another folder")

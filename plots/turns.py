@@ -7,7 +7,7 @@ stand below each other, and what its first turn and its later ones score less fu
 method that falls after the first question differs in the later ones alone. The figure has a panel for each mode and a
 line for each method. Intervals (95 %) are over samples: turns of one sample are not independent of each other.
 
-Not here: runs whose samples have one question each (`plots/scopes.py`).
+Not here: runs whose samples have one question each (`plots/table.py`).
 """
 
 import sys

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from kvbench import checkout
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import cache_home, one_line
+from kvbench.engine.terminal import console
 from kvbench.results.files import replacing
 from kvbench.results.keys import FIELDS, LEDGER, Key
 from kvbench.results.ledger import pyarrow
@@ -45,7 +46,7 @@ BAR = 50  # folders, from which on a terminal has a bar
 OF_RUNS = (  # what identifies a run, in addition to each of its samples
     *("method", "method_label", "task", "model", "ratio", "ratio_exact", "budget", "memory_exact", "comm_exact"),
     *("prefill", "allocator", "keeping", "protocol", "seed", "dtype", "device", "data_source", "task_version"),
-    *("score_version", "adapts", "simulated", "key_share", "config_hash"),
+    *("score_version", "adapts", "simulated", "key_share", "notes", "config_hash"),
 )
 OWN = {  # columns that no file has
     "run": Key("folder of the run"),
@@ -57,6 +58,7 @@ OWN = {  # columns that no file has
     "sample": Key("sample that the row is of: the cluster of its turns and draws"),
     "prompt": Key("by what an answer is paired with other methods': the hash of its prompt, of turns the sample"),
     "checkpoint": Key("digest of the model's files"),
+    "nulls": Key("parameters of the run that are null: in their columns they look like those that it does not have"),
 }
 NESTED = {"measures": "measures", "timing": "timing", "method_report": "report"}
 
@@ -97,13 +99,26 @@ def columns(table: "DataFrame") -> "DataFrame":
 # --- folders ---------------------------------------------------------------------------------------
 
 
-def found(folders: Iterable[Path | str]) -> Iterator[Path]:
-    """The folder of every finished run, each once; `ConfigError` for a folder that has none. No link is followed."""
+class NoRuns(ConfigError):
+    """A folder that holds no finished run."""
+
+
+def found(folders: Iterable[Path | str], left_out: list[str] | None = None) -> Iterator[Path]:
+    """The folder of every finished run, each once; `NoRuns` for a folder that has none. No link is followed.
+
+    Folders that cannot be read are named in `left_out`.
+    """
     known = set[Path]()
+
+    def unreadable(error: OSError) -> None:
+        if left_out is not None:
+            left_out.append(one_line(f"{error.filename} cannot be read ({error.strerror})"))
+
     for folder in map(Path, folders or (checkout.runs(),)):
-        inside = sorted(Path(at) for at, _, names in os.walk(folder.expanduser()) if RESULT in names)
+        walked = os.walk(folder.expanduser(), onerror=unreadable if folder.exists() else None)
+        inside = sorted(Path(at) for at, _, names in walked if RESULT in names)
         if not inside:
-            raise ConfigError(f"no finished run in or below {folder}; give the folder of a run, or one that holds some")
+            raise NoRuns(f"no finished run in or below {folder}; give the folder of a run, or one that holds some")
         for one in inside:
             if (real := one.resolve()) not in known:
                 known.add(real)
@@ -118,7 +133,7 @@ def table_of_all(folders: Sequence[Path | str], left_out: list[str] | None, of: 
             return together([pq.read_table(file, partitioning=None) for file in files])
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(one_line(f"{', '.join(map(str, files))} cannot be read as Parquet: {error}")) from None
-    inside = list(found(folders))
+    inside = list(found(folders, left_out))
     kept, stamps = Kept(inside, level), {str(folder): stamp(folder) for folder in inside}
     tables = [kept.table] if kept.table is not None else []
     new = 0
@@ -146,10 +161,9 @@ def watched(folders: Sequence[Path]) -> Iterable[Path]:
     """The folders, with a bar on a terminal where they are many."""
     if len(folders) < BAR or not sys.stderr.isatty():
         return folders
-    from rich.console import Console
     from rich.progress import track
 
-    return track(folders, "Reading runs", console=Console(stderr=True), transient=True)
+    return track(folders, "Reading runs", console=console(stderr=True), transient=True)
 
 
 # --- rows ------------------------------------------------------------------------------------------
@@ -182,6 +196,9 @@ def of_sample(row: SampleRow) -> dict[str, Any]:
             flat |= value
         elif key in NESTED and isinstance(value, Mapping):
             flat |= {f"{NESTED[key]}.{name}": one for name, one in value.items() if not isinstance(one, list | dict)}
+            quartiles = {name: one for name, one in value.items() if name.endswith("_q") and isinstance(one, list)}
+            for i, end in ((1, 0), (3, -1)):
+                flat |= {f"{NESTED[key]}.{name}{i}": ends[end] for name, ends in quartiles.items() if ends}
         elif key not in flat and not isinstance(value, dict):
             flat[key] = value
     return flat
@@ -211,6 +228,7 @@ def of_settings(result: RunResult, config: Mapping[str, Any]) -> dict[str, Any]:
     params = task.get("params") if isinstance(task, Mapping) else None
     own = {"method": result.params, "prefill": result.prefill_params, "task": params or {}}
     found = {f"{kind}.{key}": value for kind, each in own.items() for key, value in each.items()}
+    found["nulls"] = " ".join(key for key, value in found.items() if value is None) or None
     return found | {f"config.{key}": value for key, value in flattened(config) if ".params." not in key}
 
 

@@ -1,11 +1,11 @@
-"""A table in words, and how terminal, Markdown, LaTeX and CSV print it.
+"""A table in words, and how terminal, Markdown, LaTeX, HTML and CSV print it.
 
     **bold**   best of its column, or a difference that the corrected test shows
     *italic*   a tie with the best: not shown to be worse (underlined in LaTeX)
 
-Rich sets the terminal's tables. Markdown and LaTeX are set here: pandas takes 0.36 s to import where rich takes 0.03 s,
-and it escapes neither a cell's `|` nor the signs that pdflatex lacks. LaTeX needs the packages booktabs and graphicx,
-and nothing else: \\input the file where the table should stand.
+Rich sets the terminal's tables, the others are set here: pandas escapes neither a cell's `|` nor the signs that
+pdflatex lacks, and takes 0.4 s to import, which a page has paid already and the end of a run has not. LaTeX needs the
+packages booktabs and graphicx, and nothing else: \\input the file where the table should stand.
 
 Not here: what a table says (`evals/screen/table.py`, `plots/tables/`), the report's tables, which a reader filters and
 sorts (`plots/site/js/`).
@@ -14,7 +14,8 @@ sorts (`plots/site/js/`).
 import io
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from html import escape
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +39,8 @@ SIGNS = str.maketrans(
     }
 )  # fmt: skip
 STARS = {"bold": "**", "tie": "*", "code": "`"}
+ELEMENTS = {"bold": "b", "tie": "i", "small": "small", "code": "code"}
+STYLE = "body{font:14px sans-serif}table{border-collapse:collapse}td,th{padding:.2em .6em}td+td{text-align:right}"
 COMMANDS = {"bold": r"\textbf{%s}", "tie": r"\underline{%s}", "small": r"{\scriptsize %s}"}
 
 
@@ -215,20 +218,23 @@ def tabular(sheet: Sheet) -> str:
 
 def latex_head(sheet: Sheet) -> list[str]:
     """A line per level; equal neighbours share one word, and keys stand on the last line."""
-    keys, lines = sheet.heads[: sheet.n_keys], list[str]()
+    lines: list[str] = []
+    for cells in head_lines(sheet):
+        words = [tex(word) if width == 1 else rf"\multicolumn{{{width}}}{{c}}{{{tex(word)}}}" for word, width in cells]
+        ends = [*accumulate(width for _, width in cells)]
+        rules = [rf"\cmidrule(lr){{{end - n + 1}-{end}}}" for (_, n), end in zip(cells, ends, strict=True) if n > 1]
+        lines += [" & ".join(words) + r" \\", *([" ".join(rules)] if rules else [])]
+    return lines
+
+
+def head_lines(sheet: Sheet) -> Iterable[list[tuple[str, int]]]:
+    """The words of each level of the head, and over how many columns each stands."""
+    keys = sheet.heads[: sheet.n_keys]
     columns = [head if isinstance(head, tuple) else (head,) for head in sheet.heads[sheet.n_keys :]]
     for level in range(sheet.levels):
-        cells = [tex(joined(key)) if level == sheet.levels - 1 else "" for key in keys]
-        rules, first = list[str](), len(keys) + 1
-        for words, group in groupby(column[: level + 1] for column in columns):
-            width = len(list(group))
-            word = tex(words[-1])
-            cells.append(word if width == 1 else rf"\multicolumn{{{width}}}{{c}}{{{word}}}")
-            rules += [rf"\cmidrule(lr){{{first}-{first + width - 1}}}"] if width > 1 else []
-            first += width
-        lines.append(" & ".join(cells) + r" \\")
-        lines += [" ".join(rules)] if rules else []
-    return lines
+        groups = groupby(column[: level + 1] for column in columns)
+        words = [(joined(key) if level == sheet.levels - 1 else "", 1) for key in keys]
+        yield words + [(words[-1], len(list(group))) for words, group in groups]
 
 
 def marked_tex(cell: Cell) -> str:
@@ -243,6 +249,42 @@ def tex(text: str) -> str:
     """Any text as LaTeX prints it; signs that pdflatex's fonts lack are left out."""
     words = " ".join(text.split()).translate(SIGNS)  # an empty line would end the paragraph
     return words.encode("ascii", "ignore").decode()
+
+
+# --- HTML --------------------------------------------------------------------------------------
+
+
+def html(sheets: Sequence[Sheet]) -> str:
+    """A page of its own: it loads nothing, and no text of others is more than words."""
+    title = in_html(sheets[0].title) if sheets else ""
+    parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>"]
+    return "\n".join([*parts, *(line for sheet in sheets for line in html_lines(sheet)), "</html>", ""])
+
+
+def html_lines(sheet: Sheet) -> Iterable[str]:
+    yield from (f"<{tag}>{in_html(text)}</{tag}>" for tag, text in (("h2", sheet.title), ("p", sheet.about)) if text)
+    yield "<table>"
+    for cells in head_lines(sheet):
+        yield f"<tr>{''.join(f'<th colspan={width}>{in_html(word)}</th>' for word, width in cells)}</tr>"
+    for title, rows in sheet.blocks():
+        if title:
+            yield f"<tr><th colspan={len(sheet.heads)}>{in_html(title)}</th></tr>"
+        for row in rows:
+            yield f"<tr>{''.join(f'<td>{marked_html(cell)}</td>' for cell in row)}</tr>"
+    yield "</table>"
+    yield from (f"<p><small>{in_html(note)}</small></p>" for note in sheet.notes)
+    yield from html_lines(sheet.below) if sheet.below else ()
+
+
+def marked_html(cell: Cell) -> str:
+    if isinstance(cell, str) or cell.mark not in ELEMENTS:
+        return in_html(str(cell))
+    tag = ELEMENTS[cell.mark]
+    return f"<{tag}>{in_html(cell.number)}</{tag}>{in_html(cell.more)}"
+
+
+def in_html(text: str) -> str:
+    return escape(printable(" ".join(text.split())) if not text.startswith(" ") else f" {printable(text.strip())}")
 
 
 # --- CSV, and files ----------------------------------------------------------------------------
@@ -282,6 +324,7 @@ def texts(sheets: Sequence[Sheet], records: Iterable[Mapping[str, Any]], caption
     return {
         "md": "\n".join(map(markdown, sheets)),
         "tex": "\n".join(latex(sheet, number, caption) for number, sheet in enumerate(sheets, 1)),
+        "html": html(sheets),
         "csv": as_csv(records),
     }
 

@@ -7,7 +7,7 @@ Not here: tables over many runs (`plots/tables/`), which read the folders again.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,24 +17,27 @@ from kvbench.results import EXACT, METRICS, RunResult, few_samples
 from kvbench.results.sheet import Sheet, show, without_shared
 
 TEXTS = ("model", "task", "budget", "comm", "scope", "seed")  # columns only where they differ
-NUMBERS = {  # after the score, its interval and n: heads, and what one value says for all rows
-    "tokens\nattended": "{} tokens attended",
-    "prompt\nbudget": "{} of the prompt's tokens as budget",
-    "KV KB\n/step": "{} KB of K and V moved a step",
-    "find KB\n/step": "{} KB read a step to find tokens",
-    "device\nMB": "{} MB on the device",
-    "reading\nMB": "{} MB of K and V at most while the prompt is read",
-    "host\nMB": "{} MB on the host",
-    "prefill\ns": "prefill {} s",
-    "s\n/token": "{} s a token",
+Figure = tuple[str, str, int, float]  # what one value says for all rows; key of result.json, digits, unit
+NUMBERS: dict[str, Figure] = {  # after the score, its interval and n
+    "tokens\nattended": ("{} tokens attended", "tokens_attended_mean", 1, 1),
+    "prompt\nbudget": ("{} of the prompt's tokens as budget", "tokens_budget_mean", 1, 1),
+    "KV KB\n/step": ("{} KB of K and V moved a step", "bytes_moved_kv_per_step", 1, 1e3),
+    "find KB\n/step": ("{} KB read a step to find tokens", "bytes_find_per_step", 1, 1e3),
+    "device\nMB": ("{} MB on the device", "bytes_resident_device", 1, 1e6),
+    "reading\nMB": ("{} MB of K and V at most while the prompt is read", "bytes_prefill_peak", 1, 1e6),
+    "host\nMB": ("{} MB on the host", "bytes_resident_host", 1, 1e6),
+    "prefill\ns": ("prefill {} s", "prefill_s", 2, 1),
+    "s\n/token": ("{} s a token", "tpot_s", 3, 1),
 }
-SPARSE = {"pairs\nread": "{} of the prompt's pairs of query and key computed"}  # of runs after a sparse prefill
-ANSWERS = {  # of runs that draw answers, or whose budget counts them
-    "answer\ntokens": "{} tokens an answer",
-    "cut\noff": "{} of the answers cut off",
-    "peak\nentries": "at most {} entries a step",
-    "of own\nlength": "{} of full attention's entries for as long an answer",
-    "of Full's\nanswers": "{} of the entries of Full's answers",
+SPARSE: dict[str, Figure] = {  # of runs after a sparse prefill
+    "pairs\nread": ("{} of the prompt's pairs of query and key computed", "prefill_share", 3, 1)
+}
+ANSWERS: dict[str, Figure] = {  # of runs that draw answers, or whose budget counts them
+    "answer\ntokens": ("{} tokens an answer", "answer_tokens_mean", 1, 1),
+    "cut\noff": ("{} of the answers cut off", "cut_off_share", 2, 1),
+    "peak\nentries": ("at most {} entries a step", "peak_entries", 1, 1),
+    "of own\nlength": ("{} of full attention's entries for as long an answer", "footprint", 3, 1),
+    "of Full's\nanswers": ("{} of the entries of Full's answers", "footprint_vs_full", 3, 1),
 }
 TIMES = ("prefill\ns", "s\n/token")  # which a sweep shares
 NO_MATTER = "any"  # budget and comm of full attention
@@ -55,25 +58,34 @@ def sheet(done: Done) -> Sheet:
     """A row per run, above it what all rows share; runs of full attention that differ in a budget alone are one."""
     results = distinct([result for _, result in done])
     measures = measured(results)
-    about = ANSWERS if any(result.budget_counts or result.sampling for result in results) else {}
     pairs = SPARSE if any(result.prefill_share is not None for result in results) else {}
+    about = ANSWERS if any(result.budget_counts or result.sampling for result in results) else {}
     heads = ["method", *TEXTS, score_name(results), "95 %", "n", *pairs, *measures, *about, *NUMBERS]
     rows = [
         [
-            label(result, results), *texts(result), *score(result), *computed(result)[: len(pairs)],
-            *means(result, measures), *answers(result)[: len(about)], *numbers(result),
+            label(result, results), *texts(result), *score(result), *figures(result, pairs),
+            *(number((result.measures or {}).get(name), 4) for name in measures), *figures(result, about | NUMBERS),
         ]
         for result in results
     ]  # fmt: skip
     # A score and its interval stay where they are looked for, and a single run's costs do.
-    sayings = (
-        {"n": "n = {}"} | {head: NUMBERS[head] for head in (NUMBERS if len(results) > 1 else TIMES)} | about | pairs
-    )
+    shared = {head: NUMBERS[head] for head in (NUMBERS if len(results) > 1 else TIMES)} | about | pairs
     narrow, words = without_shared(Sheet(heads, rows), dict.fromkeys(TEXTS, "{}"), [NO_MATTER])
-    made, figures = without_shared(narrow, sayings)
+    made, said = without_shared(narrow, {"n": "n = {}"} | {head: saying for head, (saying, *_) in shared.items()})
     n_keys = 1 + sum(head in TEXTS for head in made.heads)
-    lines = (" · ".join(line) for line in (words, figures) if line)
-    return replace(made, n_keys=n_keys, about="\n".join(lines))
+    return replace(made, n_keys=n_keys, about="\n".join(" · ".join(line) for line in (words, said) if line))
+
+
+def figures(result: RunResult, columns: Mapping[str, Figure]) -> list[str]:
+    """What a row says of some columns; one over its budget is marked, and an exact prefill computes all."""
+    values = {key: getattr(result, key) for _, key, *_ in columns.values()}
+    if values.get("prefill_share", 0) is None and result.prefill == EXACT:
+        values["prefill_share"] = 1.0
+    return [
+        ("!" if key == "tokens_attended_mean" and result.within_budget is False else "")
+        + number(values[key], digits, unit)
+        for _, key, digits, unit in columns.values()
+    ]
 
 
 def label(result: RunResult, results: Sequence[RunResult]) -> str:
@@ -135,18 +147,9 @@ def parameters(result: RunResult) -> dict[str, Any]:
 
 def texts(result: RunResult) -> tuple[str, ...]:
     """The columns of `TEXTS`."""
-    budget = result.asked
-    comm = f"comm {result.shown_comm}"
-    if attends_all(result):
-        budget, comm = NO_MATTER, NO_MATTER
-    return (
-        result.model,
-        f"{result.shown_dataset} ({result.data_source} data)",
-        budget,
-        comm,
-        result.protocol,
-        f"seed {result.seed}",
-    )
+    budget, comm = (NO_MATTER, NO_MATTER) if attends_all(result) else (result.asked, f"comm {result.shown_comm}")
+    task = f"{result.shown_dataset} ({result.data_source} data)"
+    return result.model, task, budget, comm, result.protocol, f"seed {result.seed}"
 
 
 def score_name(results: Iterable[RunResult]) -> str:
@@ -157,60 +160,16 @@ def score_name(results: Iterable[RunResult]) -> str:
 
 def measured(results: Iterable[RunResult]) -> list[str]:
     """Names of the other figures that a task took, less the one that is its score."""
-    return list(
-        dict.fromkeys(
-            name for result in results for name in result.measures or () if name != (result.metric or "score")
-        )
-    )
+    names = ((name, result.metric or "score") for result in results for name in result.measures or ())
+    return list(dict.fromkeys(name for name, own in names if name != own))
 
 
 def score(result: RunResult) -> tuple[str, ...]:
     """Score, interval, n; of shares in percent."""
     ci = result.score_ci95 if result.n_samples > 1 else None  # earlier runs have one of no width
     scale = METRICS[result.metric or "score"].scale
-    return (
-        number(result.score, 1 if scale == 100 else 3, 1 / scale),
-        "-" if ci is None else " to ".join(f"{scale * end:.{1 if scale == 100 else 2}f}" for end in ci),
-        str(result.n_samples),
-    )
-
-
-def computed(result: RunResult) -> tuple[str, ...]:
-    """The column of `SPARSE`; an exact prefill computes all."""
-    share = result.prefill_share
-    return (number(1.0 if share is None and result.prefill == EXACT else share, 3),)
-
-
-def means(result: RunResult, names: Sequence[str]) -> list[str]:
-    """The columns of `measured`."""
-    return [number((result.measures or {}).get(name), 4) for name in names]
-
-
-def answers(result: RunResult) -> tuple[str, ...]:
-    """The columns of `ANSWERS`."""
-    return (
-        number(result.answer_tokens_mean, 1),
-        number(result.cut_off_share, 2),
-        number(result.peak_entries, 1),
-        number(result.footprint, 3),
-        number(result.footprint_vs_full, 3),
-    )
-
-
-def numbers(result: RunResult) -> tuple[str, ...]:
-    """The columns of `NUMBERS`."""
-    over = "!" if result.within_budget is False else ""
-    return (
-        over + number(result.tokens_attended_mean, 1),
-        number(result.tokens_budget_mean, 1),
-        number(result.bytes_moved_kv_per_step, 1, 1e3),
-        number(result.bytes_find_per_step, 1, 1e3),
-        number(result.bytes_resident_device, 1, 1e6),
-        number(result.bytes_prefill_peak, 1, 1e6),
-        number(result.bytes_resident_host, 1, 1e6),
-        number(result.prefill_s, 2),
-        number(result.tpot_s, 3),
-    )
+    ends = "-" if ci is None else " to ".join(f"{scale * end:.{1 if scale == 100 else 2}f}" for end in ci)
+    return number(result.score, 1 if scale == 100 else 3, 1 / scale), ends, str(result.n_samples)
 
 
 def number(value: float | None, digits: int, unit: float = 1) -> str:
@@ -218,49 +177,54 @@ def number(value: float | None, digits: int, unit: float = 1) -> str:
     return "-" if value is None else f"{value / unit:,.{0 if abs(value / unit) >= 1000 else digits}f}"
 
 
-def exceeds(value: float | None, bound: float | None) -> bool:
-    return value is not None and bound is not None and value > bound
-
-
 def remarks(results: Sequence[RunResult]) -> list[str]:
     """What no column says, each sentence once."""
     common = [note for note in results[0].notes if all(note in other.notes for other in results)]
-    owners: dict[str, list[str]] = {}
+    owners: dict[str, dict[str, None]] = {}
     for result in results:
         for note in result.notes:
-            if note not in common and result.method_label not in (names := owners.setdefault(note, [])):
-                names.append(result.method_label)
-    lines = common + [f"{few(names)}: {note}" for note, names in owners.items()]
+            if note not in common:
+                owners.setdefault(note, {})[result.method_label] = None
+    lines = common + [f"{few([*names])}: {note}" for note, names in owners.items()]
     is_mixed = len({result.metric for result in results}) > 1
     for name, task in {(result.metric or "score", result.shown_task): None for result in results}:
-        if is_mixed and name != "score":
-            lines.append(f"the score of {task} is its {name}")
-        if METRICS[name].better == "lower":
-            lines.append(f"{name}: lower is better")
+        lines += [f"the score of {task} is its {name}"] if is_mixed and name != "score" else []
+        lines += [f"{name}: lower is better"] if METRICS[name].better == "lower" else []
     lines += too_few(results)
     rows = max((result.batch_rows_mean or 1 for result in results), default=1)
-    if rows > 1:
-        lines.append(f"s/token is the time of a step that up to {rows:.0f} variants shared")
+    lines += [f"s/token is the time of a step that up to {rows:.0f} variants shared"] if rows > 1 else []
     lines += of_answers(results)
-    if any(
-        r.within_budget and not r.budget_counts and exceeds(r.tokens_attended_mean, r.tokens_budget_mean)
-        for r in results
-    ):
-        lines.append("attended counts generated tokens too, which come on top of the prompt's budget")
-    if any(not METRICS[r.metric or "score"].of_reading and r.protocol == "full_prompt" for r in results):
-        lines.append("the first token of an answer comes from the prefill, not from the compressed cache")
-    if any(result.within_budget is False for result in results):
-        lines.append("! attended to more tokens, or read more to find them, than the budget allows")
-    if any(result.waits_for_scores for result in results):
-        lines.append("answers without a score yet: `python -m kvbench.evals.rescore --write FOLDER` gives them theirs")
-    searching = {result.method_label for result in results if result.bytes_searched_per_step}
-    if searching:
-        names = ", ".join(sorted(searching))
-        lines.append(f"reads more than any comm allows to find its tokens: {names}")
-    if unpriced := {result.method_label: unpriced_reads(result) for result in results if unpriced_reads(result)}:
-        shown = ", ".join(f"{label} {read}" for label, read in sorted(unpriced.items()))
-        lines.append(f"comm sets how large an index is, and a step reads more of it on the device: {shown}")
+    searching = ", ".join(sorted({result.method_label for result in results if result.bytes_searched_per_step}))
+    unpriced = {result.method_label: read for result in results if (read := unpriced_reads(result))}
+    reads = ", ".join(f"{label} {read}" for label, read in sorted(unpriced.items()))
+    lines += [
+        sentence
+        for sentence, holds in {
+            "attended counts generated tokens too, which come on top of the prompt's budget": any(
+                result.within_budget and not result.budget_counts and attends_more(result) for result in results
+            ),
+            "the first token of an answer comes from the prefill, not from the compressed cache": any(
+                not METRICS[result.metric or "score"].of_reading and result.protocol == "full_prompt"
+                for result in results
+            ),
+            "! attended to more tokens, or read more to find them, than the budget allows": any(
+                result.within_budget is False for result in results
+            ),
+            "answers without a score yet: `python -m kvbench.evals.rescore --write FOLDER` gives them theirs": any(
+                result.waits_for_scores for result in results
+            ),
+            f"reads more than any comm allows to find its tokens: {searching}": searching,
+            f"comm sets how large an index is, and a step reads more of it on the device: {reads}": reads,
+        }.items()
+        if holds
+    ]
     return list(dict.fromkeys(lines))
+
+
+def attends_more(result: RunResult) -> bool:
+    """Whether more tokens were attended to than the prompt's budget has."""
+    attended, bound = result.tokens_attended_mean, result.tokens_budget_mean
+    return attended is not None and bound is not None and attended > bound
 
 
 def few(names: Sequence[str]) -> str:

@@ -5,8 +5,8 @@
 Runs that answer a table are found by their results alone, so it does not matter which command made them. What variants
 cost (`plots/costs.py`) is written next to the tables.
 
-Not here: what each table holds (`plots/tables/papers.py`), how a cell is made of runs (`plots/tables/cells.py`), how a
-table is worded (`plots/tables/paper_words.py`), the table of one command (`evals/screen/table.py`).
+Not here: what each table holds (`plots/published/tables.yaml`), how a cell is made of runs (`plots/tables/papers.py`),
+how a table is worded (`plots/tables/paper_words.py`), the table of one command (`evals/screen/table.py`).
 """
 
 import argparse
@@ -14,24 +14,19 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from kvbench.engine.errors import ConfigError
 from kvbench.engine.terminal import say
-from kvbench.plots import costs, scopes
-from kvbench.plots.read import Run, default_root, load
-from kvbench.plots.tables.cells import Table, build, build_efficiency
+from kvbench.plots import costs
+from kvbench.plots.read import default_root
 from kvbench.plots.tables.paper_words import paper_title, records, sheet_of
-from kvbench.plots.tables.papers import EFFICIENCY, PAPER_TABLES, PaperTable
+from kvbench.plots.tables.papers import PaperTable, Table, build_all, paper_tables
+from kvbench.plots.tables.words import samples_below
 from kvbench.results.sheet import texts, write
 
 
-def build_all(runs: Sequence[Run]) -> dict[str, list[Table]]:
-    """Every table of the papers by name; an empty list where no run answers it."""
-    tables = {paper_table.name: build(paper_table, runs) for paper_table in PAPER_TABLES}
-    return tables | {EFFICIENCY.name: build_efficiency(runs)}
-
-
-def write_table(out: Path, paper_table: PaperTable, tables: Sequence[Table]) -> list[Path]:
+def write_table(out: Path, tables: Sequence[Table]) -> list[Path]:
     """All of a paper's table that the runs give, in one file per format."""
-    return write(out, paper_table.name, texts([sheet_of(table) for table in tables], records(tables)))
+    return write(out, tables[0].paper.name, texts([sheet_of(table) for table in tables], records(tables)))
 
 
 def missing(tables: Iterable[PaperTable]) -> str:
@@ -47,19 +42,20 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("runs", nargs="?", type=Path, default=default_root(), help="folder of runs")
     parser.add_argument("--out", type=Path, default=Path("outputs/tables"), help="where to write")
     options = parser.parse_args(arguments)
-    runs = load(options.runs)
-    tables = build_all(runs)
     try:
-        timed = costs.write(options.out, runs)
-        scoped = scopes.write_tables(options.out, runs)
+        samples = samples_below(options.runs)
+        tables = build_all(samples)
+        if timed := costs.write(options.out, samples):
+            say(f"What variants cost: {', '.join(map(str, timed))}")
+        for name, made in tables.items():
+            if made:
+                say(f"{paper_title(paper_tables()[name], made)}: {', '.join(map(str, write_table(options.out, made)))}")
+    except ConfigError as error:
+        return refuse(str(error))
     except OSError as error:
-        return cannot_write(options.out, error)
-    if timed:
-        say(f"What variants cost: {', '.join(str(path) for path in timed)}")
-    if scoped:
-        say(f"Methods with the question and without it: {', '.join(str(path) for path in scoped)}")
-    absent = [one for one in (*PAPER_TABLES, EFFICIENCY) if not tables[one.name]]
-    if not any(tables.values()):
+        return refuse(f"{options.out}: {error.strerror}; choose another --out")
+    absent = [paper_tables()[name] for name, made in tables.items() if not made]
+    if len(absent) == len(tables):
         say(
             f"no run below {options.runs} answers a paper's table; any runs as a table of your own:\n"
             f"    kvbench table {options.runs} --format latex\n"
@@ -68,18 +64,11 @@ def main(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    for paper_table in (*PAPER_TABLES, EFFICIENCY):
-        if tables[paper_table.name]:
-            try:
-                paths = write_table(options.out, paper_table, tables[paper_table.name])
-            except OSError as error:
-                return cannot_write(options.out, error)
-            say(f"{paper_title(paper_table, tables[paper_table.name])}: {', '.join(str(path) for path in paths)}")
     if absent:
         say(f"no run answers the other {len(absent)}; these make some:\n{missing(absent)}")
     return 0
 
 
-def cannot_write(out: Path, error: OSError) -> int:
-    say(f"kvbench.plots.tables: {out}: {error.strerror}; choose another --out", file=sys.stderr)
+def refuse(why: str) -> int:
+    say(f"kvbench.plots.tables: {why}", file=sys.stderr)
     return 2

@@ -1,24 +1,26 @@
-"""A table of `plots/tables/cells.py` in words: score ± half the 95 % interval, and below it the paper's figure.
+"""A paper's table in words: score ± half the 95 % interval, and below it the paper's figure.
 
     -          not run
     †          a sample's ledger was over its budget
     (k oom)    so many samples ran out of memory, or failed; the score is of the others
 
-CSV has a line per cell with everything that is known of it, unrounded.
+CSV has a line per cell as `kvbench table` writes it, with the published figure.
 
-Not here: what stands in a table (`plots/tables/cells.py`), how it is printed (`results/sheet.py`).
+Not here: what stands in a table (`plots/tables/papers.py`), how it is printed (`results/sheet.py`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from math import fsum
 from typing import Any
 
-from kvbench.plots.stats import scaled
-from kvbench.plots.tables.cells import Cost, Table, TableCell
-from kvbench.plots.tables.papers import PaperTable
-from kvbench.results.sheet import ABSENT, Cell, Sheet, Word
+from kvbench.plots.tables import shown
+from kvbench.plots.tables.papers import MEAN_OF, PaperTable, Table
+from kvbench.plots.tables.pivot import Cell
+from kvbench.plots.tables.values import VALUES
+from kvbench.plots.tables.words import ANY
+from kvbench.results.sheet import ABSENT, Sheet, Word
+from kvbench.results.sheet import Cell as Text
 
 COSTS = (
     "method", "budget", "tokens attended / budget", "share of full attention", "read to find / comm",
@@ -26,90 +28,82 @@ COSTS = (
 )  # fmt: skip
 
 
-def paper_title(paper_table: PaperTable, tables: Sequence[Table]) -> str:
+def paper_title(paper: PaperTable, tables: Sequence[Table]) -> str:
     """The paper's, where a run answers its table."""
     if all(table.is_layout_only for table in tables):
-        return f"In the layout of {paper_table.title}; no run is on its model, {paper_table.models[0]}"
-    return paper_table.title
+        return f"In the layout of {paper.title}; no run is on its model, {paper.models[0]}"
+    return paper.title
 
 
 def sheet_of(table: Table) -> Sheet:
     """The scores, and below them the costs."""
-    lines: list[Sequence[Cell] | str] = []
+    lines: list[Sequence[Text] | str] = []
     for budget in table.budgets:
         lines += [title] if (title := block_title(table, budget)) else []
         lines += score_lines(table, budget)
-    of_costs = Sheet(COSTS, cost_lines(table), n_keys=2)
-    label = table.paper_table.name.replace("_", "-")
+    methods = table.published.methods
+    first = "time or bytes" if table.paper.times_of else "dataset"
     return Sheet(
-        ["dataset", "n", *table.methods], lines, title=paper_title(table.paper_table, [table]), about=heading(table),
-        notes=explanation(table), label=label, below=of_costs,
+        [first, "n", *methods], lines, title=paper_title(table.paper, [table]),
+        about=heading(table), notes=explanation(table), label=table.paper.name.replace("_", "-"),
+        below=Sheet(COSTS, cost_lines(table), n_keys=2),
     )  # fmt: skip
 
 
 def block_title(table: Table, budget: str) -> str:
-    if not budget:
+    if budget == ANY:
         return ""
-    tokens = (table.paper_table.tokens or {}).get(budget)
-    if tokens:
+    if tokens := table.paper.tokens.get(budget):
         return f"{budget}: {tokens} tokens per layer"
     return f"{budget} tokens" if budget.isdecimal() and budget != "1" else f"ratio {budget}"
 
 
-def cells_of(table: Table, budget: str) -> Iterator[tuple[str, list[TableCell]]]:
-    """Each dataset's cells at a budget, in the order of the methods."""
-    for dataset in table.datasets:
-        if (dataset, table.methods[0], budget) in table.cells:
-            yield dataset, [table.cells[dataset, method, budget] for method in table.methods]
-
-
-def score_lines(table: Table, budget: str) -> Iterator[Sequence[Cell]]:
+def score_lines(table: Table, budget: str) -> Iterator[Sequence[Text]]:
     """A line of ours for each dataset, and below it what the paper printed."""
-    for dataset, cells in cells_of(table, budget):
-        counts = {cell.n for cell in cells if cell.n or cell.n_oom}
+    for dataset in table.rows:
+        cells = {method: table.cell(dataset, method, budget) for method in table.published.methods}
+        if dataset.startswith(MEAN_OF) and not any(cells.values()):
+            continue
+        counts = {cell.n for cell in cells.values() if cell is not None}
         n = counts.pop() if len(counts) == 1 else None
-        yield [dataset, ABSENT if n is None else str(n), *(score(cell, n) for cell in cells)]
-        if any(cell.published for cell in cells):
-            printed = (published(cell, table.is_paper_setting) for cell in cells)
-            yield [Word("· paper", "small"), "", *(Word(word, "small") for word in printed)]
+        printed = {method: table.printed(dataset, method, budget) for method in cells}
+        yield [dataset, ABSENT if n is None else str(n), *(score(table, cell, n) for cell in cells.values())]
+        if any(printed.values()):
+            words = (published(table, cell, printed[method]) for method, cell in cells.items())
+            yield [Word("· paper", "small"), "", *(Word(word, "small") for word in words)]
 
 
-def score(cell: TableCell, common: int | None) -> Word:
+def score(table: Table, cell: Cell | None, common: int | None) -> Word:
     """Our score as printed, with its interval and marks."""
-    oom = f" ({cell.n_oom} oom)" if cell.n_oom else ""
-    if cell.score is None:
+    oom = f" ({cell.n_oom} oom)" if cell is not None and cell.n_oom else ""
+    if cell is None or cell.mean is None:
         return Word(ABSENT, more=oom)
-    spread = "" if cell.low is None or cell.high is None else f" ± {(cell.high - cell.low) / 2:.2f}"
+    scale = table.pivot.scale
+    spread = "" if cell.low is None or cell.high is None else f" ± {scale * (cell.high - cell.low) / 2:.2f}"
     n = "" if cell.n == common else f" (n={cell.n})"
-    return Word(f"{cell.score:.2f}", cell.mark, f"{spread}{' †' if cell.over else ''}{n}{oom}")
+    return Word(str(table.figure(cell)), cell.mark, f"{spread}{' †' if cell.over else ''}{n}{oom}")
 
 
-def published(cell: TableCell, show_difference: bool) -> str:
+def published(table: Table, cell: Cell | None, printed: str | None) -> str:
     """The published figure as printed, with the difference of ours to it."""
-    if cell.published is None or cell.difference is None or not show_difference:
-        return cell.published or ABSENT
-    return f"{cell.published} ({cell.difference:+.2f})"
+    difference = table.difference(cell, printed)
+    return f"{printed} ({difference:+.2f})" if difference is not None and table.is_paper_setting else printed or ABSENT
 
 
 def heading(table: Table) -> str:
-    embedded = "EMBEDDED DATA, not the paper's · " if table.where.data_source == "embedded" else ""
-    if table.is_layout_only:
-        embedded = f"NOT THE PAPER'S MODEL · {embedded}"
-    return f"{embedded}{table.where}{f' · {table.prompts}' if table.prompts else ''}"
+    signs = ["NOT THE PAPER'S MODEL"] if table.is_layout_only else []
+    said = shown.where(table.pivot.where).replace("EMBEDDED DATA", "EMBEDDED DATA, not the paper's")
+    return " · ".join([*signs, said])
 
 
 def explanation(table: Table) -> list[str]:
     """The sentences below a table."""
-    cells = table.cells.values()
-    sentences = ["Scores are means times 100, ± half of their 95 % interval (none of one sample); - was not run."]
-    if any(cell.mark for cell in cells):
-        sentences.append(
-            "Bold: best of its row. Italic (underlined in LaTeX): not shown to be worse than the best, paired test "
-            "with Holm's correction."
-        )
-    if any(cell.over for cell in cells):
-        sentences.append("† A sample's ledger was over its budget; such runs are not ranked.")
-    if any(cell.published for cell in cells):
+    cells = table.pivot.cells.values()
+    kind = "Figures are means" if table.paper.times_of else "Scores are means times 100"
+    sentences = [f"{kind}, ± half of their 95 % interval (none of one sample); - was not run."]
+    sentences += [shown.BEST.format("row")] if any(cell.mark for cell in cells) else []
+    sentences += [shown.OVER] if any(cell.over for cell in cells) else []
+    if table.published.values:
         sentences.append(
             "Below each row: the published figure (ours less it)."
             if table.is_paper_setting
@@ -121,51 +115,60 @@ def explanation(table: Table) -> list[str]:
             f"{', '.join(names)} read more to find tokens than comm prices: what is read of an index on the device "
             "counts here."
         )
-    return [*sentences, *called(table), *table.notes]
+    return [*sentences, *called(table), *table.pivot.notes]
 
 
 def called(table: Table) -> list[str]:
     """Words on what our runs are, where their label says more, or other, than the paper's name above their column."""
-    found: dict[str, dict[str, None]] = {}
-    for (_, method, _), cell in table.cells.items():
-        if cell.label and cell.label.replace(" ", "") != method.replace(" ", ""):
-            found.setdefault(method, {})[cell.label] = None
-    said = "; ".join(f"{method}: {' or '.join(labels)}" for method, labels in found.items())
+    labels: dict[str, dict[str, None]] = {method: {} for method in table.published.methods}
+    for ((method,), _), cell in table.pivot.cells.items():
+        if cell.of["label"].replace(" ", "") != method.replace(" ", ""):
+            labels[method][cell.of["label"]] = None
+    said = "; ".join(f"{method}: {' or '.join(found)}" for method, found in labels.items() if found)
     return [f"What our runs are, where the paper's name says less or other: {said}."] if said else []
+
+
+def comm(table: Table, cell: Cell) -> float | None:
+    """Bytes read to find tokens, relative to those of the prompt's keys."""
+    find, prompt = cell.of["means"].get("bytes_index_read_per_step"), cell.of["means"].get("prompt_read")
+    return find * 1e3 / table.key_bytes / prompt if find is not None and prompt and table.key_bytes else None
 
 
 def reading_more(table: Table) -> list[str]:
     """Methods, in the table's order, that kept their budget and read more bytes to find tokens than `comm` is."""
-    most = Fraction(table.where.comm or 1)
-    found = {cell.method for cell in table.cells.values() if (cell.cost.comm or 0) > most and not cell.over}
-    return [method for method in table.methods if method in found]
+    most = Fraction(table.pivot.where.get("comm", 1))
+    cells = table.pivot.cells.items()
+    found = {method for ((method,), _), cell in cells if (comm(table, cell) or 0) > most and not cell.over}
+    return [method for method in table.published.methods if method in found]
 
 
-def cost_lines(table: Table) -> list[Sequence[Cell]]:
+def cost_lines(table: Table) -> list[Sequence[Text]]:
     """A line per method and budget: what was measured against what was allowed."""
-    lines: list[Sequence[Cell]] = []
+    lines: list[Sequence[Text]] = []
     for budget in table.budgets:
-        for i, method in enumerate(table.methods):
-            cells = [row[i] for _, row in cells_of(table, budget) if row[i].run]
-            if cells:
-                lines.append([method, block_title(table, budget) or ABSENT, *cost_words(cells, table)])
+        for method in table.published.methods:
+            found = [cell for name in table.rows if (cell := table.cell(name, method, budget)) and cell.of["folder"]]
+            if found:
+                lines.append([method, block_title(table, budget) or ABSENT, *cost_words(found, table)])
     return lines
 
 
-def cost_words(cells: Sequence[TableCell], table: Table) -> tuple[str, ...]:
-    def mean(of: Callable[[Cost], float | None]) -> float | None:
-        known = [(value, c.n) for c in cells if c.n and (value := of(c.cost)) is not None]
+def cost_words(cells: Sequence[Cell], table: Table) -> tuple[str, ...]:
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [(v, cell.n) for v, cell in zip(values, cells, strict=True) if cell.n and v is not None]
         return fsum(v * n for v, n in known) / sum(n for _, n in known) if known else None
 
-    attended, allowed = mean(lambda c: c.tokens_attended), mean(lambda c: c.tokens_budget)
-    comm, share = mean(lambda c: c.comm), mean(lambda c: c.effective_ratio)
+    def of(name: str) -> float | None:
+        value = VALUES[name]
+        found = mean(cell.of["means"][value.column] for cell in cells)
+        return None if found is None else found * value.scale
+
+    share, read = of("share"), mean(comm(table, cell) for cell in cells)
     return (
-        f"{number(attended)} / {number(allowed)}",
+        f"{number(of('tokens'))} / {number(of('allowed'))}",
         ABSENT if share is None else f"{share:.3f}",
-        f"{ABSENT if comm is None else f'{comm:.4f}'} / {table.where.comm or ABSENT}",
-        in_bytes(mean(lambda c: c.kv_bytes_per_step)),
-        in_bytes(mean(lambda c: c.device_bytes)),
-        in_bytes(mean(lambda c: c.host_bytes)),
+        f"{ABSENT if read is None else f'{read:.4f}'} / {table.pivot.where.get('comm', ABSENT)}",
+        *(in_bytes(of(name)) for name in ("moved", "device", "host")),
     )
 
 
@@ -183,21 +186,22 @@ def in_bytes(value: float | None) -> str:
     return f"{value:.2f} GB"
 
 
-def records(tables: Iterable[Table]) -> Iterator[dict[str, Any]]:
-    """A line per cell of all tables, unrounded."""
-    where = ("model", "data_source", "comm", "protocol", "seed", "limit", "dtype", "device")
-    names = ("dataset", "method", "label", "budget", "score", "low", "high", "n", "n_oom", "published")
-    for table in tables:
-        for cell in table.cells.values():
-            full = cell.against and scaled(cell.against.paired.difference, 100)
-            yield (
-                {name: getattr(table.where, name) for name in where}
-                | {"asked": table.prompts}
-                | {name: getattr(cell, name) for name in (*names, "difference", "mark", "over", "embedded")}
-                | {"vs_full": cell.against and 100 * cell.against.paired.mean}
-                | {"vs_full_low": full and full.low, "vs_full_high": full and full.high}
-                | {"vs_full_p_holm": cell.against and cell.against.p}
-                | {"vs_full_p_holm_is_bound": cell.against and cell.against.is_bound}
-                | {"comm_measured" if key == "comm" else key: value for key, value in asdict(cell.cost).items()}
-                | {"run": cell.run}
-            )
+def records(tables: Sequence[Table]) -> Iterator[dict[str, Any]]:
+    """A line per cell, unrounded, and per published figure that no run stands beside."""
+    for table, lines in zip(tables, map(shown.records, ([one.pivot] for one in tables)), strict=True):
+        of_runs = {(line["dataset"], line["method"], line["budget"]): line for line in lines}
+        for budget in table.budgets:
+            for dataset in table.rows:
+                for method in table.published.methods:
+                    place = dataset, method, "all" if budget == ANY else budget
+                    cell, printed = table.cell(dataset, method, budget), table.printed(dataset, method, budget)
+                    if cell is None and printed is None:
+                        continue
+                    without = dict(zip(("dataset", "method", "budget"), place, strict=True)) | {"n": 0, "run": ""}
+                    yield of_runs.get(place, without) | {
+                        "table": tables.index(table) + 1,
+                        "label": cell and cell.of["label"],
+                        "published": printed,
+                        "difference_to_published": table.difference(cell, printed),
+                        "comm_measured": cell and comm(table, cell),
+                    }

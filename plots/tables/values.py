@@ -1,98 +1,99 @@
-"""What a cell of a table can say: a score, a figure of the ledger, a time, or what a task measures besides its score.
+"""What a cell of a table can say: the score, or the mean of any column of the frame that holds numbers.
 
-Not here: which cells there are (`plots/tables/generic.py`), their words (`plots/tables/words.py`).
+The short names have a unit and a title of their own; a figure that a task measures besides its score needs no
+`measures.` in front; every other column goes by its own name.
+
+Not here: which cells there are (`plots/tables/pivot.py`), their words (`plots/tables/shown.py`).
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from kvbench.plots.read import Run, measured
-from kvbench.results import SampleRow
+from kvbench.plots.read import OLDER_KEYS
+from kvbench.results.frame import declared
+
+Frame = Any  # pandas' DataFrame or column, whose annotations know of no columns
+MEASURES = "measures."
+COUNTED = ("bytes", "tokens", "entries")  # units of large whole numbers
 
 
 @dataclass(frozen=True)
 class Value:
-    """What a cell can say."""
+    """A column, and how a cell says its mean."""
 
+    column: str
     title: str
-    unit: str
-    of: Callable[[Sequence[SampleRow]], float | None]
+    unit: str = ""
     digits: int = 1
+    scale: float = 1.0  # of the column's unit
+    per: str = ""  # column: the mean is the sum over this one's sum
+
+    @property
+    def columns(self) -> list[str]:
+        return [name for name in (self.column, self.per) if name]
 
 
-def ledger(key: str, by: float = 1.0) -> Callable[[Sequence[SampleRow]], float | None]:
-    def of(rows: Sequence[SampleRow]) -> float | None:
-        found = measured(rows, key)
-        return None if found is None else found / by
-
-    return of
-
-
-def seconds_per_token(rows: Sequence[SampleRow]) -> float | None:
-    pairs = [(row.decode_s, row.generated_tokens - 1) for row in rows if row.decode_s and row.generated_tokens > 1]
-    return sum(s for s, _ in pairs) / sum(n for _, n in pairs) if pairs else None
-
-
-def mean_prefill(rows: Sequence[SampleRow]) -> float | None:
-    known = [row.prefill_s for row in rows if row.prefill_s is not None]
-    return sum(known) / len(known) if known else None
-
-
-def answer_tokens(rows: Sequence[SampleRow]) -> float | None:
-    counts = [row.generated_tokens for row in rows if "cut_off" in row.fields]
-    return sum(counts) / len(counts) if counts else None
-
-
-def cut_off(rows: Sequence[SampleRow]) -> float | None:
-    """Share of the answers that used up their allowance."""
-    cut = [bool(row.fields["cut_off"]) for row in rows if "cut_off" in row.fields]
-    return sum(cut) / len(cut) if cut else None
-
-
-def prefill_share(rows: Sequence[SampleRow]) -> float | None:
-    """Share of all pairs of query and key that a sparse prefill computed; None for an exact one."""
-    shares = [row.fields["prefill_share"] for row in rows if "prefill_share" in row.fields]
-    return sum(shares) / len(shares) if shares else None
-
-
-VALUES: dict[str, Value] = {
-    "score": Value("score", "", lambda rows: None),
-    "tokens": Value("tokens attended to", "", ledger("tokens_attended_mean")),
-    "share": Value("tokens attended to, share of the full cache", "", ledger("effective_ratio"), 3),
-    "device": Value("K and V on the device", "MB", ledger("bytes_resident_device", 1e6)),
-    "reading": Value("K and V at most while the prompt is read", "MB", ledger("bytes_prefill_peak", 1e6)),
-    "host": Value("K and V on the host", "MB", ledger("bytes_resident_host", 1e6)),
-    "answer_tokens": Value("tokens of an answer", "", answer_tokens),
-    "cut_off": Value("answers cut off, share", "", cut_off, 3),
-    "peak": Value("entries at the fullest step", "", ledger("peak_entries")),
-    "footprint": Value("entries of an answer", "thousand", ledger("footprint_entries", 1e3)),
-    "moved": Value("K and V moved per step", "KB", ledger("bytes_moved_kv_per_step", 1e3)),
-    "find": Value("read per step to find tokens", "KB", ledger("bytes_index_read_per_step", 1e3)),
-    "prefill_share": Value("pairs that the prefill computed, share", "", prefill_share, 3),
-    "prefill_s": Value("prefill", "s", mean_prefill, 2),
-    "step_s": Value("decode step, shared by all variants beside", "s", seconds_per_token, 4),
+VALUES = {
+    "score": Value("score", "score", digits=3),
+    "tokens": Value("tokens_attended_mean", "tokens attended to"),
+    "allowed": Value("tokens_budget", "tokens of the prompt allowed"),
+    "prompt": Value("prompt_read", "tokens of the prompt"),
+    "share": Value("effective_ratio", "tokens attended to, share of the full cache", digits=3),
+    "device": Value("bytes_resident_device", "K and V on the device", "MB", scale=1e6),
+    "reading": Value("bytes_prefill_peak", "K and V at most while the prompt is read", "MB", scale=1e6),
+    "host": Value("bytes_resident_host", "K and V on the host", "MB", scale=1e6),
+    "answer_tokens": Value("answer_tokens", "tokens of an answer"),
+    "cut_off": Value("cut_off", "answers cut off, share", digits=3),
+    "peak": Value("peak_entries", "entries at the fullest step"),
+    "footprint": Value("footprint_entries", "entries of an answer", "thousand", scale=1e3),
+    "moved": Value("bytes_moved_kv_per_step", "K and V moved per step", "KB", scale=1e3),
+    "find": Value("bytes_index_read_per_step", "read per step to find tokens", "KB", scale=1e3),
+    "prefill_share": Value("prefill_share", "pairs that the prefill computed, share", digits=3),
+    "prefill_s": Value("prefill_s", "prefill", "s", 2),
+    "step_s": Value("steps_s", "decode step, shared by all variants beside", "s", 4, per="steps_timed"),
 }
 
 
+def column_of(samples: Frame, name: str) -> Frame:
+    """A column; of one that no sample has, nothing but gaps."""
+    from pandas import NA, Series
+
+    return samples[name] if name in samples else Series(NA, samples.index, dtype="Float64")
+
+
+def with_values(samples: Frame) -> Frame:
+    """The samples with those columns of `VALUES` that no file has."""
+    column = partial(column_of, samples)
+    steps = column("generated_tokens") - 1
+    is_timed = (column("decode_s") > 0) & (steps > 0)
+    older = {key: column(key).fillna(column(other)) for key, other in OLDER_KEYS.items() if other in samples}
+    return samples.assign(
+        **older,
+        answer_tokens=column("generated_tokens").where(column("cut_off").notna()),
+        prompt_read=column("prompt_tokens").where(column("status") == "ok"),
+        steps_s=column("decode_s").where(is_timed),
+        steps_timed=steps.where(is_timed),
+    )
+
+
+def numbers_of(samples: Frame) -> list[str]:
+    """The columns that hold numbers."""
+    from pandas.api.types import is_numeric_dtype
+
+    return [str(name) for name, kind in samples.dtypes.items() if is_numeric_dtype(kind)]
+
+
 def value_named(name: str) -> Value:
-    """What a cell says: one of `VALUES`, or the mean of a figure that the task takes besides its score."""
     if name in VALUES:
         return VALUES[name]
-
-    def of(rows: Sequence[SampleRow]) -> float | None:
-        taken = [row.fields["measures"][name] for row in rows if name in row.fields.get("measures", {})]
-        known = [value for value in taken if value is not None]
-        return sum(known) / len(known) if known else None
-
-    return Value(name, "", of, 3)
+    key = declared().get(name)
+    unit = key.unit if key is not None else ""
+    return Value(name, name.removeprefix(MEASURES), unit, 0 if unit in COUNTED else 3)
 
 
-def measures_of(runs: Sequence[Run]) -> dict[str, None]:
-    """The figures that the runs' tasks take besides their scores, by name."""
-    return {name: None for run in runs for name in run.result.measures or ()}
-
-
-def of_one(name: str) -> Callable[[SampleRow], float | None]:
-    """The value of a cell of a single line."""
-    of = value_named(name).of
-    return lambda row: of([row])
+def sayable(samples: Frame) -> dict[str, str]:
+    """The name of each value that cells can say, by what people may call it."""
+    columns = {name: name for name in numbers_of(samples)}
+    measures = {name.removeprefix(MEASURES): name for name in columns if name.startswith(MEASURES)}
+    return columns | measures | {name: name for name in VALUES}

@@ -17,7 +17,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.terminal import EXTRAS, as_started, lacks
 from kvbench.evals.screen.progress import Progress
 from kvbench.evals.screen.table import print_table
-from kvbench.plots import costs, results, scopes, turns
+from kvbench.plots import costs, turns
 from kvbench.plots.comparison import compare, print_comparison
 from kvbench.plots.table import main as table
 from kvbench.results import RunResult
@@ -120,9 +120,9 @@ def test_results_of_others_are_shown_and_not_obeyed(
     done = hostile_runs(runs, text)
     print_table(done)
     print_comparison(compare([folder for folder, _ in done]))
-    for kind in ("markdown", "latex", "csv"):
+    for kind in ("markdown", "latex", "csv", "html"):
         assert table([str(runs), "--format", kind]) == 0
-    for page in (results, scopes, turns, costs):
+    for page in (turns, costs):
         page.main([str(runs), "--out", str(out)])
     shown = capsys.readouterr()
     assert is_harmless(shown.out) and is_harmless(shown.err)

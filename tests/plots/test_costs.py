@@ -4,19 +4,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pandas import DataFrame
 
 from kvbench.plots.costs import AT_ONCE, main, records, sheets
-from kvbench.plots.read import Run, load
+from kvbench.plots.read import load
 from kvbench.plots.site.overview import overview
 from kvbench.plots.tables import command as tables
+from kvbench.plots.tables.words import samples_below
 from kvbench.results import sheet
 from kvbench.tests.plots.made_runs import timing, timings, write
 
+HEADS = ["method", "budget", "tokens", *(head for head, *_ in AT_ONCE)]
 ASKED: dict[str, Any] = {"task_params": {"n_new": 32}, "metric": "tpot_ratio"}
 
 
-def markdown(runs: list[Run]) -> str:
-    return "\n".join(map(sheet.markdown, sheets(runs)))
+def markdown(samples: DataFrame) -> str:
+    return "\n".join(map(sheet.markdown, sheets(samples)))
+
+
+def csv_lines(root: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(sheet.as_csv(records(samples_below(root))).splitlines()))
 
 
 def cells(text: str, label: str) -> list[str]:
@@ -26,7 +33,7 @@ def cells(text: str, label: str) -> list[str]:
 
 def test_a_line_has_what_was_timed_length_by_length(tmp_path: Path) -> None:
     timings(tmp_path)
-    text = markdown(load(tmp_path))
+    text = markdown(samples_below(tmp_path))
     assert "4,000, 8,000, 16,000 tokens · batch of 1" in text and "EMBEDDED DATA" in text
     found = cells(text, "SnapKV (C)")
     times = [timing(n, 0.7) for n in (4000, 8000, 16_000)]
@@ -48,7 +55,7 @@ def test_what_did_not_fit_is_said(tmp_path: Path) -> None:
         {"score": None, "fields": fields(8000)},
     ]
     write(tmp_path, "h2o", "latency", rows, **ASKED)
-    found = cells(markdown(load(tmp_path)), "H2O (C)")
+    found = cells(markdown(samples_below(tmp_path)), "H2O (C)")
     assert found[2].endswith(" oom") and found[6] == "-" and found[9] == "0.50 oom"
 
 
@@ -79,8 +86,8 @@ def at_once(root: Path) -> None:
 
 def test_a_second_table_says_how_many_requests_fit(tmp_path: Path) -> None:
     at_once(tmp_path)
-    made = sheets(load(tmp_path))
-    assert [sheet.heads[0] for sheet in made] == ["method"] * 3 and made[2].heads == AT_ONCE
+    made = sheets(samples_below(tmp_path))
+    assert [sheet.heads[0] for sheet in made] == ["method"] * 3 and made[2].heads == HEADS
     assert "requests at once in 1 GB, of which weights take 0.27 GB" in made[2].about
     assert [[*map(str, row)] for row in made[2].rows] == [
         ["Full", "-", "4,000", "184.3", "200.0", "8", "8", "30.2", "1.00"],
@@ -88,15 +95,15 @@ def test_a_second_table_says_how_many_requests_fit(tmp_path: Path) -> None:
         ["SnapKV (C)", "ratio 0.2", "4,000", "8.0", "200.0", "80", "64", "55.5", "1.83"],
         ["SnapKV (C)", "ratio 0.2", "8,000", "16.0", "400.0", "40", "40", "55.5", "1.83"],
     ]
-    (line, *_) = [x for x in csv.DictReader(sheet.as_csv(records(load(tmp_path))).splitlines()) if x["batch"] == "32"]
+    (line, *_) = [x for x in csv_lines(tmp_path) if x["batch"] == "32"]
     assert line["status"] == "oom" and line["largest_batch"] == ""
-    lines = [x for x in csv.DictReader(sheet.as_csv(records(load(tmp_path))).splitlines()) if x["method"] == "snapkv"]
+    lines = [x for x in csv_lines(tmp_path) if x["method"] == "snapkv"]
     assert {x["largest_batch"] for x in lines} == {"80", "40"} and lines[0]["batch_bound"] == "task.most_rows"
 
 
 def test_runs_from_before_requests_were_counted_have_no_such_table(tmp_path: Path) -> None:
     timings(tmp_path)
-    assert all(made.heads != AT_ONCE for made in sheets(load(tmp_path)))
+    assert all(made.heads != HEADS for made in sheets(samples_below(tmp_path)))
 
 
 def test_the_report_says_how_many_requests_of_the_longest_prompt_fit(tmp_path: Path) -> None:
@@ -110,7 +117,7 @@ def test_the_report_says_how_many_requests_of_the_longest_prompt_fit(tmp_path: P
 
 def test_the_csv_has_quartiles_and_every_sample(tmp_path: Path) -> None:
     timings(tmp_path)
-    lines = list(csv.DictReader(sheet.as_csv(records(load(tmp_path))).splitlines()))
+    lines = csv_lines(tmp_path)
     assert len(lines) == 3 * 7
     for line in lines:
         low, high = (float(bound) for bound in line["tpot_s_q"].split())

@@ -18,6 +18,7 @@ from kvbench.plots.figures import command as figures
 from kvbench.plots.read import load, read_all
 from kvbench.plots.site import report
 from kvbench.plots.tables import command as tables
+from kvbench.plots.tables.words import samples_below
 from kvbench.results.files import sealed, unsealed
 from kvbench.results.sheet import pipes, tex
 from kvbench.tests.plots import made_runs, report_runs
@@ -177,6 +178,9 @@ def test_links_that_lead_back_and_folders_of_others_are_passed_by(
     assert len(runs) == 3
     assert len(damaged) == 1
     assert damaged[0].endswith(r"closed\x1b[31m cannot be read (Permission denied)")
+    capsys.readouterr()
+    assert table.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().err == f"left out: {damaged[0]}\n"
 
 
 def test_every_tool_says_so_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,9 +290,11 @@ def test_whatever_happens_to_a_file_of_a_run_there_is_a_page_and_a_table(good: P
             assert len(runs) + len(damaged) == 4
             assert all(sentence.isprintable() for sentence in damaged)
             report.page(runs, root)
-            tables.build_all(runs)
-            costs.sheets(runs)
-            list(costs.records(runs))
+            samples = samples_below(root)
+            tables.build_all(samples)
+            costs.sheets(samples)
+            list(costs.records(samples))
+            assert {str(run.folder) for run in runs} == set(samples["run"] if len(samples) else ())
             counts["left out" if damaged else "read"] += 1
         finally:
             (root / name).write_bytes(whole)

@@ -11,7 +11,8 @@ from kvbench.plots.read import Run, load
 from kvbench.plots.run_sets import run_sets
 from kvbench.plots.site.overview import task_of
 from kvbench.plots.table import written
-from kvbench.plots.tables.generic import pivots
+from kvbench.plots.tables.pivot import pivots
+from kvbench.plots.tables.words import samples_below
 from kvbench.plots.turns import groups
 from kvbench.results import RunResult
 from kvbench.results.names import STAND_INS, own_tasks, shown_task
@@ -36,7 +37,7 @@ def shown(pairs: list[tuple[Path, RunResult]], runs: list[Run], capsys: pytest.C
     return {
         "the terminal's table": terminal,
         "the comparison": capsys.readouterr().out,
-        "kvbench.plots.table": written(pivots(runs))["md"],
+        "kvbench.plots.table": written(pivots(samples_below(pairs[0][0].parent)))["md"],
         "figures": run_sets(runs)[0].about,
         "the report": task_of(runs[0]),
         "docs/turns.md": next(iter(groups(runs))),
@@ -64,9 +65,9 @@ def test_published_rows_keep_the_benchmarks_name(task: str, tmp_path: Path, caps
 
 def test_a_table_says_which_datasets_it_is_of_and_is_found_by_either_name(tmp_path: Path) -> None:
     made(tmp_path, "longbench", "embedded")
-    runs = load(tmp_path)
+    samples = samples_below(tmp_path)
     for name in ("longbench", "embedded texts"):
-        assert "embedded texts · datasets a · " in written(pivots(runs, keep={"task": name}))["md"]
+        assert "embedded texts · datasets a · " in written(pivots(samples, keep={"task": name}))["md"]
 
 
 @pytest.mark.parametrize(

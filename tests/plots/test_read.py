@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from kvbench.plots import turns
-from kvbench.plots.read import by_conditions, key_bytes_per_token, load
+from kvbench.plots.read import key_bytes_per_token, load
+from kvbench.plots.run_sets import run_sets
+from kvbench.plots.tables.pivot import pivots
+from kvbench.plots.tables.words import samples_below
 from kvbench.tests.plots.made_runs import write
 
 
@@ -15,17 +18,20 @@ def test_two_checkpoints_of_one_name_are_never_paired_and_are_told_apart(tmp_pat
     for digest in ("aaa", "bbb"):
         for method, score in (("full", 1.0), ("snapkv", 0.5)):
             write(tmp_path, method, "needle", [{"score": score}], digest=digest)
-    groups = by_conditions(load(tmp_path))
-    assert [sorted(run.method for run in runs) for runs in groups.values()] == [["full", "snapkv"]] * 2
-    assert [{run.checkpoint for run in runs} for runs in groups.values()] == [{"aaa"}, {"bbb"}]
-    assert [str(key).partition(" · ")[0] for key in groups] == ["tiny aaa", "tiny bbb"]
+    made = pivots(samples_below(tmp_path), columns=["budget"])
+    assert [pivot.where["model"] for pivot in made] == ["tiny aaa", "tiny bbb"]
+    assert [[row for (row,) in pivot.rows] for pivot in made] == [["Full", "SnapKV (C)"]] * 2
+    assert [str(one.where).partition(" · ")[0] for one in run_sets(load(tmp_path))] == ["tiny aaa", "tiny bbb"]
     assert len(turns.groups(load(tmp_path))) == 2
 
 
 def test_one_checkpoint_is_called_by_its_name_alone(tmp_path: Path) -> None:
     for name in ("tiny", "other"):
         write(tmp_path, "full", "needle", [{"score": 1.0}], digest=f"of {name}", model=name)
-    assert [str(key).partition(" · ")[0] for key in by_conditions(load(tmp_path))] == ["other", "tiny"]
+    assert sorted(pivot.where["model"] for pivot in pivots(samples_below(tmp_path), columns=["budget"])) == [
+        "other",
+        "tiny",
+    ]
 
 
 @pytest.mark.parametrize(("share", "of_a_token"), [(None, 50.0), ("1", 100.0), ("3/5", 60.0)])

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pandas import concat
 
-from kvbench.plots.read import load
 from kvbench.plots.table import main, written
-from kvbench.plots.tables.generic import Pivot, WrongKey, pivots
-from kvbench.plots.tables.words import label, records, sheet_of
+from kvbench.plots.tables.pivot import Pivot, WrongKey, pivots
+from kvbench.plots.tables.shown import label, records, sheet_of
+from kvbench.plots.tables.words import samples_below
 from kvbench.results import sheet as printing
 from kvbench.tests.plots.made_runs import write
 
@@ -41,7 +42,7 @@ def needles(root: Path, n: int = 12) -> None:
 
 
 def one(root: Path, **asked: Any) -> Pivot:
-    (sheet,) = pivots(load(root), **asked)
+    (sheet,) = pivots(samples_below(root), **asked)
     return sheet
 
 
@@ -58,7 +59,7 @@ def test_what_varies_in_one_table_is_no_column_of_another(tmp_path: Path) -> Non
     needles(tmp_path)
     write(tmp_path, "pqcache", "needle", rows([1.0] * 12), model="large")
     write(tmp_path, "pqcache", "gsm8k", rows([1.0] * 12))
-    across = {sheet.where["task"]: sheet.column_keys for sheet in pivots(load(tmp_path))}
+    across = {sheet.where["task"]: sheet.column_keys for sheet in pivots(samples_below(tmp_path))}
     assert across == {"needle": ("budget", "model"), "gsm8k": ("budget",)}
 
 
@@ -124,13 +125,13 @@ def test_runs_that_may_not_stand_together_have_tables_of_their_own(tmp_path: Pat
         write(tmp_path, "snapkv", "needle", rows(HITS), model=model)
         write(tmp_path, "full", "needle", rows(HITS), model=model)
     write(tmp_path, "snapkv", "needle", rows(HITS), model="tiny", task_params={"style": "data_engineering"})
-    made = pivots(load(tmp_path), columns=["budget"])
+    made = pivots(samples_below(tmp_path), columns=["budget"])
     assert sorted((sheet.where["model"], len(sheet.cells)) for sheet in made) == [
         ("large", 2),
         ("tiny", 1),
         ("tiny", 2),
     ]
-    beside = pivots(load(tmp_path), columns=["model"], keep={"prompts": ""})
+    beside = pivots(samples_below(tmp_path), columns=["model"], keep={"prompts": ""})
     assert [sheet.columns for sheet in beside] == [[("large",), ("tiny",)]]
 
 
@@ -211,9 +212,73 @@ def test_a_cell_can_say_what_the_task_measures_beside_its_score(tmp_path: Path) 
     assert "| 0.500 |" in markdown(sheet)
 
 
+def test_any_column_of_numbers_can_be_a_value_and_any_column_a_key(tmp_path: Path) -> None:
+    for tokens, kept in ((0, 3.0e6), (2048, 5.0e6)):
+        measured = [
+            {"score": 1.0, "fields": {"turn": turn, "sample": "a"}, "ledger": {"bytes_resident_device": kept + turn}}
+            for turn in (1, 2)
+        ]
+        write(tmp_path, "pqcache", "needle", measured, cache={"tokens": tokens})
+    sheet = one(tmp_path, columns=["config.cache.tokens"], value="bytes_resident_device")
+    assert sheet.columns == [("0",), ("2048",)] and sheet.value.unit == "bytes"
+    assert [sheet.cells[("PQCache",), column].mean for column in sheet.columns] == [3_000_001.5, 5_000_001.5]
+    said = markdown(sheet)
+    assert "bytes_resident_device (bytes) by method" in said and "| 3,000,002 | 5,000,002 |" in said
+    by_turn = one(tmp_path, rows=["config.cache.tokens"], columns=["turn"], value="device")
+    assert by_turn.rows == [("0",), ("2048",)] and by_turn.columns == [("1",), ("2",)]
+    assert by_turn.cells[("2048",), ("2",)].mean == pytest.approx(5.000002)
+    assert one(tmp_path, columns=["turn"], rows=["config.cache.tokens"], keep={"method.m": "-"}).columns
+
+
+def test_a_parameter_that_is_null_is_told_from_one_that_a_run_has_not(tmp_path: Path) -> None:
+    for i, params in enumerate(({"m": 2}, {"m": None}, {})):
+        write(tmp_path, "pqcache", "needle", rows(HITS), params=params, comm=f"1/{64 * 2**i}")
+    assert sorted(row[0] for row in one(tmp_path).rows) == ["PQCache", "PQCache m=2", "PQCache m=null"]
+    assert {row[1] for row in one(tmp_path, rows=["method", "method.m"]).rows} == {"2", "null", "-"}
+    write(tmp_path / "task", "pqcache", "needle", rows(HITS), task_params={"style": None})
+    (sheet,) = pivots(samples_below(tmp_path / "task"))
+    assert sheet.where["prompts"] == "style=null", "its prompts are not those of the default"
+
+
+def test_both_scopes_stand_side_by_side(tmp_path: Path) -> None:
+    needles(tmp_path)
+    shown: Any = samples_below(tmp_path)
+    hidden = shown.assign(run=shown["run"].astype(str) + "-hidden", protocol="context_only")
+    (sheet,) = pivots(concat([shown, hidden]), columns=["ratio", "scope"])
+    assert sheet.columns == [(ratio, scope) for ratio in ("0.1", "0.2") for scope in ("context_only", "full_prompt")]
+    assert len(sheet.cells) == 3 * 4 and [row for (row,) in sheet.rows] == ["Full", "PQCache", "SnapKV (C)"]
+
+
+def test_a_run_behind_others_samples_has_a_table_of_its_own(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, "snapkv", "needle", rows(HITS))
+    write(tmp_path, "snapkv", "needle", rows(HITS), cache={"policy": "lru"})
+    samples: Any = samples_below(tmp_path)
+    samples["config.offset"] = [8 if run == str(folder) else 0 for run in samples["run"]]
+    assert sorted(sheet.where["limit"] for sheet in pivots(samples)) == ["all", "all behind the first 8"]
+
+
+def test_a_parquet_file_is_as_good_as_folders_and_a_broken_one_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needles(tmp_path / "runs")
+    samples: Any = samples_below(tmp_path / "runs")
+    samples.to_parquet(tmp_path / "samples.parquet")
+    assert main([str(tmp_path / "runs"), "--format", "html"]) == 0
+    of_folders = capsys.readouterr().out
+    assert of_folders.count("<table>") == 1 and "<td>PQCache</td><td><b>100.0</b> (73.5 to 100.0)</td>" in of_folders
+    assert main([str(tmp_path / "samples.parquet"), "--format", "html"]) == 0
+    assert capsys.readouterr().out == of_folders
+    (tmp_path / "samples.parquet").write_text("mine")
+    assert main([str(tmp_path / "samples.parquet")]) == 2
+    assert "cannot be read as Parquet" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--rows", "config.sead"], "did you mean 'config.seed'?"),
+        (["--value", "bytes_resident_devise"], "did you mean 'bytes_resident_device'?"),
+        (["--value", "task"], "a cell cannot say 'task'"),
         (["--rows", "metod"], "did you mean 'method'?"),
         (["--value", "scores"], "did you mean 'score'?"),
         (["--filter", "task=none"], "no run has task=none; there is needle"),
@@ -242,16 +307,16 @@ def test_no_runs_and_no_room_are_said(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_csv_has_each_name_once_and_every_number(tmp_path: Path) -> None:
     needles(tmp_path)
-    lines = list(csv.reader(io.StringIO(as_csv(pivots(load(tmp_path))))))
+    lines = list(csv.reader(io.StringIO(as_csv(pivots(samples_below(tmp_path))))))
     assert len(set(lines[0])) == len(lines[0]) and len(lines) == 1 + 6
     assert all(len(line) == len(lines[0]) for line in lines)
 
 
-def test_three_formats_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_formats_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     needles(tmp_path / "runs")
     assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["table.csv", "table.md", "table.tex"]
-    assert capsys.readouterr().out.count("table.") == 3
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".csv", ".html", ".md", ".tex"]
+    assert capsys.readouterr().out.count("table.") == 4
 
 
 def test_latex_has_caption_and_label_and_joins_equal_heads(tmp_path: Path) -> None:
@@ -264,14 +329,14 @@ def test_latex_has_caption_and_label_and_joins_equal_heads(tmp_path: Path) -> No
     assert r"\cmidrule(lr){2-3} \cmidrule(lr){4-5}" in made
     assert r"\caption{100 \% ours\_}" in made and rf"\label{{tab:{label(sheet)}}}" in made
     with pytest.raises(WrongKey):
-        pivots(load(tmp_path), columns=["nothing"])
+        pivots(samples_below(tmp_path), columns=["nothing"])
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 def test_latex_compiles(tmp_path: Path) -> None:
     needles(tmp_path / "runs")
     write(tmp_path / "runs", "pqcache", "longbench", rows(HITS, dataset="a_b"), params={"m": 2})
-    body = written(pivots(load(tmp_path / "runs")))["tex"]
+    body = written(pivots(samples_below(tmp_path / "runs")))["tex"]
     head = "\\documentclass{article}\\usepackage{booktabs,graphicx}\\begin{document}"
     (tmp_path / "all.tex").write_text(f"{head}{body}\\end{{document}}")
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]

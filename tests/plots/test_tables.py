@@ -10,25 +10,28 @@ import pytest
 from kvbench.plots.read import load
 from kvbench.plots.run_sets import run_sets
 from kvbench.plots.site.overview import overview
-from kvbench.plots.tables.cells import Table, build, build_efficiency
-from kvbench.plots.tables.command import build_all, main, write_table
-from kvbench.plots.tables.paper_words import records, sheet_of
+from kvbench.plots.tables.command import main, write_table
+from kvbench.plots.tables.paper_words import comm, records, sheet_of
 from kvbench.plots.tables.papers import (
     AVERAGE,
-    EFFICIENCY,
-    PAPER_TABLES,
     PUBLISHED,
     PaperTable,
+    Table,
+    build_all,
     canonical,
+    paper_tables,
     read_published,
 )
+from kvbench.plots.tables.pivot import Cell
+from kvbench.plots.tables.words import ANY, samples_below
 from kvbench.results import sheet
 from kvbench.results.sheet import tex
 from kvbench.tests.plots.made_runs import answers, every_kind
 from kvbench.tests.plots.made_runs import write as make_run
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-TABLE2 = PAPER_TABLES[0]
+TABLES = paper_tables()
+TABLE2, TIMES = TABLES["pqcache_table2"], TABLES["xkv_table4"]
 PAPER = ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum",
          "multi_news", "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en")  # fmt: skip
 OURS: dict[str, Any] = {"comm": "1/128", "model": "llama-3.1-8b-instruct", "source": "local"}
@@ -46,12 +49,29 @@ def as_csv(tables: list[Table]) -> str:
     return sheet.as_csv(records(tables))
 
 
+def at(table: Table, dataset: str, method: str, budget: str) -> Cell:
+    found = table.cell(dataset, method, budget)
+    assert found is not None
+    return found
+
+
+def score(table: Table, dataset: str, method: str, budget: str) -> float:
+    """As printed, unrounded."""
+    mean = at(table, dataset, method, budget).mean
+    assert mean is not None
+    return table.pivot.scale * mean
+
+
 def changed(**changes: Any) -> dict[str, Any]:
     return {**OURS, **changes}
 
 
+def build(paper_table: PaperTable, root: Path) -> list[Table]:
+    return build_all(samples_below(root))[paper_table.name]
+
+
 def one(root: Path, paper_table: PaperTable = TABLE2) -> Table:
-    (table,) = build(paper_table, load(root))
+    (table,) = build(paper_table, root)
     return table
 
 
@@ -60,11 +80,12 @@ def test_a_cell_is_the_score_of_result_json_to_the_printed_digit(tmp_path: Path)
     _, ours = make_run(tmp_path, "h2o", "longbench", answers(["qasper"], 0.5), **OURS)
     assert full.score and ours.score and ours.score_ci95
     table = one(tmp_path)
-    cell = table.cells["Qasper", "H2O (C)", "1/5"]
-    assert cell.score == 100 * ours.score
-    assert (cell.low, cell.high) == tuple(100 * bound for bound in ours.score_ci95)
-    assert cell.published == "37.38" and cell.n == ours.n_samples
-    assert cell.difference == pytest.approx(round(100 * ours.score, 2) - 37.38)
+    place = "Qasper", "H2O (C)", "1/5"
+    cell = at(table, *place)
+    assert score(table, *place) == 100 * ours.score
+    assert [cell.low, cell.high] == ours.score_ci95
+    assert table.printed(*place) == "37.38" and cell.n == ours.n_samples
+    assert table.difference(cell, "37.38") == pytest.approx(round(100 * ours.score, 2) - 37.38)
     text = markdown(table)
     half = (ours.score_ci95[1] - ours.score_ci95[0]) * 50
     assert f"| {100 * full.score:.2f} ±" in text
@@ -82,7 +103,7 @@ def test_what_an_index_on_the_device_costs_to_read_stands_beside_what_comm_allow
         read = {"bytes_moved_meta_per_step": 0.0, "bytes_index_read_per_step": keys * of_keys}
         make_run(tmp_path, method, "longbench", answers(["qasper"], 0.5, ledger=read), **OURS)
     table = one(tmp_path)
-    assert table.cells["Qasper", "InfLLM", "1/5"].cost.comm == pytest.approx(1 / 80)
+    assert comm(table, at(table, "Qasper", "InfLLM", "1/5")) == pytest.approx(1 / 80)
     costs = [line for line in markdown(table).splitlines() if " / 1/128 |" in line]
     assert [line.split(" | ")[0] for line in costs] == ["| Full", "| InfLLM", "| PQCache"]
     assert "| 0.0125 / 1/128 |" in costs[1] and "| 0.0063 / 1/128 |" in costs[2]
@@ -93,11 +114,11 @@ def test_what_an_index_on_the_device_costs_to_read_stands_beside_what_comm_allow
 
 def test_a_compensated_method_has_one_name_in_every_table(tmp_path: Path) -> None:
     """The papers' tables said "H2O(C)" and all others "H2O (C)"."""
-    for paper_table in PAPER_TABLES:
+    for paper_table in TABLES.values():
         assert {*read_published(paper_table).methods} <= {*paper_table.methods}
     make_run(tmp_path, "h2o", "longbench", answers(["qasper"], 0.4), **OURS)
     (run,) = load(tmp_path)
-    assert run.result.method_label == "H2O (C)" in one(tmp_path).methods
+    assert run.result.method_label == "H2O (C)" in one(tmp_path).published.methods
     assert "(C)" not in re.sub(r" \(C\)", "", markdown(one(tmp_path)))
 
 
@@ -117,11 +138,11 @@ def test_the_average_is_the_mean_of_the_printed_scores_and_needs_all_datasets(tm
     make_run(tmp_path, "h2o", "longbench", answers(PAPER[:3], 0.4), **OURS)
     table = one(tmp_path)
     parts = [round(100 * sum(r["score"] for r in rows if r["fields"]["dataset"] == name) / 6, 2) for name in PAPER]
-    average = table.cells[AVERAGE, "PQCache", "1/5"]
-    assert average.score == pytest.approx(sum(parts) / 14) and average.published == "47.29"
-    assert table.cells[AVERAGE, "H2O (C)", "1/5"].score is None
-    (common,) = [name for name in table.datasets if name.startswith("Mean of 3")]
-    assert table.cells[common, "H2O (C)", "1/5"].published == f"{(30.94 + 37.38 + 48.80) / 3:.2f}"
+    place = AVERAGE, "PQCache", "1/5"
+    assert score(table, *place) == pytest.approx(sum(parts) / 14) and table.printed(*place) == "47.29"
+    assert table.cell(AVERAGE, "H2O (C)", "1/5") is None
+    (common,) = [name for name in table.rows if name.startswith("Mean of 3")]
+    assert table.printed(common, "H2O (C)", "1/5") == f"{(30.94 + 37.38 + 48.80) / 3:.2f}"
 
 
 def test_bold_is_the_best_without_full_oracle_and_runs_over_budget(tmp_path: Path) -> None:
@@ -133,7 +154,7 @@ def test_bold_is_the_best_without_full_oracle_and_runs_over_budget(tmp_path: Pat
         add(method, level)
     add("sparq", 0.7, within=False)
     table = one(tmp_path)
-    marks = {m: mark for m in table.methods if (mark := table.cells["TREC", m, "1/5"].mark)}
+    marks = {m: cell.mark for ((m,), (_, name)), cell in table.pivot.cells.items() if name == "TREC" and cell.mark}
     assert marks == {"PQCache": "bold"}
     assert "**40.00** ±" in markdown(table) and "70.00 ± 13.23 †" in markdown(table)
     assert r"\textbf{40.00}" in latex(table) and r"$^\dagger$" in latex(table)
@@ -144,9 +165,9 @@ def test_what_differs_in_model_data_or_comm_is_never_in_one_table(tmp_path: Path
     make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.6), **changed(comm="1/64"))
     make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.7), **changed(model="tiny"))
     make_run(tmp_path, "h2o", "longbench", answers(["docs_qa"], 0.8), **changed(source="embedded"))
-    found = build(TABLE2, load(tmp_path))
+    found = build(TABLE2, tmp_path)
     assert [table.is_paper_setting for table in found] == [True, False, False, False]
-    embedded = next(table for table in found if table.where.data_source == "embedded")
+    embedded = next(table for table in found if table.pivot.where["data"] == "embedded")
     text = markdown(embedded)
     assert "EMBEDDED DATA" in text and "| docs_qa |" in text and "paper |" not in text
     assert "EMBEDDED DATA" not in markdown(found[0])
@@ -171,45 +192,44 @@ def test_csv_has_every_cell_unrounded(tmp_path: Path) -> None:
     folder, result = make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.5), **OURS)
     rows = list(csv.DictReader(as_csv([one(tmp_path)]).splitlines()))
     (row,) = [row for row in rows if row["n"] != "0"]
-    assert result.score is not None and float(row["score"]) == 100 * result.score
-    assert row["run"] == folder.name and row["published"] == "69.00" and row["over"] == "false"
+    assert result.score is not None and float(row["value"]) == 100 * result.score
+    assert row["run"] == folder.name and row["published"] == "69.00" and row["over_budget"] == "false"
 
 
 def test_times_of_shared_batches_are_left_out(tmp_path: Path) -> None:
     rows = answers(["narrativeqa"], 0.5, n=3)
     make_run(tmp_path, "full", "longbench", rows, ratio="1")
-    (table,) = build_efficiency(load(tmp_path))
-    cell = table.cells["single_task_runtime_s", "FullKV", ""]
-    assert cell.score == pytest.approx(0.9) and cell.published == "7.18"
-    assert table.cells["total_runtime_s", "FullKV", ""].score == pytest.approx(2.7)
+    (table,) = build(TIMES, tmp_path)
+    place = "single_task_runtime_s", "FullKV", ANY
+    assert score(table, *place) == pytest.approx(0.9) and table.printed(*place) == "7.18"
+    assert score(table, "total_runtime_s", "FullKV", ANY) == pytest.approx(2.7)
 
 
 def test_the_embedded_set_stands_in_for_the_efficiency_tables_dataset(tmp_path: Path) -> None:
     make_run(tmp_path, "full", "longbench", answers(["docs_qa"], 0.7), ratio="1")
     make_run(tmp_path, "full", "longbench", answers(["docs_qa"], 0.7), ratio="1", comm="1/16")
     make_run(tmp_path, "xkv", "longbench", answers(["docs_qa"], 0.7), ratio="0.385", label="XKV")
-    (table,) = build_efficiency(load(tmp_path))
-    assert table.cells["single_task_runtime_s", "XKV", ""].score == pytest.approx(0.9)
+    (table,) = build(TIMES, tmp_path)
+    assert score(table, "single_task_runtime_s", "XKV", ANY) == pytest.approx(0.9)
     assert "EMBEDDED DATA" in markdown(table)
 
 
 def test_full_attention_alone_is_a_table_only_where_nothing_else_was_run(tmp_path: Path) -> None:
     rows = answers(["qasper"], 0.4)
     make_run(tmp_path, "full", "longbench", rows, ratio="1", **OURS)
-    assert len(build(TABLE2, load(tmp_path))) == 1
+    assert len(build(TABLE2, tmp_path)) == 1
     make_run(tmp_path, "full", "longbench", rows, ratio="1", task_params={"strip": True}, **OURS)
     make_run(tmp_path, "h2o", "longbench", rows, **OURS)
-    (table,) = build(TABLE2, load(tmp_path))
-    assert table.cells["Qasper", "H2O (C)", "1/5"].n
+    (table,) = build(TABLE2, tmp_path)
+    assert at(table, "Qasper", "H2O (C)", "1/5").n
 
 
-@pytest.mark.parametrize("paper_table", [*PAPER_TABLES, EFFICIENCY], ids=lambda paper_table: paper_table.name)
+@pytest.mark.parametrize("paper_table", TABLES.values(), ids=lambda paper_table: paper_table.name)
 def test_each_table_has_its_published_figures_and_experiment(paper_table: PaperTable) -> None:
     assert (CONF / "experiment" / f"{paper_table.name}.yaml").is_file()
-    if paper_table is not EFFICIENCY:
-        paper = read_published(paper_table)
-        assert set(paper.methods) <= set(paper_table.methods) and paper.budgets
-        assert len({canonical(name) for name in paper.datasets}) == len(paper.datasets)
+    paper = read_published(paper_table)
+    assert set(paper.methods) <= set(paper_table.methods) and (paper.budgets or paper_table is TIMES)
+    assert len({canonical(name) for name in paper.datasets}) == len(paper.datasets)
 
 
 def test_what_is_published_of_methods_that_cut_an_answer_stands_beside_runs_on_its_model(tmp_path: Path) -> None:
@@ -217,10 +237,10 @@ def test_what_is_published_of_methods_that_cut_an_answer_stands_beside_runs_on_i
     rows = [{"score": score, "fields": {"dataset": "math500/plain"}} for score in (1.0, 1.0, 0.0, 1.0)]
     make_run(tmp_path, "full", "math500_rkv", rows, ratio="1", **where)
     make_run(tmp_path, "rkv_code", "math500_rkv", rows, budget=512, ratio=None, label="R-KV", **where)
-    table = one(tmp_path, next(paper for paper in PAPER_TABLES if paper.name == "rkv_table"))
-    cell = table.cells["MATH-500", "R-KV", "512"]
-    assert (cell.score, cell.published, cell.n) == (75.0, "76.9", 4)
-    assert table.is_paper_setting and table.cells["MATH-500", "TriAttention", "512"].published == "80.6"
+    table = one(tmp_path, TABLES["rkv_table"])
+    place = "MATH-500", "R-KV", "512"
+    assert (score(table, *place), table.printed(*place), at(table, *place).n) == (75.0, "76.9", 4)
+    assert table.is_paper_setting and table.printed("MATH-500", "TriAttention", "512") == "80.6"
 
 
 def test_without_runs_the_commands_are_said(tmp_path: Path, capsys) -> None:
@@ -253,12 +273,8 @@ def test_latex_escapes_and_has_as_many_cells_in_every_row(tmp_path: Path) -> Non
 def test_latex_compiles(tmp_path: Path) -> None:
     every_kind(tmp_path / "runs")
     make_run(tmp_path / "runs", "h2o", "longbench", answers(PAPER, 0.5), **OURS)
-    made = build_all(load(tmp_path / "runs"))
-    names = [
-        paper_table.name
-        for paper_table in (*PAPER_TABLES, EFFICIENCY)
-        if made[paper_table.name] and write_table(tmp_path, paper_table, made[paper_table.name])
-    ]
+    made = build_all(samples_below(tmp_path / "runs"))
+    names = [name for name, tables in made.items() if tables and write_table(tmp_path, tables)]
     assert "pqcache_table2" in names
     inputs = "\n".join(rf"\input{{{name}}}" for name in names)
     head = r"\documentclass[twocolumn]{article}\usepackage{booktabs,graphicx}"
@@ -279,11 +295,11 @@ def test_runs_with_other_prompts_have_tables_of_their_own(tmp_path: Path) -> Non
     make_run(tmp_path, "h2o", "longbench", rows, **OURS)
     cut = {"max_prompt_tokens": 2000, "rows": 6}
     make_run(tmp_path, "pqcache", "longbench", rows, task_params=cut, **OURS)
-    plain, short = build(TABLE2, load(tmp_path))
-    assert (plain.prompts, short.prompts) == ("", "max_prompt_tokens=2000")
-    assert plain.cells["Qasper", "PQCache", "1/5"].score is None
-    assert short.cells["Qasper", "Full", "1/5"].score is None
-    assert short.prompts in markdown(short) and short.prompts in latex(short).replace("\\_", "_")
+    plain, short = build(TABLE2, tmp_path)
+    assert (plain.pivot.where["prompts"], short.pivot.where["prompts"]) == ("", "max_prompt_tokens=2000")
+    assert plain.cell("Qasper", "PQCache", "1/5") is None
+    assert short.cell("Qasper", "Full", "1/5") is None
+    assert "max_prompt_tokens=2000" in markdown(short) and "max_prompt_tokens=2000" in latex(short).replace("\\_", "_")
 
 
 def test_wording_of_our_own_is_never_compared_with_what_was_published(tmp_path: Path) -> None:
@@ -307,18 +323,17 @@ def test_table_5_has_a_column_for_each_prefill_and_all_others_only_exact_runs(
     tmp_path: Path,
 ) -> None:
     by_prefill(tmp_path)
-    paper_tables = {paper_table.name: paper_table for paper_table in PAPER_TABLES}
-    table = one(tmp_path, paper_tables["pqcache_table5"])
-    found = {m: table.cells["Retr.PassKey", m, "1/5"] for m in table.methods}
+    table = one(tmp_path, TABLES["pqcache_table5"])
+    found = {m: at(table, "Retr.PassKey", m, "1/5") for m in table.published.methods}
     assert all(cell.n == 7 for cell in found.values())
-    scores = [found[m].score for m in ("Full", "PQCache", "MInference", "MInference+PQCache")]
+    scores = [found[m].mean for m in ("Full", "PQCache", "MInference", "MInference+PQCache")]
     assert scores == sorted((score for score in scores if score is not None), reverse=True)
-    assert [("minference" in found[m].run) for m in found] == ["MInference" in m for m in found]
-    assert table.notes == [] and table.is_paper_setting
+    assert [("minference" in found[m].of["folder"]) for m in found] == ["MInference" in m for m in found]
+    assert table.pivot.notes == [] and table.is_paper_setting
     assert found["MInference+PQCache"].against is not None
     assert "prefill minference n_vertical=1000 n_slash=6096" in markdown(table)
-    table = one(tmp_path, paper_tables["pqcache_table4"])
-    assert [cell.run for cell in table.cells.values() if "minference" in cell.run] == []
+    table = one(tmp_path, TABLES["pqcache_table4"])
+    assert not any("minference" in cell.of["folder"] for cell in table.pivot.cells.values())
     assert "minference" not in markdown(table)
 
 
@@ -327,14 +342,14 @@ def test_two_sparsities_are_two_tables_with_the_same_exact_columns(tmp_path: Pat
     settings: dict[str, Any] = {"comm": "1/64", "model": "llama-3.1-8b-instruct", "source": "local"}
     rows = answers(["passkey"], 0.1)
     make_run(tmp_path, "pqcache", "infinitebench", rows, prefill={"n_vertical": 9}, **settings)
-    paper_table = next(paper_table for paper_table in PAPER_TABLES if paper_table.name == "pqcache_table5")
-    found = build(paper_table, load(tmp_path))
+    found = build(TABLES["pqcache_table5"], tmp_path)
     assert len(found) == 2
-    full = [table.cells["Retr.PassKey", "Full", "1/5"] for table in found]
-    both = [table.cells["Retr.PassKey", "MInference+PQCache", "1/5"] for table in found]
-    assert full[0] == full[1] and both[0].score != both[1].score
-    (alone,) = build(paper_table, [run for run in load(tmp_path) if run.is_exact])
-    assert alone.where.prefill == ""
+    full = [at(table, "Retr.PassKey", "Full", "1/5").of["folder"] for table in found]
+    both = [score(table, "Retr.PassKey", "MInference+PQCache", "1/5") for table in found]
+    assert full[0] == full[1] and both[0] != both[1]
+    samples: Any = samples_below(tmp_path)
+    (alone,) = build_all(samples[samples["prefill"] == "exact"])["pqcache_table5"]
+    assert "prefill" not in alone.pivot.where
 
 
 def test_figures_and_the_report_take_no_sparse_prefill_for_exact(tmp_path: Path) -> None:
@@ -357,7 +372,7 @@ def test_zeros_are_not_best_and_one_sample_has_neither_spread_nor_winner(tmp_pat
             rows = [{"score": level, "fields": {"dataset": "trec"}}] * n
             make_run(tmp_path / str(i), method, "longbench", rows, **OURS)
     zeros, single = one(tmp_path / "0"), one(tmp_path / "1")
-    assert not any(cell.mark for table in (zeros, single) for cell in table.cells.values())
+    assert not any(cell.mark for table in (zeros, single) for cell in table.pivot.cells.values())
     assert "all scores are 0" in markdown(zeros) and "with one sample no difference can be significant" in markdown(
         single
     )
@@ -367,20 +382,20 @@ def test_zeros_are_not_best_and_one_sample_has_neither_spread_nor_winner(tmp_pat
 def test_the_average_of_single_samples_has_the_spread_of_its_datasets(tmp_path: Path) -> None:
     rows = [{"score": i % 2, "fields": {"dataset": name}} for i, name in enumerate(PAPER)]
     make_run(tmp_path, "pqcache", "longbench", rows, **OURS)
-    average = one(tmp_path).cells[AVERAGE, "PQCache", "1/5"]
-    assert average.low is not None and average.high is not None and average.high - average.low > 20
+    average = at(one(tmp_path), AVERAGE, "PQCache", "1/5")
+    assert average.low is not None and average.high is not None and average.high - average.low > 0.2
 
 
 def test_runs_on_another_model_do_not_answer_a_papers_table(tmp_path: Path) -> None:
     for method in ("full", "pqcache"):
         make_run(tmp_path, method, "longbench", answers(PAPER[:2], 0.4), **changed(model="tiny", comm="1/128"))
-    for paper_table in PAPER_TABLES:
+    for paper_table in TABLES.values():
         if paper_table.name in ("pqcache_table2", "pqcache_table6"):
-            (table,) = build(paper_table, load(tmp_path))
-            assert table.is_layout_only and not any(cell.published for cell in table.cells.values())
+            (table,) = build(paper_table, tmp_path)
+            assert table.is_layout_only and not table.published.values
             text = markdown(table)
             assert "NOT THE PAPER'S MODEL" in text and "paper |" not in text
-            write_table(tmp_path / "out", paper_table, [table])
+            write_table(tmp_path / "out", [table])
             first = (tmp_path / "out" / f"{paper_table.name}.md").read_text().splitlines()[0]
             assert first.endswith(f"no run is on its model, {paper_table.models[0]}")
             assert "no run is on its model" in latex(table)
@@ -397,10 +412,10 @@ def test_a_budget_that_only_full_attention_was_run_at_has_no_block(tmp_path: Pat
 def test_names_of_columns_and_labels_are_said_once(tmp_path: Path) -> None:
     make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.5), **OURS)
     make_run(tmp_path, "h2o", "longbench", answers(["trec"], 0.5), **changed(comm="1/64"))
-    tables = build(TABLE2, load(tmp_path))
+    tables = build(TABLE2, tmp_path)
     head = as_csv(tables).splitlines()[0].split(",")
     assert len(set(head)) == len(head)
-    write_table(tmp_path / "out", TABLE2, tables)
+    write_table(tmp_path / "out", tables)
     labels = re.findall(r"\\label{(.*?)}", (tmp_path / "out" / "pqcache_table2.tex").read_text())
     assert labels == ["tab:pqcache-table2", "tab:pqcache-table2-2"]
     assert "/ 1/128 |" in markdown(tables[0])

@@ -1,12 +1,26 @@
-"""One sheet as terminal, Markdown, LaTeX and CSV print it."""
+"""One sheet as terminal, Markdown, LaTeX, HTML and CSV print it."""
 
 import csv
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvbench.results.sheet import Sheet, Word, as_csv, latex, markdown, plain, show, tex, texts, without_shared, write
+from kvbench.results.sheet import (
+    Sheet,
+    Word,
+    as_csv,
+    html,
+    latex,
+    markdown,
+    plain,
+    show,
+    tex,
+    texts,
+    without_shared,
+    write,
+)
 
 SHEET = Sheet(
     ["method", ("ratio 0.1", "a_b"), ("ratio 0.1", "c|d")],
@@ -39,6 +53,21 @@ def test_latex_joins_equal_heads_and_marks_numbers_alone() -> None:
     assert tex("a\n\nb é") == "a b "
 
 
+def test_html_joins_equal_heads_and_marks_numbers_and_no_text_of_others_is_more_than_words() -> None:
+    lines = html([replace(SHEET, below=replace(SHEET, title="", below=None))]).splitlines()
+    assert "<title>Scores &amp; more</title>" in lines[0] and "<p>tiny &lt;model&gt;</p>" in lines
+    assert "<tr><th colspan=1></th><th colspan=2>ratio 0.1</th></tr>" in lines
+    assert "<tr><th colspan=1>method</th><th colspan=1>a_b</th><th colspan=1>c|d</th></tr>" in lines
+    assert "<tr><td>Snap KV</td><td><b>8.5</b></td><td><i>9</i></td></tr>" in lines
+    assert "<tr><td>Full</td><td>90.0</td><td>95.0 ± 1.0 †</td></tr>" in lines
+    assert lines.count("<table>") == lines.count("</table>") == 2 and "<p><small>Bold: best.</small></p>" in lines
+    hostile = "<script>alert('x')</script>\x1b[2J\n\"&"
+    made = html([Sheet([hostile, (hostile, hostile)], [hostile, [hostile, Word(hostile, "bold", hostile)]],
+                       title=hostile, about=hostile, notes=[hostile])])  # fmt: skip
+    assert "<script" not in made and "\x1b" not in made and '"&' not in made
+    assert len(re.findall("&lt;script&gt;", made)) == 11
+
+
 def test_terminal_is_as_wide_as_it_has_to_be(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +87,7 @@ def test_csv_has_every_name_once_and_no_formula() -> None:
 
 def test_all_formats_are_written(tmp_path: Path) -> None:
     paths = write(tmp_path / "new", "table", texts([SHEET, SHEET], [{"a": 1}]))
-    assert [path.name for path in paths] == ["table.md", "table.tex", "table.csv"]
+    assert [path.name for path in paths] == ["table.md", "table.tex", "table.html", "table.csv"]
     assert (tmp_path / "new" / "table.tex").read_text().count(r"\label{tab:scores") == 2
 
 
