@@ -49,14 +49,6 @@ class RunSet:
         return replace(self, runs=[run for run in self.runs if keep(run)])
 
 
-def dataset_words(runs: Iterable[Run]) -> str:
-    """The samples' datasets, where they say so: the same name of a set may stand for different choices."""
-    names = dict.fromkeys(str(row.fields["dataset"]) for run in runs for row in run.rows if "dataset" in row.fields)
-    if len(names) > MOST_NAMES:
-        return f"{len(names)} datasets"
-    return ", ".join(names)
-
-
 def run_sets(runs: Iterable[Run], keep: Callable[[Run], bool] = lambda run: True) -> list[RunSet]:
     """Sets of runs that may share a figure, the largest first."""
     found: dict[tuple[Any, ...], list[Run]] = {}

@@ -143,9 +143,9 @@ def plain(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | Non
         return None
     limits = None if figure.value == "score" else ANYWHERE
     found, spread = places(samples, ["run", *figure.by], figure.value, limits), dict[tuple[Any, ...], float]()
-    if is_timed and not figure.source:
-        ends = timed(nested(part.run_set.runs, "timing", figure.value.removeprefix("timing.") + "_q"))
-        spread = mean_of(ends, ["run", *figure.by, "at"], "value", figure.scale)
+    for end in ("q1", "q3") if is_timed else ():
+        ends = mean_of(samples, ["run", *figure.by], f"{figure.value}_{end}", figure.scale)
+        spread |= {(*key, end): y for key, y in ends.items()}
     counts = Counter(run for run, *_ in found)
     own = dict(part.variants(run for run, n in counts.items() if n >= figure.fewest[1]) if not figure.line else ())
     lines, ranks = dict[Any, dict[Any, Row]](), dict[Any, tuple[Any, ...]]()
@@ -159,7 +159,7 @@ def plain(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | Non
             words = figure.line.format(**fact).strip()
             line = own.get(run, {"line": words})
             row = own_keys | {"x": fact[figure.x], "y": figure.scale * y, "run": run, "mark": figure.mark}
-            row |= {end: spread[*key, i] for i, end in enumerate(("low", "high")) if (*key, i) in spread}
+            row |= {end: spread[*key, q] for q, end in (("q1", "low"), ("q3", "high")) if (*key, q) in spread}
             lines.setdefault((line["line"], line.get("nth")), {}).setdefault(row["x"], row | line)
             ranks.setdefault((line["line"], line.get("nth")), () if own else (fact["size"], rank, words))
     order = sorted(lines, key=lambda line: ranks[line])
