@@ -79,11 +79,11 @@ types: $(DONE) ## check types with pyright
 	$(BIN)/pyright
 
 report: $(DONE) ## all runs below runs/ on one HTML page, runs/report.html (others: ARGS="DIR --out FILE")
-	$(BIN)/python -m kvbench.plots.report $(ARGS)
+	$(BIN)/python -m kvbench.plots.site.report $(ARGS)
 
 .PHONY: site
-site: $(DONE) ## a site of plain files that outsiders can add to, site/index.html (ARGS="RUNS… --out DIR")
-	$(BIN)/python -m kvbench.plots.site $(or $(ARGS),runs)
+site: $(DONE) ## all scores and runs of the repository, site/index.html; others can add to it (ARGS="RUNS… --out DIR")
+	$(BIN)/python -m kvbench.plots.site $(ARGS)
 
 dashboard: $(DONE) ## a workspace on W&B that compares runs; without an account, its specification as a file
 	$(BIN)/python -m kvbench.plots.dashboard $(ARGS)

@@ -54,7 +54,7 @@ def show(done: "Sequence[tuple[Path, RunResult]]", out: Path) -> None:
     """The table, the picture and the page; run.py's own table where the runs are no comparison."""
     from kvbench.evals.screen.table import print_table
     from kvbench.plots.comparison import compare, draw, is_comparable, made_otherwise, print_comparison
-    from kvbench.plots.report.page import main as report
+    from kvbench.plots.site.report import main as report
 
     if not is_comparable([result for _, result in done]):
         return print_table(done)

@@ -6,7 +6,7 @@ is so by the test that is corrected for all comparisons with it on those samples
 Not here: many budgets, models or benchmarks side by side (`plots/tables/`, `plots/figures/`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum, nan
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any
 import matplotlib
 
 from kvbench.plots import style
+from kvbench.plots.figures.chart import Chart, Scale
+from kvbench.plots.figures.chart import draw as draw_chart
 from kvbench.plots.looks import told_apart
 from kvbench.plots.read import Run, read_one
 from kvbench.plots.run_sets import asked
@@ -211,62 +213,46 @@ def print_comparison(found: Comparison) -> None:
 # --- the picture ---------------------------------------------------------------------------------
 
 
+SHARES = Scale("% of full attention's", "log", (0.8, 130), (1, 10, 100))
+COSTS = "keys and values"
+
+
 def draw(found: Comparison, folder: Path, name: str = "comparison") -> Path:
     """A panel of scores per task, and one of what is held and moved: the PNG's path."""
-    n, fulls = len(found.tasks) + 1, len(found.rows)
-    with matplotlib.rc_context(style.RC), told_apart(row.method for row in found.rows):
-        picture = Canvas().new(
-            "Scores, and what they cost", about(found), (), style.PAGE, 0.7 + 0.25 * fulls, ncols=n, sharey=True,
-            gridspec_kw={"width_ratios": [1.0] * (n - 1) + [1.25]},
-        )  # fmt: skip
-        axes = picture.axes
-        for ax, task in zip(axes, found.tasks, strict=False):
-            draw_scores(ax, found, task)
-        draw_costs(axes[-1], found)
-        axes[0].set_yticks(range(fulls), [row.label for row in found.rows])
-        axes[0].set_ylim(fulls - 0.5, -0.5)
-        axes[(n - 1) // 2].set_xlabel("score, with its 95 % interval; dotted: full attention")
+    n, names = len(found.tasks), [row.label for row in found.rows]
+    words = ["score, with its 95 % interval; dotted: full attention" if i == n // 2 else "" for i in range(n)]
+    chart = Chart(
+        "Scores, and what they cost", Scale(kind="names", names=names),
+        [*(Scale(each, "", (-3, 103), (0, 50, 100)) for each in words), SHARES],
+        0.7 + 0.25 * len(names), style.PAGE, columns=n + 1, share=True, flat=True, ratios=[*[1.0] * n, 1.25],
+    )  # fmt: skip
+    rows = [row for task in found.tasks for row in scores_of(found, task)]
+    shares = [(row.device_share(found.full), row.moved_share(found.full)) for row in found.rows]
+    with matplotlib.rc_context(Canvas().rc), told_apart(row.method for row in found.rows):
+        for row, of in zip(found.rows, shares, strict=True):
+            for share, line, mark in zip(of, ("on the device", "moved per step"), ("points", "hollow"), strict=True):
+                own = {"panel": COSTS, "line": line, "mark": mark, "look": style.look(row.method)["color"]}
+                rows.append(own | {"x": row.label, "y": 100 * share if share else nan})
+        picture = draw_chart(chart, rows, Canvas(), about(found))
+        ax = picture.axes[-1]
+        for at, (word, of) in {1.28: ("held", 0), 1.56: ("moved", 1)}.items():
+            ax.text(at, 1.02, word, transform=ax.transAxes, ha="right", va="bottom", fontsize=style.SMALL)
+            for i, each in enumerate(shares):
+                across = {"transform": ax.get_yaxis_transform(), "ha": "right", "va": "center"}
+                ax.text(at, i, percent(each[of] or (None if of else 0.0)), fontsize=style.SMALL, **across)
         return style.save(picture.finish(), folder, name, ["png"])[0]
 
 
-def draw_scores(ax: Any, found: Comparison, task: str) -> None:
+def scores_of(found: Comparison, task: str) -> Iterator[dict[str, Any]]:
     """Scores with their intervals; a line down from full attention's."""
-    for i, row in enumerate(found.rows):
+    for row in found.rows:
         run = row.runs.get(task)
         if run is None or run.result.score is None:
             continue
         # From the samples: folders of earlier runs have intervals of another kind.
-        bounds = combined_ci95(run.rows, run.result.metric)
-        look, scale = style.look(row.method), METRICS[run.result.metric or "score"].scale
-        if bounds is not None:
-            ax.plot([scale * end for end in bounds], [i, i], color=look["color"], linewidth=1)
-        ax.plot(scale * run.result.score, i, **(look | {"linestyle": "none"}))
-        if i == 0:
-            ax.axvline(scale * run.result.score, color=look["color"], linewidth=0.6, linestyle=":")
-    ax.set_xlim(-3, 103)
-    ax.set_xticks([0, 50, 100])
-    ax.grid(axis="y", visible=False)
-    ax.set_title(f"{name_of(task)}, n = {n_of(found, task)}")
-
-
-def draw_costs(ax: Any, found: Comparison) -> None:
-    """Marks of what lies on the device and of what a step moves, on a scale where small shares can be seen."""
-    for i, row in enumerate(found.rows):
-        colour = style.look(row.method)["color"]
-        held, carried = (100 * (share or 0.0) for share in (row.device_share(found.full), row.moved_share(found.full)))
-        ax.plot(held, i, "o", color=colour, label="on the device" if i == 0 else None)
-        ax.plot(
-            carried or nan, i, "o", color=colour, markerfacecolor="none", label="moved per step" if i == 0 else None
-        )
-        words = f"{held:.0f} %", f"{carried:.0f} %" if carried else "-"
-        for word, at in zip(words, (1.28, 1.56), strict=True):
-            ax.text(at, i, word, transform=ax.get_yaxis_transform(), ha="right", va="center", fontsize=style.SMALL)
-    for word, at in (("held", 1.28), ("moved", 1.56)):
-        ax.text(at, 1.02, word, transform=ax.transAxes, ha="right", va="bottom", fontsize=style.SMALL)
-    ax.set_xscale("log")
-    ax.set_xlim(0.8, 130)
-    ax.set_xticks([1, 10, 100], ["1", "10", "100"])
-    ax.minorticks_off()
-    ax.grid(axis="y", visible=False)
-    ax.set_title("keys and values")
-    ax.set_xlabel("% of full attention's")
+        bounds, scale = combined_ci95(run.rows, run.result.metric), METRICS[run.result.metric or "score"].scale
+        own = {"panel": f"{name_of(task)}, n = {n_of(found, task)}", "y": scale * run.result.score, "look": row.method}
+        ends = {} if bounds is None else {"low": scale * bounds[0], "high": scale * bounds[1]}
+        yield own | ends | {"x": row.label, "mark": "points"}
+        if row is found.full:
+            yield own | {"mark": "level"}

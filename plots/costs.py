@@ -7,7 +7,7 @@ pairs with full attention in the same process; `growth` is the time per token at
 shortest. A second table says how many requests fit into the memory at once, and what so many give. The CSV has a line
 per run, length and batch size, unrounded and with quartiles.
 
-Not here: what was measured (`tasks/latency.py`), figures of it (`plots/figures/costs.py`).
+Not here: what was measured (`tasks/latency.py`), figures of it (`plots/figures/declared.py`).
 """
 
 import sys

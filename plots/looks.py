@@ -9,7 +9,7 @@ A method whose card says none, such as one of a user's own file, has a look that
 that none of ours has. Names may lead to one marker: what is made of many runs says which methods it draws
 (`told_apart`), and of two such methods the second by name takes the next marker that is free.
 
-Not here: matplotlib (`plots/style.py`), Vega (`plots/report/charts.py`).
+Not here: matplotlib (`plots/style.py`), the pages (`plots/site/app.py`).
 """
 
 import hashlib

@@ -30,9 +30,9 @@ def means(
 ) -> DataFrame:
     """A row a group: its keys, mean, low, high, n, n_oom and over_budget; of several values `score.mean` and so on.
 
-    `against` says what a reference is, such as `{"method": "full"}`. Of such groups a group's own is the one that agrees
-    with it in most keys, the first ones first. On the prompts that both answered it has difference, difference_low,
-    difference_high and p too.
+    `against` says what a reference is, such as `{"method": "full"}`. Of such groups a group's own is the one that
+    agrees with it in most keys, the first ones first. On the prompts that both answered it has difference,
+    difference_low, difference_high and p too.
     """
     keys = [by] if isinstance(by, str) else [*by]
     if not isinstance(value, str):

@@ -7,30 +7,32 @@ share of them that was right, by one column or more (`instructions.csv` of ifeva
 has a panel for each such column, a part is a line, and full attention is its last point, at 1. A part of few answers is
 in the table alone.
 
-Not here: scores of whole samples (`plots/figures/scores.py`), turns (`plots/turns.py`).
+Not here: scores of whole samples (`plots/figures/declared.py`), turns (`plots/turns.py`).
 """
 
 import csv
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from io import StringIO
 from itertools import chain
 from pathlib import Path
 
-import matplotlib
-
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import read_text, write_csv
-from kvbench.plots import style
 from kvbench.plots.command import Page
+from kvbench.plots.figures.chart import Chart, Scale, written
 from kvbench.plots.read import Run
-from kvbench.plots.style import Canvas
+from kvbench.plots.style import PAGE
 from kvbench.results import share_interval
 
 TABLES = ("instructions.csv",)
 FEWEST = 5  # answers of a part that is drawn
+CHART = Chart(
+    "Parts of the score against the share kept", Scale("share of tokens kept"),
+    Scale("share right", limits=(-0.03, 1.03)), 2.0, PAGE, legend=3, share=True,
+)  # fmt: skip
 MOST = 1_000_000  # answers that an interval can be of
 
 
@@ -86,32 +88,20 @@ def groups(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
 
 def draw(title: str, methods: dict[str, list[Run]], folder: Path, name: str) -> list[Path]:
     """A row of panels for each method, a panel for each column."""
+    read = [(method, run, part) for method, runs in methods.items() for run in runs for part in parts_of(run)]
+    names = sorted({part.name for _, _, part in read if part.n >= FEWEST})
+    columns = list(dict.fromkeys(column for _, _, part in read for column in part.right))
+    rows = [
+        {"panel": f"{method}, {column}", "x": share_of(run), "y": part.right[column]}
+        | {"line": part.name, "nth": names.index(part.name)}
+        for method in methods
+        for column in columns
+        for of, run, part in sorted(read, key=lambda each: each[2].name)
+        if of == method and part.name in names and column in part.right
+    ]
     runs = [run for each in methods.values() for run in each]
-    read = {id(run): parts_of(run) for run in runs}
-    columns = list(dict.fromkeys(column for parts in read.values() for part in parts for column in part.right))
-    names = sorted({part.name for parts in read.values() for part in parts if part.n >= FEWEST})
-    with matplotlib.rc_context(style.RC):
-        picture = Canvas().new(
-            "Parts of the score against the share kept", title, runs, style.PAGE, 2.0 * len(methods),
-            nrows=len(methods), ncols=len(columns), sharey=True, squeeze=False,
-        )  # fmt: skip
-        for axes, (method, each) in zip(picture.axes, methods.items(), strict=True):
-            for ax, column in zip(axes, columns, strict=True):
-                for i, kind in enumerate(names):
-                    points = [
-                        (share_of(run), part.right[column])
-                        for run in each
-                        for part in read[id(run)]
-                        if part.name == kind and column in part.right
-                    ]
-                    look = style.numbered(i, style.DASHES[i // 6 % len(style.DASHES)])
-                    ax.plot([x for x, _ in points], [y for _, y in points], label=kind, **look)
-                ax.set_title(f"{method}, {column}")
-                ax.set_xlabel("share of tokens kept")
-                ax.set_ylim(-0.03, 1.03)
-            axes[0].set_ylabel("share right")
-        picture.note(f"Of parts with at least {FEWEST} answers")
-        return style.save(picture.finish(columns=3), folder, name, ["png", "svg"])[:2]
+    note = f"Of parts with at least {FEWEST} answers"
+    return written(replace(CHART, columns=len(columns)), rows, title, runs, folder, name, note)
 
 
 def write(runs: Sequence[Run], out: Path) -> list[Path]:

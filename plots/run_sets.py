@@ -1,13 +1,12 @@
-"""Which runs may share a table or a figure, which of them are one line of a figure, and what a point of it says.
+"""Which runs may share a table or a figure, by what they differ within it, and which of them no other beats.
 
 Not here: reading (`plots/read.py`), drawing (`plots/figures/`), tables (`plots/tables/pivot.py`).
 """
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import fsum, inf, nan
 from typing import Any, TypeVar
 
 import yaml
@@ -15,7 +14,7 @@ import yaml
 from kvbench.plots.read import ROOT, Conditions, Run, conditions, over_budget, score
 from kvbench.plots.scored import Scored
 from kvbench.plots.stats import front
-from kvbench.results import METRICS, SampleRow, combined, combined_ci95
+from kvbench.results import SampleRow
 from kvbench.results.names import shown_task
 
 Name = TypeVar("Name", bound=Hashable)
@@ -93,72 +92,7 @@ def usual_params(task: str) -> dict[str, Any]:
         return {}
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A score, 0 to 1 as 0 to 100, and its 95 % interval where there is one."""
-
-    mean: float
-    low: float | None
-    high: float | None
-    n: int
-
-    @property
-    def bars(self) -> tuple[float, float]:
-        """How far the interval goes down and up; NaN, which is not drawn, without one."""
-        if self.low is None or self.high is None:
-            return nan, nan
-        return self.mean - self.low, self.high - self.mean
-
-
-@dataclass(frozen=True)
-class Point:
-    x: float
-    y: Estimate
-    outside: str = ""  # why what it was given is no budget that it kept; see `outside_budget`
-
-
-@dataclass(frozen=True)
-class Line:
-    """Runs that differ in what stands on the x axis only."""
-
-    method: str
-    label: str
-    nth: int  # among the lines of its method
-    points: list[Point]
-    runs: list[Run]
-
-
 Rows = Sequence[SampleRow]
-
-
-def lines(
-    run_set: RunSet,
-    x: Callable[[Rows], float | None],
-    rows_of: Callable[[Run], Rows] = lambda run: run.rows,
-    apart: Callable[[Run], Any] = lambda run: "",
-) -> list[Line]:
-    """The set's lines, from what each run's samples say.
-
-    Settings that differ besides `x` make several lines of a method; `apart` says by what. Full attention, whose budgets
-    are all the same, is one point.
-    """
-    found: dict[tuple[str, str, str], dict[Any, tuple[Point, Run]]] = {}
-    for run in sorted(run_set.runs, key=lambda run: run.folder.name):
-        rows = rows_of(run)
-        where, what = x(rows), score_of(rows)
-        if where is not None and what is not None:
-            key = (run.method, run.result.method_label, "" if run.is_full else str(apart(run)))
-            points = found.setdefault(key, {})
-            if not (run.is_full and points):
-                # What was asked is part of the key: some costs, such as bytes moved, are 0 at every budget.
-                at = where, budget_of(run) or 0, inf if run.result.comm is None else run.result.comm
-                points.setdefault(at, (Point(where, what, outside_budget(run, rows)), run))
-    made: list[Line] = []
-    for (method, label, tail), points in sorted(found.items()):
-        nth = sum(line.method == method for line in made)
-        ordered = [points[at] for at in sorted(points)]
-        made.append(Line(method, f"{label} {tail}".strip(), nth, [p for p, _ in ordered], [run for _, run in ordered]))
-    return made
 
 
 def is_deployable(run: Run) -> bool:
@@ -167,20 +101,6 @@ def is_deployable(run: Run) -> bool:
 
 
 FRONT_SAID = "Front: shown to be better than all that cost no more, by the corrected paired test"
-
-
-def front_of_lines(
-    drawn: Iterable["Line"], of: Callable[[SampleRow], float | None] = score, better: str = "higher"
-) -> list[tuple[float, float]]:
-    """`front_of` the points of lines, as points."""
-    points = [(point, run) for line in drawn for point, run in zip(line.points, line.runs, strict=True)]
-    found = front_of({i: (run, run.rows, point.x) for i, (point, run) in enumerate(points)}, of, better)
-    return [(points[i][0].x, points[i][0].y.mean) for i in found]
-
-
-def n_variants(drawn: Iterable["Line"]) -> int:
-    """The runs of lines that are compared with full attention, or with each other."""
-    return len({run.folder for line in drawn for run in line.runs if not run.is_full})
 
 
 def front_of(
@@ -210,21 +130,6 @@ def outside_budget(run: Run, rows: Rows) -> str:
     return f"first {whole} layers left whole, outside the budget" if whole else ""
 
 
-def score_of(rows: Rows) -> Estimate | None:
-    """Score and interval; those of 0 to 1 as percent."""
-    metric = str(rows[0].fields.get("metric", "score")) if rows else "score"
-    found = combined(rows, metric)
-    if found is None:
-        return None
-    scale = 100 if METRICS[metric].highest == 1 else 1
-    low, high = (None if bound is None else scale * bound for bound in combined_ci95(rows, metric) or (None, None))
-    return Estimate(scale * found, low, high, sum(row.score is not None for row in rows))
-
-
-def by_dataset(dataset: str) -> Callable[[Run], Rows]:
-    return lambda run: run.datasets().get(dataset, ())
-
-
 def asked(run: Run) -> str:
     """The budget in words, as people give it: a ratio is no number of tokens."""
     return run.result.asked
@@ -252,15 +157,3 @@ def budget_of(run: Run) -> float | None:
     if run.result.adapts:
         return run.result.effective_ratio
     return run.result.size
-
-
-def reports(run: Run) -> Iterator[dict[str, Any]]:
-    """What the method said of each sample."""
-    for row in run.rows:
-        if (found := row.fields.get("method_report")) is not None:
-            yield found
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fsum(known) / len(known) if known else None

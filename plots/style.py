@@ -1,9 +1,9 @@
-"""How all figures look: as wide as the paper's column, a method's look the same in each, text that can be read there.
+"""How all figures look: as wide as paper, page or phone, a method's look the same in each, text that can be read there.
 
 Lines that are no methods, such as layers, have Okabe and Ito's colours. Files hold no date: the same runs make the same
 bytes.
 
-Not here: what is drawn (`plots/figures/`), the look of each method (`plots/looks.py`).
+Not here: how a table is drawn (`plots/figures/chart.py`), the look of each method (`plots/looks.py`).
 """
 
 import textwrap
@@ -14,6 +14,7 @@ from typing import Any
 
 from matplotlib import rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -25,6 +26,7 @@ from kvbench.plots.read import Run
 
 COLUMN = 3.5  # inches, a column of a two-column paper
 PAGE = 7.16
+PHONE = 390 / 96
 SCORE = "score, 0 to 100"  # of axes
 SMALL = 7  # points; nothing is smaller, at the width that it is printed in
 RC: dict[Any, Any] = {
@@ -37,6 +39,7 @@ RC: dict[Any, Any] = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "figure.titlesize": SMALL,
+    "figure.labelsize": 8,
     "grid.color": "#dddddd",
     "grid.linewidth": 0.5,
     "legend.fontsize": SMALL,
@@ -52,6 +55,8 @@ RC: dict[Any, Any] = {
     "savefig.dpi": 300,
     "text.parse_math": False,  # a dollar sign in a name is a dollar sign
 }
+GROUNDS = ("#FFFFFF", "#14171A")  # of pages, as the report's are
+INKS = ("#000000", "#E6E9EC")
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = "osD^vPX*"  # of lines that are no methods
 FORMATS: dict[str, dict[str, None]] = {  # what each would say of today, left out
@@ -70,7 +75,19 @@ class Canvas:
 
     width: float | None = None  # inches; None: as each figure needs
     titled: bool = True
-    axis: str | None = None  # a name in `plots/figures/axes.py`; None: each figure's own
+    axis: str | None = None  # a name of `AXES` in `plots/figures/rows.py`; None: each figure's own
+    is_dark: bool = False
+    text: float = 1.0  # how much larger than on paper; a phone is held further away than its width says
+
+    @property
+    def rc(self) -> dict[Any, Any]:
+        """Matplotlib's settings, within which everything of a figure is drawn."""
+        ground, ink = GROUNDS[self.is_dark], INKS[self.is_dark]
+        sizes = {key: self.text * value for key, value in RC.items() if key.endswith("size") and value in (SMALL, 8)}
+        inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+        grounds = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
+        own = dict.fromkeys(inks, ink) | dict.fromkeys(grounds, ground)
+        return RC | sizes | own | ({"grid.color": "#3A424B"} if self.is_dark else {})
 
     def new(
         self, title: str, about: str, runs: Iterable[Run], width: float = COLUMN, height: float = 2.1, **grid: Any
@@ -78,11 +95,11 @@ class Canvas:
         """A figure whose axes take `height`; titles, legend and notes come on top."""
         figure = Figure(figsize=(self.width or min(width, PAGE), height), layout="constrained")
         FigureCanvasAgg(figure)
-        return Picture(figure, figure.subplots(**grid), title, about, list(runs), self.titled)
+        return Picture(figure, figure.subplots(**grid), title, about, list(runs), self.titled, text=self.text)
 
     def columns(self, n: int, each: float = 1.75) -> int:
         """How many of n panels fit side by side."""
-        return max(1, min(n, 4, int((self.width or PAGE) / each)))
+        return max(1, min(n, 4, int((self.width or PAGE) / (each * self.text))))
 
 
 @dataclass
@@ -97,6 +114,7 @@ class Picture:
     titled: bool
     notes: list[str] = field(default_factory=list[str])  # that explain marks; in the figure too
     said: list[str] = field(default_factory=list[str])  # next to the figure only
+    text: float = 1.0
 
     def note(self, *sentences: str) -> None:
         self.notes += [each for each in sentences if each and each not in self.notes]
@@ -108,7 +126,7 @@ class Picture:
 
     def finish(self, columns: int = 4, legend: bool = True) -> "Picture":
         """Finish with a title, and below all panels one legend and the notes; the panels keep their height."""
-        figure, fit = self.figure, int(self.figure.get_figwidth() * CHARACTERS)
+        figure, fit = self.figure, int(self.figure.get_figwidth() * CHARACTERS / self.text)
         more = 0
         if self.titled:
             words = [wrapped(self.title, fit), *([wrapped(self.about, fit)] if self.about else [])]
@@ -130,7 +148,7 @@ class Picture:
             rows = [list(entries)[i : i + n_columns] for i in range(0, len(entries), n_columns)]
             more += sum(max(label.count("\n") + 1 for label in row) * 1.15 for row in rows) + 1.5
             more += notes.count("\n") + 1 if notes else 0
-        figure.set_figheight(figure.get_figheight() + LINE * more)
+        figure.set_figheight(figure.get_figheight() + LINE * self.text * more)
         return self
 
 
@@ -138,17 +156,22 @@ def wrapped(text: str, fit: int) -> str:
     return textwrap.fill(text, fit, break_on_hyphens=False)
 
 
+def ink() -> str:
+    """The colour of text: black, or light where the page is dark."""
+    return to_hex(rcParams["text.color"]).upper()
+
+
 def look(method: str, nth: int = 0) -> dict[str, Any]:
     """A method's look as matplotlib has it; `nth` tells several lines of one method apart, by dash and edge alone."""
     found = looks.look(method)
-    corners = looks.SHAPES[found.shape]
+    corners, colour = looks.SHAPES[found.shape], ink() if found.colour == looks.INK else found.colour
     # Matplotlib draws all shapes as wide as each other.
     size = max((abs(x) for corner in corners for x in corner), default=0.9)
     return {
-        "color": found.colour,
+        "color": colour,
         "marker": [*corners, corners[0]] if corners else "o",
         "markersize": 1.25 * size * rcParams["lines.markersize"],
-        "markeredgecolor": looks.INK if nth % 2 else found.colour,
+        "markeredgecolor": ink() if nth % 2 else colour,
         "markeredgewidth": 0.6,
         "linestyle": DASHES[(DASHES.index(found.dash) + nth) % len(DASHES)],
     }

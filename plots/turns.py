@@ -11,19 +11,19 @@ Not here: runs whose samples have one question each (`plots/table.py`).
 """
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
-from math import fsum
 from pathlib import Path
 from statistics import fmean
 
-import matplotlib
-
-from kvbench.plots import style
 from kvbench.plots.command import Page
-from kvbench.plots.looks import told_apart
+from kvbench.plots.figures.chart import Chart, Scale, written
+from kvbench.plots.figures.rows import Data, Row
 from kvbench.plots.read import Run
-from kvbench.plots.style import Canvas
+from kvbench.plots.scored import Scored, joined, places
+from kvbench.plots.style import PAGE, SCORE
 from kvbench.results.intervals import interval
 from kvbench.results.sheet import Sheet, as_csv, markdown
 from kvbench.results.sheet import write as write_texts
@@ -32,6 +32,10 @@ from kvbench.results.summary import combined_ci95
 MODES = ("query_aware", "independent", "golden", "dialogue")
 MOST_INTERVALS = 8  # of a panel, that can be told apart
 WIDTH = 0.3  # of a turn, over which lines stand next to each other, so that their intervals can be seen
+CHART = Chart(
+    "Score against turn", Scale("turn", "whole"), Scale(SCORE, limits=(-3, 103)), 2.8, PAGE, legend=3, share=True,
+    titled=True,
+)  # fmt: skip
 Point = tuple[float, list[float] | None]  # a mean, and its interval
 
 
@@ -62,26 +66,18 @@ def budget_of(run: Run) -> str:
     return f"{asked}, comm {run.comm}"
 
 
-def by_turn(run: Run) -> dict[int, Point]:
-    """The mean score of each turn, over samples."""
-    scores: dict[int, list[float]] = {}
-    for row in run.rows:
-        if row.score is not None and "turn" in row.fields:
-            scores.setdefault(int(row.fields["turn"]), []).append(row.score)
-    return {
-        turn: (
-            fsum(each) / len(each),
-            None if (found := interval(each)) is None else [found.low, found.high],
-        )
-        for turn, each in sorted(scores.items())
-    }
+def by_turn(run: Run) -> dict[int, Scored]:
+    """The scores of each turn."""
+    samples = Data([run]).samples([run])
+    found = places(samples[samples["score"].notna()], ["turn"]) if "turn" in samples else {}
+    return {int(turn): replace(place, by_sample=True) for (turn,), place in sorted(found.items()) if turn != ""}
 
 
 def less_full(run: Run, full: Run | None, is_first: bool) -> Point | None:
     """The mean score of the first turn, or of all others, less full attention's on the same samples."""
     if full is None or run is full:
         return None
-    ours, theirs = ({sample: fmean(each) for sample, each in of_samples(one, is_first).items()} for one in (run, full))
+    ours, theirs = (of_samples(one, is_first) for one in (run, full))
     differences = [score - theirs[sample] for sample, score in ours.items() if sample in theirs]
     if not differences:
         return None
@@ -89,13 +85,10 @@ def less_full(run: Run, full: Run | None, is_first: bool) -> Point | None:
     return fmean(differences), None if found is None else [found.low, found.high]
 
 
-def of_samples(run: Run, is_first: bool) -> dict[str, list[float]]:
+def of_samples(run: Run, is_first: bool) -> dict[str, float]:
     """Samples' scores in the first turn, or in all others."""
-    scores: dict[str, list[float]] = {}
-    for row in run.rows:
-        if row.score is not None and "turn" in row.fields and (int(row.fields["turn"]) == 1) == is_first:
-            scores.setdefault(row.sample_id, []).append(row.score)
-    return scores
+    chosen = [place for turn, place in by_turn(run).items() if (turn == 1) == is_first]
+    return replace(joined(chosen), by_sample=True).values.get("", {}) if chosen else {}
 
 
 def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -119,7 +112,7 @@ def sheet_of(title: str, runs: Sequence[Run]) -> Sheet:
         ends = "-" if spread is None else f"{100 * spread[0]:.1f} to {100 * spread[1]:.1f}"
         score = "-" if run.result.score is None else f"{100 * run.result.score:.1f}"
         n = len({row.sample_id for row in run.rows})
-        cells = [f"{100 * found[turn][0]:.1f}" if turn in found else "-" for turn in turns]
+        cells = [f"{100 * (found[turn].mean or 0):.1f}" if turn in found else "-" for turn in turns]
         words = [run.result.method_label, budget_of(run) or "-", run.result.protocol, str(n), score, ends, *cells]
         words += [in_words(less_full(run, full.get(run.result.protocol), is_first)) for is_first in (True, False)]
         lines.append(words)
@@ -134,39 +127,27 @@ def in_words(point: Point | None) -> str:
 
 
 def draw(title: str, runs: Sequence[Run], folder: Path, name: str) -> list[Path]:
-    """Score against turn, a panel for each mode."""
-    by_mode = {run.result.protocol: mode_rank(run) for run in runs}
-    modes = sorted(by_mode, key=lambda mode: (by_mode[mode], mode))
+    """Score against turn, a panel for each mode; lines stand next to each other, so that intervals can be seen."""
     budgets = list(dict.fromkeys(budget_of(run) for run in runs if not run.is_full))
-    if len(budgets) == 1:
-        title = f"{title}, {budgets[0]}"
-    with matplotlib.rc_context(style.RC), told_apart(run.method for run in runs):
-        picture = Canvas().new(
-            "Score against turn", title, list(runs), style.PAGE, 2.8, ncols=len(modes), sharey=True, squeeze=False
-        )
-        for ax, mode in zip(picture.axes[0], modes, strict=True):
-            seen: dict[str, int] = {}
-            drawn = [run for run in runs if run.result.protocol == mode]
-            for i, run in enumerate(drawn):
-                found, nth = by_turn(run), seen.setdefault(run.method, 0)
+    panels: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: (mode_rank(run), run.result.protocol)):
+        panels.setdefault(run.result.protocol, []).append(run)
+    few = all(len(drawn) <= MOST_INTERVALS for drawn in panels.values())
+    rows = list[Row]()
+    for mode, drawn in panels.items():
+        seen = Counter[str]()
+        for i, run in enumerate(drawn):
+            label = f"{run.result.method_label} {budget_of(run) if len(budgets) > 1 else ''}".strip()
+            line = {"panel": mode, "line": label, "look": run.method, "nth": seen[run.method]}
+            seen[run.method] += 1
+            for turn, place in by_turn(run).items():
+                ends = place.interval if len(drawn) <= MOST_INTERVALS else None
+                spread = {} if ends is None else {"low": 100 * ends.low, "high": 100 * ends.high}
                 beside = WIDTH * (i / max(1, len(drawn) - 1) - 0.5)
-                seen[run.method] += 1
-                look = style.look(run.method, nth)
-                label = f"{run.result.method_label} {budget_of(run) if len(budgets) > 1 else ''}".strip()
-                ax.plot(
-                    [turn + beside for turn in found], [100 * mean for mean, _ in found.values()], label=label, **look
-                )
-                for turn, (_, ends) in found.items():
-                    if ends is not None and len(drawn) <= MOST_INTERVALS:
-                        ax.plot([turn + beside] * 2, [100 * end for end in ends], color=look["color"], linewidth=0.6)
-            ax.set_title(mode)
-            ax.set_xlabel("turn")
-            ax.xaxis.get_major_locator().set_params(integer=True)
-            ax.set_ylim(-3, 103)
-        picture.axes[0][0].set_ylabel(style.SCORE)
-        few = all(sum(run.result.protocol == mode for run in runs) <= MOST_INTERVALS for mode in modes)
-        picture.note("Vertical lines: 95 % intervals over samples" if few else "Intervals are in turns.csv")
-        return style.save(picture.finish(columns=3), folder, name, ["png", "svg"])[:2]
+                rows.append(line | spread | {"x": turn + beside, "y": 100 * (place.mean or 0)})
+    about = f"{title}, {budgets[0]}" if len(budgets) == 1 else title
+    note = "Vertical lines: 95 % intervals over samples" if few else "Intervals are in turns.csv"
+    return written(replace(CHART, columns=len(panels)), rows, about, runs, folder, name, note)
 
 
 def write(runs: Sequence[Run], out: Path) -> list[Path]:
@@ -174,10 +155,11 @@ def write(runs: Sequence[Run], out: Path) -> list[Path]:
     sets = groups(runs)
     records = [
         {"set": title, "method": run.result.method_label, "budget": budget_of(run), "mode": run.result.protocol}
-        | {"turn": turn, "score": mean, "low": ends and ends[0], "high": ends and ends[1]}
+        | {"turn": turn, "score": place.mean}
+        | {end: place.interval and float(getattr(place.interval, end)) for end in ("low", "high")}
         for title, each in sets.items()
         for run in each
-        for turn, (mean, ends) in by_turn(run).items()
+        for turn, place in by_turn(run).items()
     ]
     page = "\n".join(markdown(sheet_of(title, each)) for title, each in sets.items())
     drawn = [draw(title, each, out, f"turns-{i}") for i, (title, each) in enumerate(sets.items(), 1)]

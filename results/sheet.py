@@ -8,7 +8,7 @@ pdflatex lacks, and takes 0.4 s to import, which a page has paid already and the
 packages booktabs and graphicx, and nothing else: \\input the file where the table should stand.
 
 Not here: what a table says (`evals/screen/table.py`, `plots/tables/`), the report's tables, which a reader filters and
-sorts (`plots/report/js/`).
+sorts (`plots/site/js/`).
 """
 
 import io

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvbench import command
-from kvbench.plots.report import view
+from kvbench.plots.site import view
 from kvbench.tests.plots.made_runs import write
 
 ROOT = Path(__file__).resolve().parents[1]

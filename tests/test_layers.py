@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "serving": {"engine", "methods", "evals", "results", "tasks", "serving"},
     "plots": {
         *("plots", "results", "tasks.needle.heatmap"),
-        *("engine.budget", "engine.errors", "engine.foreign", "engine.terminal", "engine.checkpoints.digests"),
+        *("engine.budget", "engine.errors", "engine.foreign", "engine.terminal"),
     },
     "hydra_plugins": {"evals.composing"},  # within a function: Hydra imports its plugins at every start
     "kvbench": {"comparing", "plots", "results"},  # named for types, imported when asked for

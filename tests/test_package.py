@@ -217,16 +217,16 @@ def test_the_package_says_where_it_is_installed_from() -> None:
 NOT_YET = {"datasets": "rows of tasks come through it once the downloader of our own is gone"}
 IMPORTED_AS = {
     "huggingface-hub": "huggingface_hub", "hydra-core": "hydra", "pyyaml": "yaml", "rouge-score": "rouge_score",
-    "vl-convert-python": "vl_convert", "tree-sitter": "tree_sitter", "math-verify": "math_verify",
+    "tree-sitter": "tree_sitter", "math-verify": "math_verify",
 }  # fmt: skip
 
 
 def test_what_is_asked_for_is_imported() -> None:
-    """Of what every user gets, and of three extras: a package that nothing imports is weight."""
+    """Of what every user gets, and of two extras: a package that nothing imports is weight."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     asked = {Requirement(line).name.lower().replace("_", "-") for line in project["dependencies"]}
-    asked |= {Requirement(line).name for extra in ("report", "wandb", "tasks") for line in extras[extra]}
+    asked |= {Requirement(line).name for extra in ("wandb", "tasks") for line in extras[extra]}
     rooms = ("engine", "evals", "kernels", "methods", "plots", "results", "tasks")
     text = "\n".join(file.read_text() for room in rooms for file in (ROOT / room).rglob("*.py"))
     unused = set[str]()

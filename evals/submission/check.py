@@ -44,7 +44,7 @@ from kvbench.results.ledger import ledger_damage, pyarrow
 from kvbench.results.read import is_sealed
 
 LEVELS = ("self-reported", "rescored", "budget proven", "reproduced")
-# What runs must share to be compared: plots/report/compare.py pairs by the same keys.
+# What runs must share to be compared: plots/site/compare.py pairs by the same keys.
 SAME = ("model", "model_digest", "task", "task_version", "data_digest", "compression_scope", "seed", "dtype", "device")
 MOST_ENTRY_BYTES = 400  # of a ledger's row, unpacked
 # Keys of a line's ledger that no entry tells: what was allocated, which is the machine's; what reading the prompt took.

@@ -1,4 +1,4 @@
-"""Figures of runs as PDF and PNG files, a function per kind of figure.
+"""Figures of runs as PDF, PNG and SVG files: declared (`declared.py`), valued (`rows.py`) and drawn (`chart.py`).
 
 Not here: which runs belong together (`plots/run_sets.py`).
 """

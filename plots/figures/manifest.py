@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 from kvbench.engine.foreign import read_bytes
 from kvbench.plots.style import Picture
@@ -20,32 +20,18 @@ NAME = "manifest.json"
 HELD = ("result.json", "samples.jsonl", "scores.jsonl")
 
 
-class Drawn(TypedDict):
-    """One run that a figure shows."""
-
-    folder: str
-    sha256: str
-
-
-class Entry(TypedDict):
-    """One figure's entry in the manifest."""
-
-    title: str
-    caption: str
-    inches: list[float]
-    files: list[str]
-    runs: list[Drawn]
+Entry = dict[str, Any]  # title, caption, inches, files and runs of a figure
 
 
 def entry(picture: Picture, paths: Sequence[Path]) -> Entry:
     folders = sorted({run.folder for run in picture.runs})
-    return Entry(
-        title=picture.title,
-        caption=picture.caption,
-        inches=[round(float(length), 3) for length in picture.figure.get_size_inches()],
-        files=[path.name for path in paths],
-        runs=[Drawn(folder=folder.name, sha256=digest(folder)) for folder in folders],
-    )
+    return {
+        "title": picture.title,
+        "caption": picture.caption,
+        "inches": [round(float(length), 3) for length in picture.figure.get_size_inches()],
+        "files": [path.name for path in paths],
+        "runs": [{"folder": folder.name, "sha256": digest(folder)} for folder in folders],
+    }
 
 
 @lru_cache(maxsize=10_000)

@@ -4,16 +4,16 @@ A rank is a range: a run ranks after those that are shown to be better and ahead
 Only runs that somebody could deploy are ranked, among those of one column, budget and comm. Scores and times are never
 one number: times are compared on one machine with one set of versions.
 
-Not here: differences to full attention, intervals (`plots/report/compare.py`).
+Not here: differences to full attention, intervals (`plots/site/compare.py`).
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvbench.plots.read import Run
-from kvbench.plots.report.compare import AVERAGE, rows_of
 from kvbench.plots.run_sets import is_deployable
 from kvbench.plots.scored import Scored
+from kvbench.plots.site.compare import AVERAGE, rows_of
 from kvbench.plots.stats import rank_ranges
 from kvbench.results import METRICS, few_samples
 
@@ -87,6 +87,7 @@ def evidence(benchmark: str, described: Sequence[dict[str, Any]], runs: Sequence
             "mean": None if pair is None else (1 if pair["unit"] else scale) * pair["mean"],
             "rank": part["rank"], "of_answers": run.result.budget_counts is not None,
             "answer": run.result.answer_tokens_mean, "question": run.result.protocol == "full_prompt",
-            "whole": told["whole_layers"], "learned": run.setting("method_data_digest") is not None,
+            "whole": told["whole_layers"], "unpriced": told["unpriced"],
+            "learned": run.setting("method_data_digest") is not None,
         })  # fmt: skip
     return found

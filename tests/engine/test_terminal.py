@@ -150,10 +150,10 @@ def test_no_text_leaves_its_place_in_markdown(text: str) -> None:
 
 
 def test_the_commands_themselves_are_wrapped(tmp_path: Path) -> None:
-    """As a user starts them: a result.json with escapes, and `kvbench.plots.table` and `kvbench.plots.report` on it."""
+    """As a user starts them: a result.json with escapes, and `plots.table` and `plots.site.report` on it."""
     folder, _ = hostile_runs(tmp_path / "runs", CLEAR)[0]
     assert "\\u001b" in json.dumps(json.loads((folder / "result.json").read_text()))
-    for module in ("kvbench.plots.table", "kvbench.plots.report"):
+    for module in ("kvbench.plots.table", "kvbench.plots.site.report"):
         found = subprocess.run(
             [sys.executable, "-m", module, str(tmp_path / "runs")], cwd=ROOT, capture_output=True, text=True, check=True
         )
@@ -170,8 +170,8 @@ def test_sentences_name_the_commands_that_are_there(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(checkout, "ROOMS", frozenset())
     monkeypatch.setattr(sys, "argv", ["notebook"])
     assert as_started(text) == behind.replace("make setup", "pip install 'kvbench[demo,tasks]'")
-    error = ModuleNotFoundError("no", name="altair.vegalite")
-    assert lacks(error).endswith("has no altair.vegalite; pip install 'kvbench[report]'")
+    error = ModuleNotFoundError("no", name="wandb.sdk")
+    assert lacks(error).endswith("has no wandb.sdk; pip install 'kvbench[wandb]'")
     assert lacks(ModuleNotFoundError("no", name="yaml")).endswith("has no yaml; pip install 'yaml'")
 
 

@@ -12,9 +12,9 @@ from kvbench.evals.submission import frozen
 from kvbench.evals.submission.check import Check
 from kvbench.plots.pages.asked import page
 from kvbench.plots.read import Run, load
-from kvbench.plots.report.overview import overview
-from kvbench.plots.report.page import main as report
 from kvbench.plots.run_sets import budget_of
+from kvbench.plots.site.overview import overview
+from kvbench.plots.site.report import main as report
 from kvbench.plots.table import main as table
 from kvbench.tests.tiny import tiny
 from kvbench.tests.tiny_run import save_tiny

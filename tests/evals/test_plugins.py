@@ -15,7 +15,7 @@ from kvbench.evals import outside
 from kvbench.evals.submission.settings import settings_of
 from kvbench.evals.submit import main as submit
 from kvbench.plots.read import load
-from kvbench.plots.report.origin import words
+from kvbench.plots.site.origin import words
 from kvbench.results import read_config, read_runs
 from kvbench.results.names import ROOT
 from kvbench.tests.tiny_run import example_file, save_tiny

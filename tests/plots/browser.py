@@ -14,8 +14,7 @@ class Page:
     def open(self, address: str = "") -> None:
         self.driver.get("about:blank")
         self.driver.get(self.uri + address)
-        self.until("Number(document.documentElement.dataset.charts || 0) > 0")
-        self.until("document.querySelector('#sample h3') !== null")
+        self.until("Number(document.documentElement.dataset.drawn || 0) > 0")
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
@@ -40,10 +39,10 @@ class Page:
         element.click()
 
     def drawn(self) -> int:
-        return int(self.get("document.documentElement.dataset.charts"))
+        return int(self.get("document.documentElement.dataset.drawn"))
 
     def redrawn(self, before: int) -> None:
-        self.until(f"Number(document.documentElement.dataset.charts) > {before}")
+        self.until(f"Number(document.documentElement.dataset.drawn) > {before}")
 
     def downloaded(self, name: str) -> str:
         until = time.monotonic() + 30

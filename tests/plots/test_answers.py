@@ -5,11 +5,13 @@ from pathlib import Path
 
 import matplotlib
 
-from kvbench.plots import style
-from kvbench.plots.figures.answers import score_vs_footprint
+from kvbench.plots.figures.declared import BY_NAME
+from kvbench.plots.figures.rows import Data
 from kvbench.plots.read import Run, load
 from kvbench.plots.style import Canvas
 from kvbench.tests.plots.report_runs import write_run
+
+FOOTPRINT = BY_NAME["score_vs_footprint"]
 
 
 def runs(tmp_path: Path) -> list[Run]:
@@ -31,13 +33,12 @@ def runs(tmp_path: Path) -> list[Run]:
 
 
 def test_a_method_is_a_line_over_the_entries_of_its_answers(tmp_path: Path) -> None:
-    with matplotlib.rc_context(style.RC):
-        (picture,) = score_vs_footprint(runs(tmp_path), Canvas())
-    ax = picture.axes.ravel()[0]
-    (line,) = [line for line in ax.lines if line.get_label() == "rkv"]
+    with matplotlib.rc_context(Canvas().rc):
+        (picture,) = FOOTPRINT.draw(Data(runs(tmp_path)), Canvas())
+    (line,) = [line for line in picture.axes.lines if line.get_label() == "rkv"]
     assert sorted(line.get_xdata()) == [0.3, 0.5, 0.7]
     assert any(said.startswith("Tokens of an answer: full") for said in picture.said)
 
 
 def test_without_full_attention_nothing_is_drawn(tmp_path: Path) -> None:
-    assert score_vs_footprint(runs(tmp_path)[1:], Canvas()) == []
+    assert FOOTPRINT.draw(Data(runs(tmp_path)[1:]), Canvas()) == []

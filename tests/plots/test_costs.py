@@ -8,7 +8,7 @@ from pandas import DataFrame
 
 from kvbench.plots.costs import AT_ONCE, main, records, sheets
 from kvbench.plots.read import load
-from kvbench.plots.report.overview import overview
+from kvbench.plots.site.overview import overview
 from kvbench.plots.tables import command as tables
 from kvbench.plots.tables.words import samples_below
 from kvbench.results import sheet

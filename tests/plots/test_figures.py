@@ -10,16 +10,17 @@ from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 from kvbench.plots import style
-from kvbench.plots.figures.command import DRAWINGS, WIDTHS, draw, main
-from kvbench.plots.figures.costs import answer_time
-from kvbench.plots.figures.maps import needle_heatmaps
-from kvbench.plots.figures.scores import pareto, recall_vs_budget, score_vs_ratio
-from kvbench.plots.read import Run, load
-from kvbench.plots.run_sets import FRONT_SAID, by_dataset, lines, run_sets
+from kvbench.plots.figures.chart import Chart, Scale
+from kvbench.plots.figures.chart import draw as draw_chart
+from kvbench.plots.figures.command import PHONE_TEXT, WIDTHS, draw, main
+from kvbench.plots.figures.declared import BY_NAME, FIGURES
+from kvbench.plots.figures.rows import AXES, Data, as_lines, points
+from kvbench.plots.read import load
+from kvbench.plots.run_sets import FRONT_SAID
 from kvbench.plots.style import Canvas, Picture
 from kvbench.tests.plots.made_runs import answers, every_kind, timing, write
 
-PARETO = next(one for one in DRAWINGS if one.name == "pareto")
+PARETO = BY_NAME["pareto"]
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
@@ -31,31 +32,37 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path) -> list[Run]:
-    return load(root)
+def runs(root: Path) -> Data:
+    return Data(load(root))
 
 
-@pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda drawing: drawing.name)
-def test_every_figure_is_drawn_and_is_the_same_file_when_drawn_again(drawing, runs: list[Run], tmp_path: Path) -> None:
+def drawn(name: str, root: Path, canvas: Canvas | None = None) -> list[Picture]:
+    """The pictures that runs in a folder make of a figure."""
+    return BY_NAME[name].draw(Data(load(root)), canvas or Canvas())
+
+
+@pytest.mark.parametrize("drawing", FIGURES, ids=lambda drawing: drawing.name)
+def test_every_figure_is_drawn_and_is_the_same_file_when_drawn_again(drawing, runs: Data, tmp_path: Path) -> None:
     first = draw(drawing, runs, tmp_path / "a", Canvas(), ["svg"])
-    again = draw(drawing, runs[::-1], tmp_path / "b", Canvas(), ["svg"])
+    again = draw(drawing, Data(runs.runs[::-1]), tmp_path / "b", Canvas(), ["svg"])
     assert first and first == again
     for name in (name for entry in first.values() for name in entry["files"]):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-@pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda drawing: drawing.name)
+@pytest.mark.parametrize("drawing", FIGURES, ids=lambda drawing: drawing.name)
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
-def test_text_can_be_read_at_the_width_of_the_page(drawing, width: float, runs: list[Run]) -> None:
+def test_text_can_be_read_at_the_width_of_the_page(drawing, width: float, runs: Data) -> None:
     """Captions of 5.5 points stood in the figures; formulas stood in ticks as they are written."""
-    with matplotlib.rc_context(style.RC):
-        for picture in drawing.draw(runs, Canvas(width, titled=False)):
+    canvas = Canvas(width, titled=False, text=PHONE_TEXT if width == style.PHONE else 1)
+    with matplotlib.rc_context(canvas.rc):
+        for picture in drawing.draw(runs, canvas):
             picture.figure.draw_without_rendering()
             assert picture.figure.get_figwidth() == width and picture.figure.get_suptitle() == ""
             texts = [
                 text for text in picture.figure.findobj(Text) if isinstance(text, Text) and text.get_text().strip()
             ]
-            assert texts and all(7 <= float(text.get_fontsize()) <= 9 for text in texts)
+            assert texts and all(7 <= float(text.get_fontsize()) / canvas.text <= 9 for text in texts)
             assert not [text for text in texts if "$" in text.get_text()]
             for ax in picture.figure.axes:
                 assert ax.get_position().width * width > 0.05, "panels have room"
@@ -63,7 +70,7 @@ def test_text_can_be_read_at_the_width_of_the_page(drawing, width: float, runs: 
             assert drawn.x0 > -0.1 and drawn.x1 < width + 0.1, "nothing is cut off"
 
 
-def test_a_file_does_not_say_when_it_was_made(runs: list[Run], tmp_path: Path) -> None:
+def test_a_file_does_not_say_when_it_was_made(runs: Data, tmp_path: Path) -> None:
     for folder in ("a", "b"):
         draw(PARETO, runs, tmp_path / folder, Canvas(), [*style.FORMATS])
     for kind in style.FORMATS:
@@ -73,15 +80,15 @@ def test_a_file_does_not_say_when_it_was_made(runs: list[Run], tmp_path: Path) -
 def test_without_runs_the_commands_are_named_and_exist(tmp_path: Path, capsys) -> None:
     assert main([str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().out
-    for drawing in DRAWINGS:
+    for drawing in FIGURES:
         for name in drawing.experiments:
             assert f"experiment={name}" in said
             assert (CONF / "experiment" / f"{name}.yaml").is_file()
     assert not list((tmp_path / "out").glob("*.*"))
 
 
-def test_a_figure_of_earlier_groups_is_removed(runs: list[Run], tmp_path: Path) -> None:
-    drawing = next(one for one in DRAWINGS if one.name == "score_vs_ratio")
+def test_a_figure_of_earlier_groups_is_removed(runs: Data, tmp_path: Path) -> None:
+    drawing = BY_NAME["score_vs_ratio"]
     stale, other = tmp_path / "score_vs_ratio_99.pdf", tmp_path / "score_vs_ratio_notes.pdf"
     stale.touch()
     other.touch()
@@ -97,13 +104,11 @@ def test_lines_hold_the_runs_own_scores_and_models_are_apart(tmp_path: Path) -> 
         assert result.score is not None
         scores[result.ratio] = 100 * result.score
     write(tmp_path, "h2o", "longbench", answers(["a"], 0.9), ratio="2/5", model="other")
-    found = run_sets(load(tmp_path))
-    assert [run_set.where.model for run_set in found] == ["tiny", "other"]
-    costs = iter(range(9))
-    (line,) = lines(found[0], lambda rows: next(costs), by_dataset("a"))
-    assert {run.result.ratio: point.y.mean for point, run in zip(line.points, line.runs, strict=True)} == scores
-    for point in line.points:
-        assert point.y.low is not None and point.y.high is not None and point.y.low <= point.y.mean <= point.y.high
+    found = Data(load(tmp_path)).parts("scored")
+    assert [part.run_set.where.model for part in found] == ["tiny", "other"]
+    rows = as_lines(found[0], points(found[0], AXES["device"], "dataset"), lambda run: "")
+    assert {found[0].runs[row["run"]].result.ratio: row["y"] for row in rows} == scores
+    assert len({row["line"] for row in rows}) == 1 and all(row["low"] <= row["y"] <= row["high"] for row in rows)
 
 
 # --- what is said, and what is not --------------------------------------------------------------
@@ -134,10 +139,10 @@ def test_costs_are_measured_and_choosable(tmp_path: Path) -> None:
     needles(tmp_path, "quest", "1/10", "1/5", device=2e6, bytes_moved_kv_per_step=3e6, bytes_searched_per_step=1e6)
     needles(tmp_path, "snapkv", "1/10", "1/5", device=1e6)
     for axis, xs in {"device": [2.0, 4.0], "attended": [200.0, 400.0], "moved": [4.0002, 4.0002]}.items():
-        (picture,) = pareto(load(tmp_path), Canvas(axis=axis))
+        (picture,) = drawn("pareto", tmp_path, Canvas(axis=axis))
         line = line_of(picture, "Quest")
         assert line.get_xdata() == pytest.approx(xs) and list(line.get_ydata()) == [50.0, 75.0], "both budgets"
-    (picture,) = score_vs_ratio(load(tmp_path), Canvas())
+    (picture,) = drawn("score_vs_ratio", tmp_path)
     (ax,) = picture.figure.axes
     assert next(line for line in ax.lines if line.get_label() == "Quest").get_xdata() == pytest.approx([200, 400])
 
@@ -156,25 +161,25 @@ def test_the_oracle_is_a_reference_and_in_no_front(tmp_path: Path) -> None:
         write(tmp_path, "oracle", "needle", hits(*[0.9] * 12, **kept), ratio=ratio)
     rising(tmp_path, "snapkv", {"1/10": 0.2, "1/5": 0.6})
     rising(tmp_path, "quest", {"1/10": 0.5}, device=3e6)
-    (picture,) = pareto(load(tmp_path), Canvas())
+    (picture,) = drawn("pareto", tmp_path)
     assert {"Oracle: reference", "front"} <= set(shown(picture)) and FRONT_SAID in picture.said
     assert any("no bound" in note and "reading of all keys" in note for note in picture.notes)
     assert list(line_of(picture, "front").get_xdata()) == [1.0, 2.0]
-    (picture,) = pareto(load(tmp_path), Canvas(axis="moved"))
+    (picture,) = drawn("pareto", tmp_path, Canvas(axis="moved"))
     assert not any("reading of all keys" in note for note in picture.notes), "there it is on the axis"
 
 
 def test_runs_that_answer_alike_have_no_front(tmp_path: Path) -> None:
     rising(tmp_path, "snapkv", {"1/10": 0.5, "1/5": 0.5, "2/5": 0.5})
     rising(tmp_path, "quest", {"1/10": 0.5, "1/5": 0.5}, device=3e6)
-    (picture,) = pareto(load(tmp_path), Canvas())
+    (picture,) = drawn("pareto", tmp_path)
     assert "front" not in shown(picture) and FRONT_SAID not in picture.said
 
 
 def test_so_few_samples_have_no_front(tmp_path: Path) -> None:
     rising(tmp_path, "snapkv", {"1/10": 0.1, "1/5": 0.9}, n=1)
     rising(tmp_path, "quest", {"1/10": 0.5}, n=1, device=3e6)
-    (picture,) = pareto(load(tmp_path), Canvas())
+    (picture,) = drawn("pareto", tmp_path)
     assert "front" not in shown(picture)
     assert any(
         note == "n 1: with one sample no difference can be significant; 7 or more are needed" for note in picture.notes
@@ -185,7 +190,7 @@ def test_what_is_outside_its_budget_is_open_and_a_note_says_why(tmp_path: Path) 
     needles(tmp_path, "clusterkv", "1/10", "1/5", device=2e6, params={"full_layers": 2})
     needles(tmp_path, "h2o", "1/10", "1/5", device=1e6, within_budget=False)
     needles(tmp_path, "snapkv", "1/10", "1/5", device=1.5e6)
-    (picture,) = pareto(load(tmp_path), Canvas())
+    (picture,) = drawn("pareto", tmp_path)
     assert "Open: first 2 layers left whole, outside the budget (ClusterKV)" in picture.notes
     assert "Open: over its budget (H2O (C))" in picture.notes
     assert all(note in picture.caption for note in picture.notes)
@@ -196,7 +201,7 @@ def test_what_is_outside_its_budget_is_open_and_a_note_says_why(tmp_path: Path) 
 def test_scores_have_intervals_and_few_samples_are_called_few(tmp_path: Path) -> None:
     needles(tmp_path, "snapkv", "1/10", "1/5", device=1e6)
     needles(tmp_path, "quest", "1/10", "1/5", device=3e6)
-    (picture,) = pareto(load(tmp_path), Canvas())
+    (picture,) = drawn("pareto", tmp_path)
     assert any(note.startswith("n 4: with 4 samples no difference can be significant") for note in picture.notes)
     (first, *_) = [c for c in picture.axes.collections if len(c.get_segments()) == 2]
     (low, high) = sorted(y for _, y in first.get_segments()[0])
@@ -207,7 +212,7 @@ def test_one_sample_has_no_bar(tmp_path: Path) -> None:
     for method in ("quest", "snapkv"):
         for i, ratio in enumerate(("1/10", "1/5")):
             write(tmp_path, method, "needle", hits(1, bytes_resident_device=1e6 + 1e6 * i), ratio=ratio)
-    (picture,) = pareto(load(tmp_path), Canvas())
+    (picture,) = drawn("pareto", tmp_path)
     segments = [each for c in picture.axes.collections for each in c.get_segments()]
     assert not [each for each in segments if len(each) and not np.isnan(each).any()]
 
@@ -218,7 +223,7 @@ def test_maps_stand_from_small_to_large_budgets_and_say_their_mean_and_true_leng
         for method in ("snapkv", "quest"):
             rows = [row | {"prompt_tokens": 337} for row in hits(1, 0)]
             write(tmp_path, method, "needle", rows, ratio=ratio, comm="1/8")
-    made = needle_heatmaps(load(tmp_path), Canvas())
+    made = drawn("needle_heatmaps", tmp_path)
     assert [picture.title for picture in made] == [
         f"A needle by length and depth, ratio {ratio}, comm 1/8" for ratio in ("0.1", "0.2", "0.5")
     ]
@@ -234,7 +239,7 @@ def test_recall_is_drawn_over_what_was_attended_to(tmp_path: Path) -> None:
             rows = [{"score": 0.5, "fields": {"metric": "recall"}, "ledger": {"tokens_attended_mean": attended}}] * 2
             rows = [row | {"ledger": {"tokens_attended_mean": attended + budget - 128}} for row in rows]
             write(tmp_path, method, "fidelity", rows, budget=budget, metric="recall")
-    (picture,) = recall_vs_budget(load(tmp_path), Canvas())
+    (picture,) = drawn("recall_vs_budget", tmp_path)
     assert list(line_of(picture, "Quest").get_xdata()) == [190.0, 318.0]
 
 
@@ -243,7 +248,7 @@ def test_bars_of_answers_have_their_methods_colours(tmp_path: Path) -> None:
         fields = {"metric": "tpot_ratio", "length": 4000, "batch": 1, "timing": timing(4000, 1.0)}
         write(tmp_path, method, "latency", [{"score": 1.0, "fields": fields}], metric="tpot_ratio",
               task_params={"n_new": 8})  # fmt: skip
-    (picture,) = answer_time(load(tmp_path), Canvas())
+    (picture,) = drawn("answer_time", tmp_path)
     handles, labels = picture.axes.get_legend_handles_labels()
     colours = {label: to_hex(handle[0].get_facecolor()).upper() for handle, label in zip(handles, labels, strict=True)}
     for method, label in (("full", "Full"), ("snapkv", "SnapKV (C) ratio 0.2"), ("quest", "Quest ratio 0.2")):
@@ -284,11 +289,49 @@ def test_a_paper_gets_its_width_formats_captions_and_a_manifest(root: Path, tmp_
     assert set(json.loads((tmp_path / "manifest.json").read_text())["figures"]) == {"pareto", "mxb_bars"}
 
 
+def test_a_page_gets_figures_for_a_phone_and_a_dark_ground(root: Path, tmp_path: Path) -> None:
+    words = ["--width", "phone", "--theme", "dark", "--format", "svg", "--only", "pareto", "mxb_bars"]
+    assert main([str(root), "--out", str(tmp_path), *words]) == 0
+    for name in ("pareto", "mxb_bars"):
+        svg = (tmp_path / f"{name}.svg").read_text().lower()
+        assert f'width="{390 * 0.75:g}pt"' in svg, "three quarters of a point a pixel"
+        assert "fill: #14171a" in svg and "#e6e9ec" in svg
+        assert "#ffffff" not in svg and "#000000" not in svg, "nothing is left of the light page"
+
+
+def test_a_caption_says_what_is_not_drawn(tmp_path: Path) -> None:
+    needles(tmp_path, "quest", "1/10", "1/5", device=2e6)
+    needles(tmp_path, "snapkv", "1/10", device=1e6)
+    (picture,) = drawn("score_vs_ratio", tmp_path)
+    assert "Not drawn: 1 of the runs (SnapKV (C)), too few for a line" in picture.said
+    assert shown(picture) == ["Quest"]
+
+
+def test_a_table_is_drawn_as_it_says() -> None:
+    """Panels, lines of methods and of others, intervals, what is open, levels and bars, from rows alone."""
+    chart = Chart("A title", Scale("budget", "cost"), Scale("score"))
+    rows = [{"panel": panel, "x": x, "y": 10.0 * x, "low": 9.0 * x, "high": 12.0 * x, "line": "Quest", "look": "quest"}
+            for panel in ("a", "b") for x in (1, 8)]  # fmt: skip
+    rows += [{"panel": "b", "x": 1, "y": 5, "line": "mine", "nth": 1, "why": "over its budget", "mark": "points"}]
+    rows += [{"panel": "a", "y": 50, "line": "Full", "look": "full", "mark": "level"}]
+    picture = draw_chart(chart, rows, Canvas(), "all that runs share").finish()
+    first, second = picture.axes
+    assert (first.get_title(), second.get_title(), first.get_xscale()) == ("a", "b", "log")
+    assert shown(picture) == ["Quest", "Full", "mine"] and picture.notes == ["Open: over its budget (mine)"]
+    assert [*first.lines[0].get_ydata()] == [10, 80] and first.lines[0].get_color() == style.look("quest")["color"]
+    assert picture.caption == "A title. all that runs share. Open: over its budget (mine)."
+    bars = [{"x": name, "y": y, "line": part, "mark": "bar", "nth": i} for name in ("one", "two")
+            for i, (part, y) in enumerate((("low", 1.0), ("high", 2.0)))]  # fmt: skip
+    picture = draw_chart(Chart("Bars", Scale("", "names"), Scale("s")), bars, Canvas())
+    assert sorted((bar.get_y(), bar.get_height()) for bar in picture.axes.patches) == [(0, 1), (0, 1), (1, 2), (1, 2)]
+    assert [label.get_text() for label in picture.axes.get_xticklabels()] == ["one", "two"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--methods", "snapvk"], "did you mean 'snapkv'?"),
-        (["--width", "wide"], "'wide' is no width; give inches, 2 to 12, or column or text"),
+        (["--width", "wide"], "'wide' is no width; give inches, 2 to 12, or column, text, phone"),
         (["--width", "0.1"], "'0.1' is no width"),
         (["--format", "jpg"], "'jpg' is no format; use some of pdf,png,svg"),
     ],

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvbench.plots.figures.frontier import frontier as figures
+from kvbench.plots.figures.declared import BY_NAME
+from kvbench.plots.figures.rows import Data
 from kvbench.plots.read import load
 from kvbench.plots.run_sets import FRONT_SAID
 from kvbench.plots.style import Canvas
@@ -26,7 +27,7 @@ def rows(error: float, share: float, n: int = 4) -> list[dict[str, Any]]:
 
 def front_of(root: Path) -> list[tuple[float, float]] | None:
     """The band of the only figure; None without one."""
-    (picture,) = figures(load(root), Canvas())
+    (picture,) = BY_NAME["frontier"].draw(Data(load(root)), Canvas())
     drawn = [each for each in picture.axes[0].lines if each.get_label() == "front"]
     assert bool(drawn) == (FRONT_SAID in picture.said)
     return [*zip(drawn[0].get_xdata(), drawn[0].get_ydata(), strict=True)] if drawn else None

@@ -8,8 +8,8 @@ import pytest
 from kvbench.evals.screen.table import print_table
 from kvbench.plots.comparison import compare, name_of, print_comparison
 from kvbench.plots.read import Run, load
-from kvbench.plots.report.overview import task_of
 from kvbench.plots.run_sets import run_sets
+from kvbench.plots.site.overview import task_of
 from kvbench.plots.table import written
 from kvbench.plots.tables.pivot import pivots
 from kvbench.plots.tables.words import samples_below

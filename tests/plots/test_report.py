@@ -1,5 +1,6 @@
-"""The report's data against the runs' own, and its size."""
+"""The page's data against the runs' own, and the report's size."""
 
+import html
 import random
 import re
 import sys
@@ -12,11 +13,11 @@ import pytest
 from kvbench.plots import style
 from kvbench.plots.looks import LOOKS, look
 from kvbench.plots.read import load
-from kvbench.plots.report import charts as report_charts
-from kvbench.plots.report.overview import AVERAGE, full_once, overview
-from kvbench.plots.report.page import SCRIPTS, main, page
-from kvbench.plots.report.samples import pack_samples, unpacked
 from kvbench.plots.run_sets import asked
+from kvbench.plots.site import app
+from kvbench.plots.site.overview import AVERAGE, full_once, overview
+from kvbench.plots.site.report import main, page
+from kvbench.plots.site.samples import pack_samples, unpacked
 from kvbench.plots.stats import macro_interval, paired_over_datasets
 from kvbench.results import METRICS, share_interval
 from kvbench.tests.plots.made_runs import write
@@ -98,6 +99,18 @@ def test_the_front_is_what_is_shown_to_be_better_than_all_that_costs_no_more(tmp
     assert found.keys() == {"Snapkv · ratio 0.1", "Quest · ratio 0.1"}
     assert {"tokens", "device"} <= set(found["Quest · ratio 0.1"])
     assert "tpot" not in found["Quest · ratio 0.1"], "where all cost the same, none is cheaper than what it beats"
+
+
+def test_quality_is_counted_from_random_tokens_under_the_same_budget(tmp_path: Path) -> None:
+    write_run(tmp_path, "full", [1.0, 1.0, 0.8, 0.0], costs=costing(100))
+    write_run(tmp_path, "random", [0.2, 0.0, 0.2, 0.0], costs=costing(20))
+    write_run(tmp_path, "snapkv", [0.7, 0.5, 0.5, 0.0], costs=costing(20))
+    write_run(tmp_path, "quest", [0.7, 0.5, 0.5, 0.0], ratio="1/2", costs=costing(50))
+    assert one(tmp_path, "Snapkv · ratio 0.2")["base"] == pytest.approx([0.7, 0.7 - 0.1])
+    assert one(tmp_path, "Quest · ratio 0.5")["base"] == [pytest.approx(0.7), None], "random was not asked there"
+    assert one(tmp_path, "Full")["base"] is None
+    found = {run["variant"]: run["parts"][0]["cost"]["memory"] for run in told(tmp_path)}
+    assert found["Quest · ratio 0.5"] == pytest.approx(0.5) and found["Full"] == 1
 
 
 def test_identical_runs_have_no_winner(tmp_path: Path) -> None:
@@ -228,10 +241,10 @@ def test_two_runs_of_one_configuration_have_keys_of_their_own(tmp_path: Path) ->
 
 def test_a_method_looks_as_in_every_figure_whatever_else_is_shown() -> None:
     for method in (*LOOKS, "somebodys_own"):
-        looks, found = look(method), report_charts.look(method)
+        looks, found = look(method), app.look(method)
         assert found["light"] == style.look(method)["color"] == looks.colour, method
         assert found["dark"] == ("#FFFFFF" if method == "full" else looks.colour), method
-        assert (found["shape"], len(found["dash"]) > 2) == (looks.path, looks.dash == "-."), method
+        assert (found["shape"], bool(found["dash"])) == (looks.path, looks.dash != "-"), method
 
 
 def test_a_legend_names_a_method_by_all_that_its_runs_are_called(tmp_path: Path) -> None:
@@ -251,25 +264,29 @@ def test_what_a_page_shows_changes_no_look(root: Path) -> None:
 
 def test_no_text_of_a_run_can_end_an_element(root: Path) -> None:
     text = page(load(root), root)
-    assert (
-        text.count("</script>") == 7
-    )  # the page's own, overview, charts, origins, vega, prompts, one piece of samples
+    # the page's own, index, methods, evidence, and of two benchmarks overview, origins, prompts, one piece of samples
+    assert text.count("</script>") == 4 + 2 * 4
     assert "<b>model" not in text and "window.hacked" not in text
-    packed = re.search(r'id="data-asked">([^<]*)<', text)
-    assert packed
-    assert [HOSTILE] in [asked["references"] for asked in unpacked(packed[1])]
-    assert not re.search(r'(?:src|href)="(?!#)', text.split('id="data-overview"')[0])
+    asked = [unpacked(data) for data in re.findall(r'data-asked">([^<]*)<', text)]
+    assert [HOSTILE] in [one["references"] for each in asked for one in each]
+    assert not re.search(r'(?:src|href)="(?!#)', text.split('type="text/plain"')[0])
+    policy = html.unescape(text.split('Content-Security-Policy" content="')[1].split('"')[0])
+    assert "default-src 'none'" in policy and "unsafe-eval" not in policy and "script-src 'sha256-" in policy
 
 
-def test_the_page_has_every_script_that_there_is() -> None:
-    folder = Path(report_charts.__file__).parent / "js"
-    assert sorted(file.stem for file in folder.glob("*.js")) == sorted(SCRIPTS)
+def test_the_page_has_every_script_that_there_is_and_no_name_twice() -> None:
+    files = [*(app.ASSETS / "js").glob("*.js")]
+    assert sorted(file.stem for file in files) == sorted((*app.FIRST, *app.MORE))
+    names = re.findall(
+        r"^(?:async )?(?:function|const|let) +([\w$]+)", "".join(map(Path.read_text, files)), re.MULTILINE
+    )
+    assert sorted(set(names)) == sorted(names)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", (*app.FIRST, *app.MORE))
 def test_a_script_is_short_and_says_what_it_is_for(name: str) -> None:
-    text = (Path(report_charts.__file__).parent / "js" / f"{name}.js").read_text()
-    assert text.startswith("// ") and text.count("\n") <= 500
+    text = (app.ASSETS / "js" / f"{name}.js").read_text()
+    assert text.startswith("// ") and text.count("\n") <= 300
 
 
 def test_nothing_to_report_and_nowhere_to_write_are_errors_of_the_user(tmp_path: Path, root: Path, capsys: Any) -> None:
@@ -310,28 +327,6 @@ def test_a_run_costs_as_much_beside_forty_others_as_beside_ten(tmp_path: Path) -
         counts.append(n_calls(root))
     ten, twenty, forty = counts
     assert (forty - twenty) / 20 == pytest.approx((twenty - ten) / 10, rel=0.02)
-
-
-def test_the_chart_script_is_put_together_once_and_again_where_its_copy_was_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    bundled = []
-    monkeypatch.setattr(report_charts, "bundled_script", lambda: bundled.append(1) or "let π = 3;\r\n")
-
-    def n_bundled() -> int:
-        assert report_charts.vega_script() == "let π = 3;\r\n"
-        return len(bundled)
-
-    assert (n_bundled(), n_bundled()) == (1, 1)
-    (file,) = (tmp_path / "kvbench").glob("vega-*.js")
-    file.write_bytes(file.read_bytes().replace(b"3", b"4"))
-    assert (n_bundled(), n_bundled()) == (2, 2)
-    file.chmod(0o666)
-    assert (n_bundled(), n_bundled()) == (3, 3)
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert n_bundled() == 4
 
 
 def test_every_metric_has_a_direction_on_the_page(root: Path) -> None:

@@ -11,8 +11,8 @@ from kvbench.evals.composing import composing
 from kvbench.evals.overrides import CONF, check_overrides
 from kvbench.evals.settings import settings
 from kvbench.plots.read import Run, load
-from kvbench.plots.report.origin import provenance, words
-from kvbench.plots.report.samples import DETAILS, Packed, iter_pieces, pack, pack_samples, prompt_end, strip, unpacked
+from kvbench.plots.site.origin import provenance, words
+from kvbench.plots.site.samples import DETAILS, Packed, iter_pieces, pack, pack_samples, prompt_end, strip, unpacked
 from kvbench.tests.plots.report_runs import write_run
 from kvbench.tests.results.made_rows import ok_row
 

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from kvbench.evals.submit import submit
-from kvbench.plots.report.samples import unpacked
+from kvbench.plots import pages
+from kvbench.plots.site import build
 from kvbench.plots.site.build import main
 from kvbench.plots.site.changes import changes
+from kvbench.plots.site.evidence import kept_runs
+from kvbench.plots.site.samples import unpacked
 from kvbench.results.files import sealed
 from kvbench.tests.plots.browser import Page
 from kvbench.tests.plots.many_runs import write_many
@@ -21,7 +24,7 @@ from kvbench.tests.plots.test_report import HOSTILE
 
 BIDI = "\u202egnp.exe\u2066 \x1b[2J"
 BAD = f"{HOSTILE}{BIDI}"
-PAGES = ("board", "results", "method", "samples", "which", "changes")
+PAGES = ("picture", "budgets", "scores", "needle", "samples", "method", "which", "changes")
 SIZES = ({"width": 390, "height": 844}, {"width": 1400, "height": 900})
 RIGHT, COST = [1.0] * 10, "bytes_resident_device"
 
@@ -53,7 +56,7 @@ def site(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def content(file: Path) -> Any:
-    found = re.fullmatch(r'kvbench\("[\w-]+","([A-Za-z0-9+/=]*)"\)\n', file.read_text())
+    found = re.fullmatch(r'kvbench\("[\w/-]+","([A-Za-z0-9+/=]*)"\)\n', file.read_text())
     assert found, f"{file} holds more than one call"
     return unpacked(found[1])
 
@@ -64,15 +67,12 @@ def benchmarks(site: Path) -> list[dict[str, Any]]:
 
 def test_every_file_of_data_is_one_call_with_packed_text(site: Path) -> None:
     for file in site.rglob("data-*.js"):
-        if "vega" not in file.name:
-            content(file)
+        content(file)
     assert {one["task"] for one in benchmarks(site)} == {"embedded texts", "needle depths=[0, 50]"}
-    first = [site / name for name in ("index.html", "site.js", "data/data-index.js")]
-    assert sum(file.stat().st_size for file in first) < 300_000
 
 
 def test_no_text_of_a_run_is_in_the_page_and_none_can_turn_a_line(site: Path) -> None:
-    for name in ("index.html", "site.js"):
+    for name in ("index.html", "site.js", "more.js"):
         assert "window.hacked" not in (site / name).read_text()
     said = (site / "runs.json").read_text() + json.dumps([content(file) for file in site.rglob("data-o*.js")])
     assert "\u202e" not in said and "\x1b" not in said and "gnp.exe" in said
@@ -158,36 +158,97 @@ def test_changes_name_what_is_gone_and_what_is_otherwise() -> None:
     }
 
 
-def test_the_committed_site_is_of_the_committed_runs(tmp_path: Path) -> None:
-    docs = Path(__file__).resolve().parents[2] / "docs"
-    assert main([str(docs / "submissions" / "first-look"), "--out", str(tmp_path / "site")]) == 0
-    made, kept = (json.loads((site / "runs.json").read_text()) for site in (tmp_path / "site", docs / "site"))
-    assert made.keys() == kept.keys() and len(made) == 15
+@pytest.fixture(scope="module")
+def of_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site of a clone without runs: kept scores and committed submissions."""
+    out, no_runs = tmp_path_factory.mktemp("made") / "site", tmp_path_factory.mktemp("none")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "default_root", lambda: no_runs)
+        assert main(["--out", str(out)]) == 0
+    return out
+
+
+def first_view(site: Path) -> list[Path]:
+    """The files that are read before anything is chosen."""
+    names = (
+        "index.html",
+        "site.js",
+        "data/data-index.js",
+        f"data/{content(site / 'data/data-index.js')['start']}/data-overview.js",
+    )
+    return [site / name for name in names]
+
+
+def test_a_bare_clone_has_a_site_of_all_kept_scores_that_opens_on_the_largest_benchmark(of_repository: Path) -> None:
+    index = content(of_repository / "data" / "data-index.js")
+    (start,) = [one for one in index["benchmarks"] if one["id"] == index["start"]]
+    assert (start["model"], start["task"], start["question"]) == (
+        "qwen2.5-coder-0.5b",
+        "Questions on documents",
+        "shown",
+    )
+    assert start["methods"] > 30 and start["answers"] > 4000
+    assert sum(one["answers"] for one in index["benchmarks"]) > 29_000
+    overview = content(of_repository / "data" / start["id"] / "data-overview.js")
+    assert set(overview["runs"]["verdict"]) == {"only reported"} and all(overview["runs"]["kept"])
+    costs, audit = overview["parts"]["cost"], overview["runs"]["audit"]
+    assert all(costs["device"]) and not any(costs["moved"]) and not any(costs["resident"]), "host bytes were not kept"
+    assert not any(audit["within_budget"])
+    commands = {one["command"] for one in content(of_repository / "data" / start["id"] / "data-origins.js")}
+    assert commands == {f"python run.py -m experiment={name}" for name in ("evidence_docs", "evidence_others_docs")}
+    assert sum(file.stat().st_size for file in first_view(of_repository)) <= 100_000
+
+
+def test_kept_scores_are_those_of_their_pages() -> None:
+    runs, rows = kept_runs(), pages.kept("results")
+    assert len({run.result.config_hash for run in runs}) == len(runs) > 500
+    mine: Any = rows[(rows["set"] == "docs") & (rows["protocol"] == "full_prompt") & (rows["asked"] == "memory 1/8")]
+    found = {
+        run.method: run.result.score
+        for run in runs
+        if (run.result.task, run.result.protocol, run.page)
+        == ("Questions on documents", "full_prompt", "docs/results.md")
+        and run.result.memory_exact == "1/8"
+    }
+    assert found == pytest.approx(mine.groupby("method")["score"].mean().to_dict()) and len(found) > 10
+    assert {run.page for run in runs} == {"docs/results.md", "docs/register.md", "docs/cited.md"}
+    (shared,) = [
+        run for run in runs if run.page == "docs/register.md" and run.result.task.startswith("Eight") and run.is_full
+    ]
+    assert len(shared.rows) == 30, "the questions on one context are one sample"
+
+
+def test_a_folder_cannot_pass_for_kept_scores(tmp_path: Path) -> None:
+    """What a page says of a folder's text is never said of it."""
+    write_run(
+        tmp_path, "full", RIGHT, kept={"page": "docs/results.md", "command": "rm -rf /"}, page="x", command="rm -rf /"
+    )
+    assert main([str(tmp_path), "--out", str(tmp_path / "site")]) == 0
+    (origins,) = [content(file) for file in (tmp_path / "site").rglob("data-origins.js")]
+    assert [one["command"].split()[:2] for one in origins] == [["python", "run.py"]]
+    assert [one["verdict"] for one in json.loads((tmp_path / "site" / "runs.json").read_text()).values()] == [
+        "self-reported"
+    ]
+
+
+def test_the_committed_site_is_of_the_committed_scores_and_runs(of_repository: Path) -> None:
+    committed = Path(__file__).resolve().parents[2] / "docs" / "site"
+    made, kept = (json.loads((site / "runs.json").read_text()) for site in (of_repository, committed))
+    assert made.keys() == kept.keys() and len(made) > 500
     assert [made[id]["score"] for id in made] == [kept[id]["score"] for id in made]
-    assert sum(path.stat().st_size for path in docs.joinpath("site").rglob("*") if path.is_file()) < 5e6
+    assert sum(path.stat().st_size for path in committed.rglob("*") if path.is_file()) < 2e6
 
 
 # --- in a browser ---
 
 
-class Opened(Page):
-    def open(self, address: str = "") -> None:
-        self.driver.get("about:blank")
-        self.driver.get(self.uri + address)
-        self.settle()
-
-    def settle(self, before: int = 0) -> None:
-        self.until(f"Number(document.documentElement.dataset.drawn || 0) > {before}")
-        self.until("document.getElementById('waiting').textContent !== 'Loading…'")
-
-
 @pytest.fixture(scope="module")
-def opened(driver: Any, site: Path) -> Opened:
-    return Opened(driver, (site / "index.html").as_uri(), site)
+def opened(driver: Any, site: Path) -> Page:
+    return Page(driver, (site / "index.html").as_uri(), site)
 
 
 @pytest.fixture
-def page(opened: Opened) -> Iterator[Opened]:
+def page(opened: Page) -> Iterator[Page]:
     """A test that leaves a word in the browser's log has failed."""
     opened.driver.get_log("browser")
     yield opened
@@ -199,7 +260,7 @@ def page(opened: Opened) -> Iterator[Opened]:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES, ids=["phone", "desk"])
 @pytest.mark.parametrize("at", PAGES)
-def test_every_page_fits_and_obeys_no_text(page: Opened, site: Path, at: str, size: dict[str, int], theme: str) -> None:
+def test_every_page_fits_and_obeys_no_text(page: Page, site: Path, at: str, size: dict[str, int], theme: str) -> None:
     narrow = size["width"] < 500
     page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size | {"deviceScaleFactor": 1, "mobile": narrow})
     for one in benchmarks(site):
@@ -215,68 +276,125 @@ def test_every_page_fits_and_obeys_no_text(page: Opened, site: Path, at: str, si
 
 
 @pytest.mark.slow
-def test_the_leaderboard_ranks_what_can_be_ranked(page: Opened, site: Path) -> None:
+def test_the_table_ranks_what_can_be_ranked(page: Page, site: Path) -> None:
     (id,) = [one["id"] for one in benchmarks(site) if one["task"] == "embedded texts"]
     page.open(f"#bench={id}&budget=ratio+0.5")
-    rows = [re.sub(r"\s+", " ", text) for text in page.texts("#board-table tbody tr")]
+    rows = [re.sub(r"\s+", " ", text) for text in page.texts("#board tbody tr")]
     assert len(rows) == 3 and "Full" in rows[0] and "reference" in rows[0]
-    assert "self-reported" in rows[1]
+    assert "only reported" in rows[1]
     page.open(f"#bench={id}&track=speed")
-    heads = page.texts("#board-table thead th")
-    assert "s/token" in " ".join(heads) and "score" not in " ".join(heads), "never one number over both"
+    heads = " ".join(page.texts("#board thead th"))
+    assert "s/token" in heads and "score" not in heads, "never one number over both"
+    page.open(f"#bench={id}&track=budgets")
+    assert page.count("#board tbody tr") == 4 and "within budget" in " ".join(page.texts("#board thead th"))
 
 
 @pytest.mark.slow
-def test_the_keyboard_alone_reaches_every_page(page: Opened) -> None:
-    from selenium.webdriver.common.keys import Keys
-
-    page.open()
-    seen: list[str] = []
-    for i in range(len(PAGES)):
-        page.run("document.querySelectorAll('#pages a')[arguments[0]].focus()", i)
-        before = int(page.get("document.documentElement.dataset.drawn"))
-        page.driver.switch_to.active_element.send_keys(Keys.ENTER)
-        page.settle(before if i else 0)
-        seen.append(page.get("document.querySelector('#pages [aria-current]').textContent"))
-    assert seen == ["Leaderboard", "Trade-off", "Method", "Run", "Which method?", "Changes"]
-    page.open()
-    page.run("document.querySelector('#model').focus()")
-    before = int(page.get("document.documentElement.dataset.drawn"))
-    page.driver.switch_to.active_element.send_keys("tiny")
-    page.settle(before)
-    assert page.count("#board-table tbody tr") > 1
-    reached = set[str]()
-    for _ in range(40):
-        page.driver.switch_to.active_element.send_keys(Keys.TAB)
-        reached.add(page.get("document.activeElement.id || document.activeElement.tagName"))
-    assert {"task", "where", "budget", "track", "A"} <= reached
-
-
-@pytest.mark.slow
-def test_a_row_leads_to_its_run_and_its_answers(page: Opened, site: Path) -> None:
+def test_a_row_leads_to_its_run_and_its_answers(page: Page, site: Path) -> None:
     (id,) = [one["id"] for one in benchmarks(site) if one["task"] == "embedded texts"]
     page.open(f"#bench={id}&budget=ratio+0.2")
-    before = int(page.get("document.documentElement.dataset.drawn"))
-    page.run("document.querySelectorAll('#board-table tbody tr')[1].querySelector('th a').click()")
-    page.settle(before)
+    before = page.drawn()
+    page.run("document.querySelectorAll('#board tbody tr')[1].querySelector('th a').click()")
+    page.redrawn(before)
     page.until("document.querySelectorAll('#sample .side').length === 2")
     assert "gnp.exe" in page.texts("#sample .side")[1]
-    assert "config hash" in page.texts("#origin")[0]
+    assert "config hash" in page.texts("#origins")[0]
     loaded = page.get("performance.getEntriesByType('resource').map((e) => e.name.split('/').pop())")
     assert len([name for name in loaded if name.startswith("data-samples")]) <= 2, "answers of two runs, and no more"
+
+
+@pytest.mark.slow
+def test_the_keyboard_alone_reaches_every_page_and_every_mark(driver: Any, of_repository: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    page = Page(driver, (of_repository / "index.html").as_uri(), of_repository)
+    page.open()
+
+    def press(key: str) -> None:
+        page.driver.switch_to.active_element.send_keys(key)
+
+    for i, title in list(enumerate(page.texts("#pages a")))[::-1]:
+        page.run("document.querySelectorAll('#pages a')[arguments[0]].focus()", i)
+        before = page.drawn()
+        press(Keys.ENTER)
+        page.redrawn(before)
+        assert page.get("document.querySelector('#pages [aria-current]').textContent") == title
+    reached = list[str]()
+    page.open()
+    for _ in range(30):
+        press(Keys.TAB)
+        reached.append(page.get("document.activeElement.id || document.activeElement.getAttribute('class') || ''"))
+    assert {"model", "task", "question", "budget", "y", "x", "mark"} <= set(reached)
+    assert reached.count("mark") == 1, "one stop, and arrows from there"
+    page.run("document.querySelector('.mark[tabindex=\"0\"]').focus()")
+    seen = set[str]()
+    for _ in range(page.count("#chart .mark")):
+        press(Keys.ARROW_RIGHT)
+        seen.add(page.get("document.activeElement.getAttribute('aria-label')"))
+    for _ in range(page.count("#chart .mark")):
+        press(Keys.ARROW_LEFT)
+        seen.add(page.get("document.activeElement.getAttribute('aria-label')"))
+    assert len(seen) == page.count("#chart .mark") > 50
+    assert not page.get("document.querySelector('.tip').hidden")
+    press(Keys.ENTER)
+    page.until("!document.getElementById('card').hidden && document.querySelector('#card .command') !== null")
+    card = page.texts("#card")[0]
+    assert "only scores are kept" in card and "python run.py -m experiment=evidence_" in card and "95 %" in card
+    press(Keys.ESCAPE)
+    assert page.get("document.activeElement.getAttribute('class')") == "mark"
+
+
+@pytest.mark.slow
+def test_the_site_opens_on_a_picture_that_the_controls_and_the_address_change(driver: Any, of_repository: Path) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    driver.switch_to.new_window("tab")  # whose history is not full
+    page = Page(driver, (of_repository / "index.html").as_uri(), of_repository)
+    page.open()
+    assert page.get("performance.getEntriesByName('first-contentful-paint')[0].startTime") < 1000
+    loaded = {name.split("?")[0] for name in page.get("performance.getEntriesByType('resource').map((e) => e.name)")}
+    assert loaded <= {file.as_uri() for file in first_view(of_repository)}
+    assert page.count("#chart .bar") > 40 and page.count("#chart .level") == 1
+    assert page.count("#board tbody tr") == page.count("#chart .mark"), "the same numbers as a table"
+    assert "random tokens were asked at memory 0.25 alone" in page.texts("#notes")[0]
+
+    def heights() -> list[str]:
+        return page.run(
+            "return [...document.querySelectorAll('#chart .mark')].map((m) => m.getAttribute('aria-label'))"
+        )
+
+    def choose(id: str, text: str) -> list[str]:
+        before = page.drawn()
+        Select(page.driver.find_element("id", id)).select_by_visible_text(text)
+        page.redrawn(before)
+        return heights()
+
+    seen = [heights(), choose("budget", "memory 0.25")]
+    assert "0 is random tokens" in page.texts("#notes")[0]
+    seen += [choose("question", "hidden"), choose("task", "Chains of variables"), choose("model", "smollm2-135m")]
+    assert len({tuple(labels) for labels in seen}) == 5
+    address = page.get("location.hash")
+    for before in seen[-2:-4:-1]:
+        drawn = page.drawn()
+        page.driver.back()
+        page.redrawn(drawn)
+        assert heights() == before
+    page.open(address)
+    assert heights() == seen[-1], "the address is enough"
+    driver.close()
+    driver.switch_to.window(driver.window_handles[0])
 
 
 @pytest.mark.slow
 def test_five_thousand_runs_open_in_two_seconds_and_little(driver: Any, tmp_path: Path) -> None:
     write_many(tmp_path / "runs", 5000)
     assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "site")]) == 0
-    first = [tmp_path / "site" / name for name in ("index.html", "site.js", "data/data-index.js")]
-    assert sum(file.stat().st_size for file in first) <= 300_000
-    found, times = Opened(driver, (tmp_path / "site" / "index.html").as_uri(), tmp_path), list[float]()
+    assert sum(file.stat().st_size for file in first_view(tmp_path / "site")[:3]) <= 100_000
+    assert sum(file.stat().st_size for file in first_view(tmp_path / "site")) <= 300_000
+    found, times = Page(driver, (tmp_path / "site" / "index.html").as_uri(), tmp_path), list[float]()
     driver.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
-    for id in ("", f"#bench={benchmarks(tmp_path / 'site')[0]['id']}"):
-        for _ in range(2):
-            found.open(id)
-            metrics = driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
-            times.append(next(one["value"] for one in metrics if one["name"] == "TaskDuration"))
-    assert min(times[:2]) < 2 and min(times[2:]) < 2, times
+    for _ in range(3):
+        found.open()
+        metrics = driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+        times.append(next(one["value"] for one in metrics if one["name"] == "TaskDuration"))
+    assert min(times) < 2, times

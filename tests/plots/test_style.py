@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 from kvbench.plots import looks, style
 from kvbench.plots.looks import LOOKS, OTHER_SHAPES, OWN, SHAPES, Look, look
 from kvbench.plots.read import load
-from kvbench.plots.report.page import overview
+from kvbench.plots.site.overview import overview
 from kvbench.results.names import known
 from kvbench.tests.plots import colour_vision
 from kvbench.tests.plots.report_runs import write_run
@@ -74,7 +74,7 @@ def test_methods_of_today_whose_colours_are_near_have_different_markers() -> Non
 
 @pytest.mark.parametrize("paper", ["#FFFFFF", "#fbfbfa", "#14171a", "#1b1f24"])
 def test_every_colour_can_be_seen_on_paper_and_on_the_reports_pages(paper: str) -> None:
-    css = (ROOT / "plots" / "report" / "page.css").read_text()
+    css = (ROOT / "plots" / "site" / "app.css").read_text()
     assert paper == "#FFFFFF" or paper in css
     names = [name for name in LOOKS if name != "full"]  # black, and white on the dark page
     for colour in [look(name).colour for name in (*names, *OUTSIDE, *map(str, range(500)))]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvbench.plots.read import load
-from kvbench.plots.report.page import overview
 from kvbench.plots.run_sets import run_sets
+from kvbench.plots.site.overview import overview
 from kvbench.plots.tables.command import main, write_table
 from kvbench.plots.tables.paper_words import comm, records, sheet_of
 from kvbench.plots.tables.papers import (

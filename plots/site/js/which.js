@@ -9,7 +9,7 @@ const USUAL_NEEDS = { memory: "0.25", link: "none", many: "one", long: "short" }
 const needed = (key) => (state.get(key) in NEEDS[key][1] ? state.get(key) : USUAL_NEEDS[key]);
 
 const meets = (row) => row.share <= Number(needed("memory")) * 1.1 && (needed("link") === "host" || !row.host)
-  && (needed("many") === "one" ? true : !row.question) && (needed("long") === "short" ? !row.of_answers : row.of_answers) && !row.over;
+  && (needed("many") === "one" ? true : !row.question) && (needed("long") === "short" ? !row.of_answers : row.of_answers) && !row.over && !row.unpriced;
 
 async function drawWhich() {
   const evidence = await once("data-evidence", rowsOf);
@@ -27,12 +27,12 @@ async function drawWhich() {
       mean: compared.length ? compared.reduce((sum, row) => sum + row.mean, 0) / compared.length : null };
   }).sort((x, y) => y.held - x.held || (y.mean ?? -1e9) - (x.mean ?? -1e9) || natural(x.method, y.method)).slice(0, 12);
   if (!rows.length) { $("shortlist").replaceChildren(none("No run meets all four. Give it more memory, or see what a link to the host allows.")); return; }
-  const names = new Map(index.benchmarks.map((one) => [one.id, `${one.task} · ${one.model}`]));
+  const names = new Map(index.benchmarks.map((one) => [one.id, `${one.task} · ${one.model} · ${one.question}`]));
   $("shortlist").replaceChildren(sheet("which-by", "Shortlist", [
     { key: "method", title: "method", cell: ({ method }) => el("th", { scope: "row" }, link({ at: "method", m: method }, method)) },
     { key: "held", title: "not shown to be worse", value: (row) => row.held, cell: ({ compared, worse }) => el("td", {}, compared.length ? `${compared.length - worse} of ${compared.length} runs` : "not compared") },
     { key: "mean", title: "mean Δ to full attention", value: (row) => row.mean, cell: ({ mean }) => el("td", {}, is(mean) ? signed(mean, 1) : "-") },
     { key: "evidence", title: "evidence", cell: ({ found }) => el("td", {}, el("details", {}, el("summary", {}, `${found.length} runs`), el("ul", {}, found.slice(0, 40).map((row) =>
-      el("li", {}, link({ at: "samples", bench: row.at, b: row.key, a: null, sample: null }, `${names.get(row.at)}: ${row.variant}`), ` ${number(row.score, 1)}, n ${row.n}, ${is(row.p) ? `p ${pWords(row.p, row.p_is_bound)}` : "not compared"}`))))) },
+      el("li", {}, link({ at: "samples", bench: row.at, b: row.key, a: null, sample: null, dataset: null }, `${names.get(row.at)}: ${row.variant}`), ` ${number(row.score, 1)}, n ${row.n}, ${is(row.p) ? `p ${pWords(row.p, row.p_is_bound)}` : "not compared"}`))))) },
   ], rows, drawWhich));
 }
