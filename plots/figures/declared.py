@@ -130,7 +130,7 @@ class Figure:
         picture.said += drawn.said
         out = [fact["label"] for run, fact in part.facts.items() if run not in folders and not fact["full"]]
         if out and self.fewest[1] > 1:
-            picture.said.append(f"Not drawn: {len(out)} of the runs ({shortened(out)}), too few for a line")
+            picture.said.append(f"Not drawn: {len(out)} of the runs ({shortened(out)}), too few points for a line")
         return picture.finish(drawn.chart.legend)
 
 
@@ -354,7 +354,7 @@ def code_sizes(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn 
         own |= {"line": f"codes cost {'more than 1/128' if is_dear else '1/128 at most'}", "mark": "bar", "why": ""}
         bars[row["panel"], (size[0] * size[1], size)] = row | own | {"x": "{}x{}".format(*size)}
     panels = Counter(panel for panel, _ in bars)
-    rows = [bars[at] for at in sorted(bars, key=lambda at: at[1]) if panels[at[0]] >= figure.fewest[1]]
+    rows = [bars[at] for at in sorted(bars, key=lambda at: at[1]) if panels[at[0]] > 1]
     if not rows:
         return None
     title = figure.chart.title.replace("PQCache", f"PQCache on {rows[0]['panel']}" if len(panels) == 1 else "PQCache")
@@ -447,7 +447,7 @@ FIGURES = (
            fewest=(1, 2)),
     Figure("mxb_bars", "PQCache with several m and b", ("pqcache_figure10b",), "who in ('pqcache', 'full') and scored",
            Chart("PQCache by parts x bits, {asked}", Scale("parts x bits, by bits in all", "names"), SCORES),
-           code_sizes, split=("asked",), fewest=(1, 2)),
+           code_sizes, split=("asked",)),
     Figure("needle_heatmaps", "a needle by two methods", ("pqcache_figure9",), "task == 'needle'",
            Chart("A needle by length and depth, {asked}, comm {comm}", Scale("tokens", "names"), Scale("depth in %"),
            1.6, colour=(SCORE, 0, 100, False)), needles, split=("by_tokens", "size", "asked", "comm")),

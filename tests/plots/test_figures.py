@@ -303,7 +303,7 @@ def test_a_caption_says_what_is_not_drawn(tmp_path: Path) -> None:
     needles(tmp_path, "quest", "1/10", "1/5", device=2e6)
     needles(tmp_path, "snapkv", "1/10", device=1e6)
     (picture,) = drawn("score_vs_ratio", tmp_path)
-    assert "Not drawn: 1 of the runs (SnapKV (C)), too few for a line" in picture.said
+    assert "Not drawn: 1 of the runs (SnapKV (C)), too few points for a line" in picture.said
     assert shown(picture) == ["Quest"]
 
 
