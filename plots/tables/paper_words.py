@@ -9,13 +9,12 @@ CSV has a line per cell as `kvbench table` writes it, with the published figure.
 Not here: what stands in a table (`plots/tables/papers.py`), how it is printed (`results/sheet.py`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from math import fsum
 from typing import Any
 
 from kvbench.plots.tables import shown
-from kvbench.plots.tables.papers import MEAN_OF, PaperTable, Table
+from kvbench.plots.tables.papers import MEAN_OF, PaperTable, Table, mean_over
 from kvbench.plots.tables.pivot import Cell
 from kvbench.plots.tables.values import VALUES
 from kvbench.plots.tables.words import ANY
@@ -154,16 +153,12 @@ def cost_lines(table: Table) -> list[Sequence[Text]]:
 
 
 def cost_words(cells: Sequence[Cell], table: Table) -> tuple[str, ...]:
-    def mean(values: Iterable[float | None]) -> float | None:
-        known = [(v, cell.n) for v, cell in zip(values, cells, strict=True) if cell.n and v is not None]
-        return fsum(v * n for v, n in known) / sum(n for _, n in known) if known else None
-
     def of(name: str) -> float | None:
         value = VALUES[name]
-        found = mean(cell.of["means"][value.column] for cell in cells)
+        found = mean_over((cell.of["means"][value.column], cell.n) for cell in cells)
         return None if found is None else found * value.scale
 
-    share, read = of("share"), mean(comm(table, cell) for cell in cells)
+    share, read = of("share"), mean_over((comm(table, cell), cell.n) for cell in cells)
     return (
         f"{number(of('tokens'))} / {number(of('allowed'))}",
         ABSENT if share is None else f"{share:.3f}",

@@ -17,7 +17,7 @@ Not here: words (`plots/tables/paper_words.py`).
 
 import csv
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
@@ -279,7 +279,7 @@ def average(members: Sequence[Cell], row: str) -> Cell:
     place = joined([cell.of["scores"] for cell in members])
     rounded = [round(100 * cell.mean, 2) for cell in members if cell.mean is not None]
     mean = fsum(rounded) / len(rounded)
-    means = {name: mean_over(members, name) for name in members[0].of["means"]}
+    means = {name: mean_over((cell.of["means"][name], cell.n) for cell in members) for name in members[0].of["means"]}
     own = {"family": (row, *members[0].of["family"]), "folder": "", "means": means, "of_rounded": mean}
     return Cell(
         {**members[0].of, **own},
@@ -292,8 +292,9 @@ def average(members: Sequence[Cell], row: str) -> Cell:
     )
 
 
-def mean_over(cells: Sequence[Cell], column: str) -> float | None:
-    known = [(value, cell.n) for cell in cells if cell.n and (value := cell.of["means"][column]) is not None]
+def mean_over(figures: Iterable[tuple[float | None, int]]) -> float | None:
+    """Of cells' figures with their n the mean over all samples."""
+    known = [(value, n) for value, n in figures if n and value is not None]
     return fsum(value * n for value, n in known) / sum(n for _, n in known) if known else None
 
 

@@ -187,7 +187,7 @@ def parts_of(samples: Frame, cuts: Sequence[str], value: Value = VALUES["score"]
 
 
 def setting_of(run: Mapping[str, Any], key: str) -> str | None:
-    """A parameter in words, which knows a null where a column only has a gap; None where the key is none of the run's."""
+    """A parameter in words, which knows a null where a column only has a gap; None of other keys."""
     kind, _, name = key.partition(".")
     return {"method": run["params"], "prefill": run["prefill_params"], "task": run["asks"]}.get(kind, {}).get(name)
 
