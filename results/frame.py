@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 RESULT = "result.json"
 STAMPED = (RESULT, "samples.jsonl", "scores.jsonl", "config.yaml")  # files that a row is made of
 MANY = 20_000  # rows, from which on they are kept in the cache folder
+MANY_FOLDERS = 100  # that were read, for which the same holds
 BAR = 50  # folders, from which on a terminal has a bar
 OF_RUNS = (  # what identifies a run, in addition to each of its samples
     *("method", "method_label", "task", "model", "ratio", "ratio_exact", "budget", "memory_exact", "comm_exact"),
@@ -152,7 +153,7 @@ def table_of_all(folders: Sequence[Path | str], left_out: list[str] | None, of: 
     if not tables:
         return pa.table({})
     made = together(tables)
-    if new >= MANY:
+    if new >= MANY or len(others) >= MANY_FOLDERS:
         kept.keep(made, stamps)
     return made
 
