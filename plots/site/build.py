@@ -276,12 +276,16 @@ def main(argv: Sequence[str]) -> int:
             for kind, words in found:
                 say(f"{kind}: {words}")
             return int(any(kind == "gone" for kind, _ in found))
-        roots, kept = given.runs, list[Run]()
+        roots, verdicts, kept = given.runs, given.verdicts, list[Run]()
         if given.kept or not roots:
             from kvbench.plots.site.evidence import committed, kept_runs
 
-            kept, roots = kept_runs(), roots or [*filter(Path.is_dir, [default_root()]), *committed()]
-        done = make(roots, given.out, given.verdicts, given.since, given.most * 10**6, kept)
+            kept = kept_runs()
+        if not roots:
+            handed = committed()
+            roots = [*filter(Path.is_dir, [default_root()]), *handed]
+            verdicts = [*verdicts, *(file for one in handed if (file := one.with_suffix(".verdicts.json")).is_file())]
+        done = make(roots, given.out, verdicts, given.since, given.most * 10**6, kept)
     except (ConfigError, OSError) as error:
         say("site:", one_line(str(error)), file=sys.stderr)
         return 2
