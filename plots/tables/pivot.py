@@ -137,7 +137,7 @@ def check_words(samples: Frame, value: str, keys: Sequence[str]) -> Value:
             hint = near(key, [*every, *map(str, samples)])
             raise WrongKey(
                 f"runs have no {key!r}; they have {', '.join(every)}, task.NAME, method.NAME, or any column of "
-                f"kvbench.frame{hint}"
+                f"kvbench.results{hint}"
             )
     if len(set(keys)) < len(keys):
         raise WrongKey("a key stands twice; each is in the rows, in the columns or in a filter")
