@@ -100,7 +100,7 @@ class Progress:
         self.samples = self.bars.add_task(printable(title), total=self.ends[-1], count="")
         self.bars.advance(self.samples, before)  # rich takes the speed from after the first move
         self.inner = self.bars.add_task("", total=1, visible=False, count="")
-        self.started = monotonic()
+        self.started, self.speed = monotonic(), ""
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -120,7 +120,7 @@ class Progress:
     def view(self) -> Group:
         """The lines that a terminal shows, as high as it is."""
         inner = self.bars.tasks[self.inner]
-        self.bars.update(self.samples, count=f"{self.n_done}/{self.n_samples}")
+        self.bars.update(self.samples, count=f"{self.n_done}/{self.n_samples}{self.speed}")
         self.bars.update(self.inner, count=f"{inner.completed:.0f}/{inner.total:.0f}")
         return Group(*([self.table()] if self.standings else []), self.bars)
 
@@ -200,6 +200,7 @@ class Progress:
         """A sample has ended; in a log this is a line with what is left."""
         self.batch(0, 1)
         self.n_done, self.standings = self.n_done + 1, standings
+        self.speed = f", {60 * (self.n_done - self.n_before) / max(1e-3, monotonic() - self.started):.2g}/min"
         self.move(self.ends[self.n_done - self.n_before])
         if self.live is not None:
             return

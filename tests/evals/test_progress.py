@@ -120,7 +120,7 @@ def test_both_stages_move_the_bar_and_its_time(monkeypatch: pytest.MonkeyPatch, 
     assert bars == pytest.approx([0.1 * i for i in range(1, 41)])
     assert "0/2 0:00:10 0:06:30 left" in words[0]
     assert "answering, 2 at once" in words[34] and "5/10 0:00:50 0:00:50 left" in words[34]
-    assert "1/2 0:05:50 0:00:50 left" in words[34]
+    assert "1/2, 0.3/min 0:05:50 0:00:50 left" in words[34]
 
 
 # tokens read, allowance, seconds of reading, steps, seconds of answering
