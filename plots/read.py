@@ -10,7 +10,7 @@ Not here: checks of a folder (`results/` refuses a damaged one), statistics (`pl
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import fsum
@@ -262,19 +262,6 @@ def score(row: SampleRow) -> float | None:
 def prompt(row: SampleRow) -> str:
     """A key that tells a dataset's samples apart in all runs: the prompt, of one with several questions its name."""
     return row.sample_id if "turn" in row.fields else row.prompt_sha256
-
-
-def per_prompt(
-    rows: Iterable[SampleRow],
-    of: Callable[[SampleRow], float | None] = score,
-    key: Callable[[SampleRow], str] = prompt,
-) -> dict[str, float]:
-    """Values of `of` for each prompt, mean over its draws and turns: these are no samples of their own."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        if (value := of(row)) is not None:
-            found.setdefault(key(row), []).append(value)
-    return {prompt: fsum(values) / len(values) for prompt, values in found.items()}
 
 
 def measured(rows: Iterable[SampleRow], key: str) -> float | None:

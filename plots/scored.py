@@ -58,7 +58,6 @@ class Scored:
     limits: Bounds | None = None  # of values that are no scores; None: the metric's
     by_sample: bool = False  # turns of one sample count as one with their mean, and all datasets as one
     is_score: bool = True
-    rows: Sequence[SampleRow] = ()  # the lines, of a run's
 
     @classmethod
     def of(
@@ -80,7 +79,7 @@ class Scored:
             if (value := of(row)) is not None
         ]  # fmt: skip
         n_oom = len({row.sample_id for row in rows if row.score is None})
-        return cls(answers, metric, n_oom, over_budget(rows), limits, by_sample, of is score, rows)
+        return cls(answers, metric, n_oom, over_budget(rows), limits, by_sample, of is score)
 
     @property
     def bounds(self) -> Bounds:

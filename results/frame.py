@@ -23,6 +23,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -51,7 +52,6 @@ OF_RUNS = (  # what identifies a run, in addition to each of its samples
 )
 OWN = {  # columns that no file has
     "run": Key("folder of the run"),
-    "label": Key("the method as tables print it, with its own file or package where it is not ours"),
     "shown_task": Key(
         "the task as tables print it: a set of ours that stands in for a benchmark has a name of its own"
     ),
@@ -353,7 +353,7 @@ class Kept:
             return
         same = {str(f): at for f in folders if (at := stamps.get(str(f))) is not None and at == stamp(f)}
         if len(same) < len(stamps):
-            compute = __import__("pyarrow.compute").compute
+            compute = import_module("pyarrow.compute")
             table = table.filter(compute.is_in(table["run"].cast(pa.string()), pa.array(same, pa.string())))
         self.table, self.stamps = (table if len(table) else None), same
 

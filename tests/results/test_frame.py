@@ -45,6 +45,7 @@ def test_a_row_has_what_its_line_its_result_and_its_configuration_say(tmp_path: 
     assert (one.method, one.asked, one.protocol, one["method.window"]) == ("snapkv", result.asked, "full_prompt", 32)
     assert (one["task.lengths"], one["config.ratio"], one["config.seed"]) == ("[1024, 2048]", "1/5", 0)
     assert one.prompt == one.prompt_sha256 and one.run == str(tmp_path / "a")
+    assert OWN.keys() - {*table.columns} <= {"checkpoint", "nulls"}  # which this run does not have
 
 
 def test_turns_are_paired_by_their_sample_and_a_tasks_own_column_hides_no_key(tmp_path: Path) -> None:
