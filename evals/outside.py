@@ -23,11 +23,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError, said
 from kvbench.engine.lazy import load_torch
 from kvbench.evals import plugins
 from kvbench.evals.plugins import Plugin
-from kvbench.evals.typed import build_params
 
 KINDS = {  # what a group's classes are
     "method": "kvbench.methods.base.SelectiveAttention",

@@ -24,10 +24,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kvbench.engine.declared import expanded, unknown_key
 from kvbench.engine.errors import ConfigError, unknown_name
 from kvbench.evals import outside, plugins
 from kvbench.evals.composing import composition
-from kvbench.evals.typed import expanded, unknown_key
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 APART = ("hydra", "architecture", "hardware", "heads")  # Hydra's own, and tables that are looked up by name

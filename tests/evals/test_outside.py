@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hydra import compose
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.evals.composing import composing
 from kvbench.evals.overrides import check_overrides
 from kvbench.evals.settings import Settings, load_class, settings
-from kvbench.evals.typed import build_params
 from kvbench.results import read_runs
 from kvbench.run import main
 from kvbench.tests.tiny_run import CONF, example_file, save_tiny
