@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.command import keys_text
 from kvbench.engine.errors import ConfigError, RunError
 from kvbench.engine.terminal import is_kvbench, lacks, say
 
@@ -72,9 +73,7 @@ def help_text() -> str:
         names = ", ".join(sorted(file.stem for file in (CONF / folder).glob("*.yaml")))
         lines = textwrap.wrap(names, 80, break_on_hyphens=False)
         listed.append(f"  {folder:<16}" + ("\n" + " " * 18).join(lines))
-    config = (CONF / "config.yaml").read_text()
-    keys = config[config.index("\nratio:") : config.index("\nhydra:")].strip()
-    return HELP.format(groups="\n".join(listed), keys=textwrap.indent(keys, "  "))
+    return HELP.format(groups="\n".join(listed), keys=textwrap.indent(keys_text(), "  "))
 
 
 def compose_and_run(argv: list[str], run: "Run | None" = None) -> "list[tuple[Path, RunResult]]":
