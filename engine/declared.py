@@ -69,13 +69,21 @@ class Odd:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """A share where it is below 1, else a whole number."""
+
+    def holds(self, value: Fraction) -> bool:
+        return value < 1 or value.denominator == 1
+
+
+@dataclass(frozen=True)
 class Filled:
-    """A text with more than blanks."""
+    """A text with more than blanks, or a list that has something."""
 
     words: str  # what to give
 
-    def holds(self, value: str) -> bool:
-        return bool(value.strip())
+    def holds(self, value: str | tuple[Any, ...]) -> bool:
+        return bool(value.strip() if isinstance(value, str) else value)
 
     def refusal(self, key: str, value: Any) -> str:
         return f"{key} is empty; give {self.words}"
@@ -376,8 +384,8 @@ def declared_reader(hint: Any, exact: bool) -> Reader:
 def union_reader(hint: Any, exact: bool) -> Reader:
     """The first type of a union that fits; where none does, the sentence of one that is of the value's kind."""
     every = get_args(hint)
-    readers = [reader(one, exact) for one in every if one is not NoneType]
-    takes_none, is_text = NoneType in every, bool({str, Path} & set(map(base_of, every)))
+    readers = [(reader(one, exact), base_of(one) in (str, Path)) for one in every if one is not NoneType]
+    takes_none, is_text = NoneType in every, any(is_text for _, is_text in readers)
 
     def one(value: Any, key: str) -> Any:
         if value is None and takes_none:
@@ -385,7 +393,9 @@ def union_reader(hint: Any, exact: bool) -> Reader:
         if is_text and not exact and isinstance(value, str) and not value.strip():
             raise ConfigError(f"{key} is empty; give a value, or leave {key} out")
         errors: list[ConfigError] = []
-        for read in readers:
+        for read, of_text in readers:
+            if of_text and not isinstance(value, str) and any(isinstance(e, Refused) and e.is_range for e in errors):
+                continue  # a number out of its range is not meant as a text
             try:
                 return read(value, key)
             except ConfigError as error:
