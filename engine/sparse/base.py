@@ -42,9 +42,8 @@ FORM = "a share of the causal pairs above 0 and up to 1, or null for the prefill
 class SparsePrefill(ABC):
     """A rule of what is computed, with its parameters: the keys of its file in conf/prefill."""
 
-    density: (
-        Annotated[Fraction, Gt(0), Le(1), Is(FORM)] | None
-    )  # share of the causal pairs to compute; None: by the rule's own parameters
+    # Share of the causal pairs to compute; None: by the rule's own parameters.
+    density: Annotated[Fraction, Gt(0), Le(1), Is(FORM)] | None
     dense_last: Tokens  # queries at the prompt's end that see their whole past
     layers: tuple[int, int] | None  # the first sparse layer, and the one after the last; None: all
     observe: Literal["kept", "exact"]  # what sums over all queries are made of

@@ -17,13 +17,13 @@ from fractions import Fraction
 from hashlib import sha256
 from math import inf, nextafter
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.budget import show
-from kvbench.engine.declared import Count, Share
+from kvbench.engine.declared import Count, Is, Share
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
@@ -33,6 +33,7 @@ from kvbench.kernels.scratch import at_once, finer, finest
 LOGIT_BYTES = 32 << 20  # of groups' logits at a time; their softmax takes as much again
 MOST_GROUPED = 1 << 28  # what the authors' chunks are limited by
 SMALLEST_CHUNK = 2048
+Table = Annotated[Path, Is("a JSON file of a list of shares per layer")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class XAttention(BlockRule):
     block: Count
     stride: Count  # tokens of a group
     # Share of the weights, one for each head, or a JSON file of one per layer and head; not with `density`.
-    threshold: Share | tuple[Share, ...] | Path
+    threshold: Share | tuple[Share, ...] | Table
     select: Literal["code", "paper"]
     chunk_size: Count | None  # queries of the authors' chunks; null: by the prompt's length, as theirs
 
