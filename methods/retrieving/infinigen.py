@@ -64,6 +64,10 @@ from kvbench.kernels.rows.logits import channel_keys
 from kvbench.methods.indexed import Indexed
 
 
+WITHOUT = "a number above 0, such as 4, or null for as many tokens as the budget has"
+Alpha = Annotated[float, Gt(0), Is(WITHOUT)]
+
+
 @dataclass(frozen=True)
 class Proxy:
     """The few channels of one layer, the same for all variants that ask for as many."""
@@ -108,10 +112,7 @@ class InfiniGen(Indexed):
         partial_ratio: Annotated[Fraction, Gt(0), Le(1), Is("a share of the channels above 0 and at most 1, like 0.2")]
         skew: bool
         channels: Literal["query_key", "query"]
-        alpha: (
-            Annotated[float, Gt(0), Is("a number above 0, such as 4, or null for as many tokens as the budget has")]
-            | None
-        )
+        alpha: Alpha | None
         agg: Literal["query_head", "group_max", "group_mean"]
         generated: Literal["stay", "compete"]
         lookahead: Literal[0, 1]
