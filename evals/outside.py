@@ -38,6 +38,7 @@ KINDS = {  # what a group's classes are
     "logger": "kvbench.evals.logger.Logger",
 }
 # What a file of the user's own holds, and the page that shows one; the class is the one of KINDS.
+CONF = Path(__file__).resolve().parents[1] / "conf"
 PAGES = {"method": "docs/adding-a-method.md", "task": "docs/adding-a-task.md"}
 SAY = {"method": {"title": str, "drops": bool}, "task": {"name": str, "version": int, "Params": type}}  # of itself
 
@@ -98,11 +99,11 @@ def register(group: str, text: str, taken: Iterable[str]) -> str:
     name, node = node_of_rows(text) if group == "task" and ROWS.fullmatch(text) else node_of_file(group, text)
     if not NAME.fullmatch(name):
         raise ConfigError(
-            f"{group}={text} would be called {name!r}, which folders cannot be named by; rename the file so that it "
-            "has letters, digits and _ only, and a letter in front"
+            f"{group}={text} would be called {name!r}, which folders cannot be named by; rename it so that it has "
+            "letters, digits and _ only, and a letter in front"
         )
     if name in taken:
-        raise ConfigError(f"{group}={text} has the name of another {group}, {name}; rename the file")
+        raise ConfigError(f"{group}={text} has the name of another {group}, {name}; rename it")
     store(group, name, node)
     return name
 
@@ -248,6 +249,18 @@ def kinds_of(group: str, module: ModuleType) -> dict[str, Any]:
         if inspect.isclass(kind) and issubclass(kind, base) and kind.__module__ == module.__name__
     }
     return {name: kind for name, kind in found.items() if not inspect.isabstract(kind)} or found
+
+
+def is_task(text: str) -> bool:
+    """Whether this names a task or a file of one, and no method."""
+    if not is_file("task", text):
+        names = [path.stem for path in (CONF / "task").glob("*.yaml")]
+        return text in (*names, *plugins.names("task"))
+    if (match := FILE.fullmatch(text)) is None:
+        return True
+    source, path = read(text, match["path"], "Python file that holds a method or a task")
+    module = module_of(source, path, digest_of(source))
+    return bool(kinds_of("task", module)) and not kinds_of("method", module)
 
 
 def base_of(group: str) -> type:

@@ -123,7 +123,7 @@ def texts_of(row: Mapping[str, Any], field: str, key: str) -> Iterator[str]:
     for name in [field] if field in row else field.split("."):
         if not isinstance(value, Mapping) or name not in value:
             have = value if isinstance(value, Mapping) else row
-            raise BadRow(f"task.{key} names a field that is missing: {unknown_name('field', field, have)}")
+            raise BadRow(f"task.{key}: {unknown_name('field', field, have)}")
         value = value[name]
     for one in value if isinstance(value, list) else [value]:
         if not isinstance(one, str | int | float) or isinstance(one, bool):

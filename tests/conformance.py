@@ -1,5 +1,7 @@
 """`kvbench conformance path/to/mine.py`: what every method must hold, for one of the user's own or of ours.
 
+A task, such as `path/to/mine.yaml`, is put through what every task must hold (`tests/task_conformance.py`).
+
 Each property is a function that raises an `AssertionError` with the case that breaks it. For ours
 `tests/methods/test_conformance.py` runs them. Prompts have 240 tokens and the model is a random one of three layers, so
 that the suite takes seconds.
@@ -713,19 +715,27 @@ def run(one: Subject, ratios: Sequence[str]) -> bool:
 
 
 def main(arguments: list[str]) -> int:
+    try:
+        if any(outside.is_task(word) for word in arguments if not word.startswith("-") and "=" not in word):
+            from kvbench.tests.task_conformance import main as of_task
+
+            return of_task(arguments)
+        return of_method(arguments)
+    except ConfigError as error:
+        print("kvbench conformance:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+
+
+def of_method(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="kvbench conformance", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("method", help="path/to/mine.py, path/to/mine.py:Class, or the name of a method")
+    parser.add_argument("method", help="path/to/mine.py, path/to/mine.py:Class, or a name; of a task, too")
     parser.add_argument("params", nargs="*", metavar="method.KEY=VALUE", help="parameters other than the defaults")
     parser.add_argument("--ratio", nargs="+", default=RATIOS, metavar="R", help="budgets to try, as shares of a prompt")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the model is so small that a second thread only waits
-    try:
-        for ratio in given.ratio:
-            BudgetRequest(parse_fraction(ratio, "--ratio"), None, Fraction(0))
-        found = subject([f"method={given.method}", *given.params])
-    except ConfigError as error:
-        print("kvbench conformance:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+    for ratio in given.ratio:
+        BudgetRequest(parse_fraction(ratio, "--ratio"), None, Fraction(0))
+    found = subject([f"method={given.method}", *given.params])
     return int(not run(found, given.ratio))
 
 

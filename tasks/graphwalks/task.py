@@ -201,6 +201,9 @@ class GraphWalks(Task):
         found, beside = (verdict(text, sample.references, one) for one in (self.extraction, other))
         return found.f1, {"exact": found.exact, "no_answer": float(found.failed), f"f1_{other}": beside.f1}
 
+    def right_answer(self, sample: Sample) -> str:
+        return f"{CUE} [{', '.join(sample.references)}]"
+
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """graphwalks.csv: by problem and depth."""
         write_means(folder / "graphwalks.csv", rows, is_sorted=True, problem="dataset", depth="depth")

@@ -205,6 +205,10 @@ class Oolong(Task):
             return scores.real(prediction, answer).score
         return scores.synth(prediction, answer, kind, ours=self.params.scoring == "ours").score
 
+    def right_answer(self, sample: Sample) -> str:
+        (answer,) = sample.references
+        return answer if self.is_real else f"Answer: {scores.truth_of(answer)}"
+
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """oolong.csv: by kind, with what the kind's most frequent answer scores on the same questions."""
         kinds: dict[str, list[Mapping[str, Any]]] = {}
