@@ -202,9 +202,7 @@ def read(word: str, file: str, what: str) -> tuple[bytes, Path]:
         return path.read_bytes(), path
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"{word} cannot be read ({reason}); give the path of a {what}"
-        ) from None
+        raise ConfigError(f"{word} cannot be read ({reason}); give the path of a {what}") from None
 
 
 def digest_of(source: bytes) -> str:
@@ -275,9 +273,7 @@ def choose(group: str, kinds: dict[str, Any], name: str | None, path: Path) -> A
             f"{path} holds no {group}; write a class that inherits from {base_of(group).__name__} ({PAGES[group]})"
         )
     if name is None and len(kinds) > 1:
-        raise ConfigError(
-            f"{path} holds {len(kinds)} {group}s; say which: {group}={path.name}:{' or :'.join(kinds)}"
-        )
+        raise ConfigError(f"{path} holds {len(kinds)} {group}s; say which: {group}={path.name}:{' or :'.join(kinds)}")
     if name is not None and name not in kinds:
         raise ConfigError(f"{path} holds no {group} {name}; it has {' and '.join(kinds)}")
     kind = kinds[name or next(iter(kinds))]

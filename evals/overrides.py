@@ -361,7 +361,9 @@ def choices(overrides: Iterable[Override], groups: Mapping[str, list[str]]) -> d
             raise ConfigError(f"{override.input_line} matches no file of conf/{group}")
         for name in chosen[group]:
             if name.endswith(".py"):
-                raise ConfigError(f"{group}={name} is a file, and only methods and tasks are taken from one; give a name")
+                raise ConfigError(
+                    f"{group}={name} is a file, and only methods and tasks are taken from one; give a name"
+                )
             if name not in groups[group]:
                 raise unknown_name(group, name, groups[group])
     return chosen

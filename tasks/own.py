@@ -92,6 +92,10 @@ class OwnTask(Task):
             texts = [*texts_of(row, field, key)]
             if key in ("context", "references") and not any(text.strip() for text in texts):
                 raise BadRow(f"field {field!r}, which task.{key} names, is empty")
+            if key == "references" and any(SCORERS[self.params.score].reads(text) is None for text in texts):
+                raise BadRow(
+                    f"field {field!r} is {texts[0]!r:.60}, in which task.score={self.params.score} finds nothing"
+                )
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         return [self.sample(number, row) for number, row in self.rows]

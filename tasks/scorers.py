@@ -26,30 +26,26 @@ def contains_all(prediction: str, references: Sequence[str]) -> float:
     return sum(one.lower() in prediction.lower() for one in references) / len(references)
 
 
-def exact(prediction: str, reference: str) -> float:
-    return float(normalised(prediction) == normalised(reference))
-
-
-def choice(prediction: str, reference: str) -> float:
-    """The first letter that stands in brackets, before a mark or at a line's end."""
-    found = LETTER.search(prediction.replace("*", ""))
-    return float(found is not None and (found[1] or found[2]) == reference.strip("() .").upper())
-
-
-def number(prediction: str, reference: str) -> float:
-    """The last number of both, commas out."""
-    ours, theirs = last_number(prediction), last_number(reference)
-    return float(ours is not None and ours == theirs)
+def first_letter(text: str) -> str | None:
+    """The first capital that stands in brackets, before a mark or at a line's end."""
+    found = LETTER.search(text.replace("*", ""))
+    return found and (found[1] or found[2])
 
 
 def last_number(text: str) -> float | None:
+    """The last number, commas out."""
     found = NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 
 
+def same(read: Callable[[str], object]) -> Callable[[str, str], float]:
+    """Whether the same is read in the answer as in the reference."""
+    return lambda prediction, reference: float(read(prediction) == read(reference) is not None)
+
+
 class Scorer(NamedTuple):
     of: Callable[[str, Sequence[str]], float]
-    says: str  # as pages print it
+    reads: Callable[[str], object] = str  # what it compares of a text; None where it finds nothing
 
 
 def best(score: Callable[[str, str], float]) -> Callable[[str, Sequence[str]], float]:
@@ -57,15 +53,15 @@ def best(score: Callable[[str, str], float]) -> Callable[[str, Sequence[str]], f
     return lambda prediction, references: max(score(prediction, one) for one in references)
 
 
-SCORERS = {
-    "exact": Scorer(best(exact), "it is a reference, but for case, punctuation, articles and blanks"),
-    "contains": Scorer(contains, "a reference occurs in it, whatever the case"),
-    "contains_all": Scorer(contains_all, "the share of references that occur in it"),
-    "f1": Scorer(best(qa_f1), "F1 over words"),
-    "f1_zh": Scorer(best(qa_f1_zh), "F1 over Chinese words (needs jieba)"),
-    "rouge": Scorer(best(rouge), "ROUGE-L F"),
-    "rouge_zh": Scorer(best(rouge_zh), "ROUGE-L F over Chinese words (needs jieba)"),
-    "choice": Scorer(best(choice), "its first letter, as in `(B)`, `B.` or `B`, is the reference"),
-    "number": Scorer(best(number), "its last number is the reference's"),
-    "code": Scorer(best(code_sim), "how similar its first line of code is"),
+SCORERS = {  # docs/adding-a-task.md says what each is
+    "exact": Scorer(best(same(normalised))),
+    "contains": Scorer(contains),
+    "contains_all": Scorer(contains_all),
+    "f1": Scorer(best(qa_f1)),
+    "f1_zh": Scorer(best(qa_f1_zh)),
+    "rouge": Scorer(best(rouge)),
+    "rouge_zh": Scorer(best(rouge_zh)),
+    "choice": Scorer(best(same(first_letter)), first_letter),
+    "number": Scorer(best(same(last_number)), last_number),
+    "code": Scorer(best(code_sim)),
 }

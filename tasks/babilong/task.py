@@ -188,7 +188,7 @@ class BabiLong(Task):
 
     def score(self, sample: Sample, prediction: str) -> float:
         name, asked = sample.fields["dataset"], sample.fields["question"]
-        labels = MADE.get(name, LABELS[name]) if self.is_embedded else LABELS[name]
+        labels = MADE.get(name, LABELS[name]) if self.params.source == "embedded" else LABELS[name]
         return float(
             is_right(labels, sample.references[0], prediction, asked, whole_words=self.params.scoring == "words")
         )

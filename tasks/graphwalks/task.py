@@ -129,7 +129,7 @@ class GraphWalks(Task):
     @property
     def extraction(self) -> str:
         """How answers are read."""
-        usual = "harness" if self.is_embedded else "card"
+        usual = "harness" if self.params.source == "embedded" else "card"
         return usual if self.params.extraction == "auto" else self.params.extraction
 
     def check(self, shape: ModelShape) -> None:

@@ -115,7 +115,7 @@ class Oolong(Task):
 
     @property
     def is_real(self) -> bool:
-        return self.params.form == "real" and not self.is_embedded
+        return self.params.form == "real" and self.params.source != "embedded"
 
     def check(self, shape: ModelShape) -> None:
         params = self.params
@@ -207,7 +207,7 @@ class Oolong(Task):
 
     def right_answer(self, sample: Sample) -> str:
         (answer,) = sample.references
-        return answer if self.is_real else f"Answer: {scores.truth_of(answer)}"
+        return answer if self.is_real else f"Answer: {scores.truth_of(answer)}".removesuffix(" 00:00:00")
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """oolong.csv: by kind, with what the kind's most frequent answer scores on the same questions."""
