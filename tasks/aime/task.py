@@ -15,13 +15,13 @@ Answers     up to 32,768 tokens.
 Not here: prompts and grades (`tasks/reasoning`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvbench.engine.errors import ConfigError
 from kvbench.tasks.base import Data
 from kvbench.tasks.download import Piece
+from kvbench.tasks.published import Row
 from kvbench.tasks.reasoning import task as reasoning
 from kvbench.tasks.reasoning.task import Reasoning
 from kvbench.tasks.rows import BadRow
@@ -56,20 +56,17 @@ class Aime(Reasoning):
         "(`kvbench fetch aime` has 2025)"
     )
 
-    def part(self) -> str:
-        return f"aime{self.params.year}"
+    place, fields = "aime/{name}.jsonl", {"answer": (str, int)}
 
-    def file(self) -> str:
-        return f"aime/aime{self.params.year}.jsonl"
+    @property
+    def names(self) -> Sequence[str]:
+        return (f"aime{self.params.year}",)
 
-    def columns(self) -> Mapping[str, type | tuple[type, ...]]:
-        return {"answer": (str, int)}
-
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        super().check_row(row)
+    def check_row(self, name: str, row: Row) -> None:
+        super().check_row(name, row)
         digits = str(row["answer"]).strip()
         if not (digits.isascii() and digits.isdigit()):
             raise BadRow(f"field 'answer' is no whole number: {digits[:60]!r}")
 
-    def more(self, row: Mapping[str, Any]) -> dict[str, str]:
+    def more(self, row: Row) -> dict[str, str]:
         return {"dataset": "aime"}

@@ -195,7 +195,7 @@ class BabiLong(Task):
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """babilong.csv: per task and length its rows and their mean in percent."""
-        write_means(folder / "babilong.csv", rows, dataset="dataset", length="length")
+        write_means(folder / "babilong.csv", rows, {"dataset": "dataset", "length": "length"})
 
 
 class Rows(LazySamples):

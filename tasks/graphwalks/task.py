@@ -206,7 +206,7 @@ class GraphWalks(Task):
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """graphwalks.csv: by problem and depth."""
-        write_means(folder / "graphwalks.csv", rows, is_sorted=True, problem="dataset", depth="depth")
+        write_means(folder / "graphwalks.csv", rows, {"problem": "dataset", "depth": "depth"}, is_sorted=True)
 
 
 def n_tokens(tokenizer: Any, sample: Sample) -> int:

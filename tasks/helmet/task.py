@@ -178,7 +178,7 @@ class Helmet(Task):
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """helmet.csv: per part its rows and their mean in percent."""
-        write_means(folder / "helmet.csv", rows, dataset="dataset")
+        write_means(folder / "helmet.csv", rows, {"dataset": "dataset"})
 
 
 # --- many-shot labels --------------------------------------------------------------------------

@@ -234,7 +234,7 @@ class MRCR(Task):
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """mrcr.csv: by number of needles and bin, never over bins of unlike size."""
-        write_means(folder / "mrcr.csv", rows, is_sorted=True, dataset="dataset", bin="bin")
+        write_means(folder / "mrcr.csv", rows, {"dataset": "dataset", "bin": "bin"}, is_sorted=True)
 
 
 class Drawn(LazySamples):

@@ -6,8 +6,8 @@ think only there, so scores of both are never compared, and the template is in t
 Not here: grading itself (`judge.py`, `grade.py`), each task's rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -83,10 +83,10 @@ def n_tokens(tokenizer: Any, sample: Sample) -> int:
     return len(encode(tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt"))
 
 
-def fitted(tokenizer: Any, samples: Sequence[Sample], room: Room, with_room: Callable[[Sample, int], Sample]) -> Any:
+def fitted(tokenizer: Any, samples: Sequence[Sample], room: Room) -> tuple[list[Sample], list[str]]:
     """The samples with room for their answers, and the notes on it."""
     sizes = [room.new_tokens(sample.id, n_tokens(tokenizer, sample)) for sample in samples]
-    return [with_room(sample, size) for sample, size in zip(samples, sizes, strict=True)], room.notes(sizes)
+    return [replace(sample, max_new_tokens=n) for sample, n in zip(samples, sizes, strict=True)], room.notes(sizes)
 
 
 # --- grades ------------------------------------------------------------------------------------

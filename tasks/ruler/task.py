@@ -252,7 +252,7 @@ class Ruler(Task):
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """datasets.csv: per task its rows and their mean in percent."""
-        write_means(folder / "datasets.csv", rows, mean=percent, dataset="dataset")
+        write_means(folder / "datasets.csv", rows, {"dataset": "dataset"}, mean=percent)
 
 
 class Generated(FilledSamples):
