@@ -115,9 +115,9 @@ def fitting(rows: Iterable[T], most: int | None, make: Callable[[T], Sample | No
     return found, left_out
 
 
-def note_left_out(notes: list[str], n: int, what: str, room: int) -> None:
+def note_left_out(notes: list[str], n: int, what: str, room: int, of: str = "") -> None:
     """Say how many do not fit; once, however often samples are made."""
-    note = f"{n} {what} left out that do not fit {room} tokens"
+    note = f"{of}{n} {what} left out that do not fit {room} tokens"
     if n and note not in notes:
         notes.append(note)
 
