@@ -78,9 +78,9 @@ class Drawn(LazySamples):
         self.places = in_turns([[(*cell, number) for number in range(rows)] for cell in cells])
         self.fitted: dict[Any, int] = {}  # units of the last sample of a length, which are near the next one's
 
-    @abstractmethod
     def draw(self, *place_and_units: Any) -> Sample:
-        """The sample of a place, which is a cell and a number, with so many units."""
+        """The sample of a place, which is a cell and a number, with so many units; who fills otherwise has none."""
+        raise NotImplementedError
 
     def size(self, sample: Sample) -> int:
         """Tokens that count against the length."""
