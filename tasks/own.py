@@ -14,7 +14,7 @@ Not here: how a command line finds the file, and what of it identifies a run (`e
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,12 +24,12 @@ import yaml
 from kvbench.engine.errors import ConfigError, first_line, unknown_name
 from kvbench.engine.foreign import read_text
 from kvbench.engine.shapes import ModelShape
-from kvbench.tasks.base import Sample, Task
+from kvbench.tasks.base import Sample
 from kvbench.tasks.checks import check_choices, check_counts
 from kvbench.tasks.download import cache_root, replace_text
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from kvbench.tasks.published import Row, RowsTask
+from kvbench.tasks.rows import ON_BAD_ROW, BadRow
 from kvbench.tasks.scorers import SCORERS
-from kvbench.tasks.texts import digest
 
 FIELD = re.compile(r"\{([^\W\d][\w.-]*)\}")
 HUB = re.compile(r"[\w.-]+/[\w.-]+")
@@ -64,7 +64,7 @@ class Params:
         return {self.references: "references"} | found
 
 
-class OwnTask(Task):
+class OwnTask(RowsTask):
     """One sample a row, in the file's order. A file's own class has its `name` and `folder`."""
 
     version = 1
@@ -72,22 +72,26 @@ class OwnTask(Task):
     folder: ClassVar[Path]  # that `rows` is looked up from
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
-        self.params = params
         file = self.folder / Path(params.rows).expanduser()
         is_hub = not file.exists() and HUB.fullmatch(params.rows) and file.suffix not in (".jsonl", ".json")
         self.file = None if is_hub else file
+        super().__init__(params, data_dir, seed)
         self.data_source = "hub" if is_hub else "local"
-        self.dataset = f"{params.rows}/{params.split}" if is_hub else file.stem
-        self.rows: Sequence[tuple[int, Mapping[str, Any]]] = ()
 
-    def check(self, shape: ModelShape) -> None:
-        file = self.file or hub_file(self.params)
-        found = read_rows(file, {}, self.params.on_bad_row, check=self.refuse_row)
-        self.rows, self.data_digest = found.rows, digest([file])
-        licence = [f"licence: {self.params.licence}"] if self.params.licence else []
-        self.notes = [f"rows: {len(self.rows)}", *licence, *found.notes]
+    @property
+    def most(self) -> None:
+        """All rows are asked, and `limit` says how many."""
 
-    def refuse_row(self, row: Mapping[str, Any]) -> None:
+    def title(self) -> str:
+        return self.file.stem if self.file else f"{self.params.rows}/{self.params.split}"
+
+    def prepare(self, shape: ModelShape) -> None:
+        self.notes = [f"licence: {self.params.licence}"] if self.params.licence else []
+
+    def files(self) -> dict[str, Path]:
+        return {self.name: self.file or hub_file(self.params)}
+
+    def check_row(self, name: str, row: Row) -> None:
         for field, key in self.params.named().items():
             texts = [*texts_of(row, field, key)]
             if key in ("context", "references") and not any(text.strip() for text in texts):
@@ -97,10 +101,7 @@ class OwnTask(Task):
                     f"field {field!r} is {texts[0]!r:.60}, in which task.score={self.params.score} finds nothing"
                 )
 
-    def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        return [self.sample(number, row) for number, row in self.rows]
-
-    def sample(self, number: int, row: Mapping[str, Any]) -> Sample:
+    def sample(self, tokenizer: Any, name: str, number: int, row: Row) -> Sample:
         params = self.params
         context, question, prefix = (filled(getattr(params, key), row, key) for key in TEMPLATES)
         return Sample(
@@ -117,11 +118,11 @@ class OwnTask(Task):
         return SCORERS[self.params.score].of(prediction, sample.references)
 
 
-def filled(template: str, row: Mapping[str, Any], key: str) -> str:
+def filled(template: str, row: Row, key: str) -> str:
     return FIELD.sub(lambda found: "\n".join(texts_of(row, found[1], key)), template)
 
 
-def texts_of(row: Mapping[str, Any], field: str, key: str) -> Iterator[str]:
+def texts_of(row: Row, field: str, key: str) -> Iterator[str]:
     """The texts that a row has in a field, numbers as they are written."""
     value: Any = row
     for name in [field] if field in row else field.split("."):

@@ -82,7 +82,7 @@ def test_both_files_identify_a_run_and_the_task_goes_by_its_files_name(model: Pa
     assert len(runs) == 3 and {result.task for _, result in runs} == {"mine"}
     folder, result = runs[0]
     assert folder.name.startswith("mine-") and result.data_source == "local"
-    assert result.notes[:2] == ["rows: 1", "licence: CC0"]
+    assert result.notes[0] == "licence: CC0"
     config = read_config(folder)
     assert config["task"]["file"] == "mine.yaml" and config["task"]["params"]["max_new_tokens"] == 4
     assert len(config["task"]["digest"]) == len(config["data_digest"]) == 16
@@ -114,7 +114,7 @@ def identity(settings: Settings) -> Any:
 def test_templates_take_fields_lists_and_what_only_looks_like_one(tmp_path: Path) -> None:
     row = ROW | {"text": ["One.", "Two ${x}."], "n": 3, "a.b": "dotted"}
     path = write(tmp_path, [row], context='{"k": {text}} ${n} {a.b}', question="On {meta.title}: {n}?", references="n")
-    (sample,) = made(path).samples(None)
+    (sample,) = [*made(path).samples(None)]
     assert sample.context == '{"k": One.\nTwo ${x}.} $3 dotted'
     assert (sample.question, sample.references, sample.id) == ("On Colours: 3?", ("3",), "1")
 
