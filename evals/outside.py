@@ -25,11 +25,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError, said
 from kvbench.engine.lazy import load_torch
 from kvbench.evals import plugins
 from kvbench.evals.plugins import Plugin
-from kvbench.evals.typed import build_params
 
 KINDS = {  # what a group's classes are
     "method": "kvbench.methods.base.SelectiveAttention",
@@ -90,12 +90,18 @@ def file_of(target: str) -> str:
 
 def register(group: str, text: str, taken: Iterable[str]) -> str:
     """Let Hydra find the values of what is in a file: its name, which is none of those `taken`."""
+    name, node = node_in(group, text, taken)
+    store(group, name, node)
+    return name
+
+
+def node_in(group: str, text: str, taken: Iterable[str]) -> tuple[str, dict[str, Any]]:
+    """The name of what is in a file, and what a file in `conf/` would say of it."""
     if (kind := LIVE.get(text)) is not None:
         if (name := kind.__name__) in taken:
             raise ConfigError(f"the class {name} has the name of another method; rename it")
-        values = defaults("method", kind, f"the class {name}", {text})
-        store("method", name, {"_target_": f"{text}:{name}@{Path(text).parent.name}"} | values)
-        return name
+        target = f"{text}:{name}@{Path(text).parent.name}"
+        return name, {"_target_": target} | defaults("method", kind, f"the class {name}", {text})
     name, node = node_of_rows(text) if group == "task" and ROWS.fullmatch(text) else node_of_file(group, text)
     if not NAME.fullmatch(name):
         raise ConfigError(
@@ -104,8 +110,7 @@ def register(group: str, text: str, taken: Iterable[str]) -> str:
         )
     if name in taken:
         raise ConfigError(f"{group}={text} has the name of another {group}, {name}; rename it")
-    store(group, name, node)
-    return name
+    return name, node
 
 
 def node_of_file(group: str, text: str) -> tuple[str, dict[str, Any]]:
