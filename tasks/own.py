@@ -51,6 +51,7 @@ class Params:
     subset: str | None = None
     split: str = "test"
     on_bad_row: str = "refuse"
+    source: ClassVar[str] = "local"  # as a benchmark's parameters have it
 
     def __post_init__(self) -> None:
         check_choices(self, score=SCORERS, on_bad_row=ON_BAD_ROW)

@@ -17,10 +17,10 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.evals.settings import from_words, load_class
-from kvbench.evals.typed import build_params
 from kvbench.results.schema import METRICS, SampleRow
 from kvbench.tasks.base import Sample, Task
 from kvbench.tasks.prompt import encode

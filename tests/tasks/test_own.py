@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.evals.overrides import check_overrides
 from kvbench.evals.rescore import main as rescore
 from kvbench.evals.settings import Settings, from_words, load_class
-from kvbench.evals.typed import build_params
 from kvbench.plots.site.origin import words as words_of
 from kvbench.plots.table import main as table
 from kvbench.results import read_config, read_runs, read_samples
