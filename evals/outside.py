@@ -3,7 +3,7 @@
 The defaults of the class's `Params` take the place of a file in `conf/`. `method=path/to/mine.py` is called after its
 file. What the file holds identifies a run, so that an edited file never goes on with old answers: `Choice.target` is
 `PATH:CLASS@DIGEST`, and a worker that finds another file under the path refuses it. A task may be a YAML file instead
-(`tasks/own.py`), whose target is `PATH@DIGEST`.
+(`tasks/own/task.py`), whose target is `PATH@DIGEST`.
 
 A user's file may look up in torch what it likes while it is imported, so torch is loaded before it.
 
@@ -127,7 +127,7 @@ def node_of_file(group: str, text: str) -> tuple[str, dict[str, Any]]:
 
 def node_of_rows(text: str) -> tuple[str, dict[str, Any]]:
     """The name of the task in a YAML file, and its values; OmegaConf is not to look up what stands in `${…}`."""
-    from kvbench.tasks.own import read_task
+    from kvbench.tasks.own.task import read_task
 
     source, path = read(f"task={text}", text, "YAML file that holds a task")
     name, values = read_task(path)
@@ -196,7 +196,7 @@ def load(target: str) -> Any:
 @cache
 def task_of(path: Path, digest: str) -> Any:
     """The class of a YAML file's task; the same one whenever the file holds the same."""
-    from kvbench.tasks.own import class_of, read_task
+    from kvbench.tasks.own.task import class_of, read_task
 
     return class_of(path, read_task(path)[0])
 

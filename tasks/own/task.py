@@ -4,7 +4,7 @@
     context: "{text}\\n\\n"
     question: "Question: {question}\\nAnswer:"
     references: answer                           # a field: a text, a number or a list of them
-    score: contains                              # a name of `tasks/scorers.py`
+    score: contains                              # a name of `scorers.py`
 
 A name in braces is a field of the row, with dots below another one (`{answers.text}`); a list's texts are put on lines.
 Other braces stay as they are. Values may be set on the command line like any task's (`task.max_new_tokens=64`).
@@ -27,9 +27,9 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.tasks.base import Sample
 from kvbench.tasks.checks import check_choices, check_counts
 from kvbench.tasks.download import cache_root, replace_text
+from kvbench.tasks.own.scorers import SCORERS
 from kvbench.tasks.published import Row, RowsTask
 from kvbench.tasks.rows import ON_BAD_ROW, BadRow
-from kvbench.tasks.scorers import SCORERS
 
 FIELD = re.compile(r"\{([^\W\d][\w.-]*)\}")
 HUB = re.compile(r"[\w.-]+/[\w.-]+")
