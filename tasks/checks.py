@@ -54,8 +54,12 @@ def chosen(datasets: str | tuple[str, ...], lists: Mapping[str, tuple[str, ...]]
 class OfDatasets:
     """Parameters of a task that has several datasets."""
 
+    source: str
     datasets: str | tuple[str, ...]  # names, or that of a list of them
     lists: ClassVar[Mapping[str, tuple[str, ...]]]
+    drawn: ClassVar[Sequence[str] | None] = (
+        None  # those that source=embedded draws; None: all, or there is no such source
+    )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,6 +70,17 @@ class OfDatasets:
     def listed(self) -> str:
         """One name for the chosen datasets together."""
         return self.datasets if isinstance(self.datasets, str) else "+".join(self.names)
+
+    def check_names(self, known: Sequence[str]) -> None:
+        """Check that the chosen datasets are known, and that what is to be drawn can be."""
+        check_datasets(self.names, known, self.lists)
+        if self.source == "embedded" and self.drawn is not None:
+            if other := next((name for name in self.names if name not in self.drawn), None):
+                drawn = f"{', '.join(self.drawn[:-1])} and {self.drawn[-1]}"
+                raise ConfigError(
+                    f"task.source=embedded draws {drawn} only, not {other}; leave it out of task.datasets, or choose "
+                    "another source"
+                )
 
 
 def check_datasets(names: Sequence[str], known: Sequence[str], lists: Iterable[str]) -> None:

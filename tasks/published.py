@@ -63,6 +63,12 @@ class RowsTask(Task):
         """How many rows of a dataset are asked at most."""
         return getattr(self.params, "rows", None)
 
+    @property
+    def can_be_drawn(self) -> bool:
+        """Whether source=embedded could ask what is asked for."""
+        drawn = getattr(self.params, "drawn", None)
+        return drawn is None or {*self.names} <= {*drawn}
+
     def prepare(self, shape: ModelShape) -> None:
         """Raise `ConfigError` where the model's window is too short; note what a reader must know."""
 
@@ -73,9 +79,9 @@ class RowsTask(Task):
     def check_row(self, name: str, row: Row) -> None:
         """Raise `BadRow` for a row of a dataset that cannot be asked, beyond the types of its fields."""
 
-    @abstractmethod
     def sample(self, tokenizer: Any, name: str, number: int, row: Row) -> Sample:
-        """A row of a dataset as a prompt."""
+        """A row of a dataset as a prompt; a task that overrides `samples` may do without."""
+        raise NotImplementedError
 
     # -- the same for all --
 
@@ -93,7 +99,8 @@ class RowsTask(Task):
         """The file of each dataset, found or fetched."""
         wanted = {name: self.place.format(**{**vars(self.params), "name": name}) for name in self.names}
         source = self.params.source if self.data and self.data.pieces else "local"  # else nothing can be fetched
-        found = sources.obtain([*wanted.values()], source, self.data_dir, self.upstream, instead=self.instead)
+        instead = self.instead if self.can_be_drawn else ""
+        found = sources.obtain([*wanted.values()], source, self.data_dir, self.upstream, instead=instead)
         return dict(zip(wanted, found, strict=True))
 
     def read(self) -> None:
@@ -112,9 +119,12 @@ class RowsTask(Task):
         """The files whose content is part of a run's identity."""
         return [*files, self.words] if self.words else files
 
+    def places(self) -> list[tuple[str, int, Row]]:
+        """The rows that are asked: the first of every dataset, then the second of every one."""
+        return in_turns([[(name, *one) for one in rows[: self.most]] for name, rows in self.rows.items()])
+
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        columns = [[(name, *one) for one in rows[: self.most]] for name, rows in self.rows.items()]
-        return Made(in_turns(columns), partial(self.sample, tokenizer))
+        return Made(self.places(), partial(self.sample, tokenizer))
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """The task's table of means, in percent."""
