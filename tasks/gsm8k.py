@@ -240,6 +240,8 @@ class Params:
         )
         check_counts(self, "exemplars", "max_prompt_tokens", "max_new_tokens", "max_total_tokens")
 
+    names: ClassVar[tuple[str, ...]] = ("test",)
+
     @property
     def new_tokens(self) -> int:
         """The longest answer."""
@@ -256,11 +258,8 @@ class Gsm8k(Reasoning):
     packages: ClassVar[Mapping[str, str]] = {"math-verify": "with thinking"}
     usual_tokens = USUAL_TOKENS[True]
     place, upstream, fields = "gsm8k/{name}.jsonl", TEST_SOURCE, {"question": str, "answer": str}
+    words_first = False
     tokenizer: Any = None  # until `samples`; `kvbench.evals.rescore` has none
-
-    @property
-    def names(self) -> Sequence[str]:
-        return ("test",)
 
     def title(self) -> str:
         return f"test/think-{self.params.template}" if self.params.thinking else "test"
@@ -270,7 +269,7 @@ class Gsm8k(Reasoning):
             super().prepare(shape)
             return
         self.words = self._exemplar_file()
-        self.solved = split_exemplars(self.words) if self.words else own_exemplars()
+        self.solved = split_exemplars(self.words[0]) if self.words else own_exemplars()
         if self.params.exemplars is not None and self.params.exemplars > len(self.solved):
             raise ConfigError(
                 f"task.exemplars={self.params.exemplars} is more than there are; give {len(self.solved)} or fewer"
@@ -284,14 +283,13 @@ class Gsm8k(Reasoning):
             )
         self.prompt_room = self.params.max_prompt_tokens or room
 
-    def _exemplar_file(self) -> Path | None:
-        """The official exemplars; None where ours stand in."""
+    def _exemplar_file(self) -> list[Path]:
+        """The official exemplars; none where ours stand in."""
         source, prompts = self.params.source, self.params.prompts
         path = None if prompts == "own" else sources.find(EXEMPLARS, self.data_dir)
         if path is not None or prompts == "own" or (prompts == "auto" and source != "hub"):
-            return path
-        (path,) = sources.obtain([EXEMPLARS], source, self.data_dir, EXEMPLARS_SOURCE)
-        return path
+            return [path] if path else []
+        return sources.obtain([EXEMPLARS], source, self.data_dir, EXEMPLARS_SOURCE)
 
     def check_row(self, name: str, row: Row) -> None:
         """Refuse a reference without a number, which no answer can equal, and texts of absurd length."""

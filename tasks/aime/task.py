@@ -15,7 +15,6 @@ Answers     up to 32,768 tokens.
 Not here: prompts and grades (`tasks/reasoning`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbench.engine.errors import ConfigError
@@ -40,6 +39,10 @@ class Params(reasoning.Params):
         if self.year not in YEARS:
             raise ConfigError(f"task.year={self.year} is not there; give {' or '.join(map(str, YEARS))}")
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (f"aime{self.year}",)
+
 
 class Aime(Reasoning):
     """One sample per problem, in the file's order."""
@@ -57,10 +60,6 @@ class Aime(Reasoning):
     )
 
     place, fields = "aime/{name}.jsonl", {"answer": (str, int)}
-
-    @property
-    def names(self) -> Sequence[str]:
-        return (f"aime{self.params.year}",)
 
     def check_row(self, name: str, row: Row) -> None:
         super().check_row(name, row)

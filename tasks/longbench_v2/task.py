@@ -129,6 +129,7 @@ class LongBenchV2(RowsTask):
     Params = Params
     data = Data((DATA,), "cannot be asked", by_hand=UPSTREAM)
     place, upstream, unique = DATA, UPSTREAM, "_id"
+    words_first = False
 
     def title(self) -> str:
         prompt = "" if self.params.prompt == "0shot" else f"/{self.params.prompt}"
@@ -137,7 +138,7 @@ class LongBenchV2(RowsTask):
     def prepare(self, shape: ModelShape) -> None:
         check_room("task", self.name, self.params.max_new_tokens, self.params.max_prompt_tokens, shape)
         self.words = self.wording(PROMPTS[self.params.prompt], PROMPTS_SOURCE)
-        self.template = checked_template(self.words) if self.words else OWN_PROMPTS[self.params.prompt]
+        self.template = checked_template(self.words[0]) if self.words else OWN_PROMPTS[self.params.prompt]
         self.notes.append(f"prompts: {'official' if self.words else 'own'}")
 
     def read(self) -> None:

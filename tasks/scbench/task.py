@@ -114,7 +114,7 @@ class SCBench(RowsTask):
 
     def prepare(self, shape: ModelShape) -> None:
         self.words = self.wording(TEMPLATES, TEMPLATES_SOURCE)
-        self.templates = sources.read_json(self.words, TEMPLATES_SOURCE) if self.words else own_templates()
+        self.templates = sources.read_json(self.words[0], TEMPLATES_SOURCE) if self.words else own_templates()
         self.notes.append(f"prompts: {'official' if self.words else 'own'}")
         if any("repoqa" in name for name in self.names):
             self.notes.append(f"functions found by {functions.finder()}")
@@ -136,9 +136,6 @@ class SCBench(RowsTask):
                 raise BadRow("a turn's 'answer' is none of its 'options'")
             if turn.get("task", name) not in NEW_TOKENS:
                 raise BadRow(f"a turn has the unknown task {turn.get('task', name)!r}")
-
-    def digested(self, files: Sequence[Path]) -> Sequence[Path]:
-        return [*([self.words] if self.words else []), *files]
 
     def read(self) -> None:
         """Read the rows, and collect all functions asked for in a repository: each answer is held against them all."""
