@@ -41,7 +41,6 @@ class RowsTask(Task):
         self.params, self.data_dir, self.seed = params, data_dir, seed
         self.asking = getattr(params, "asking", None)
         self.data_source = params.source if params.source in ("embedded", "hub") else "local"
-        self.names: Sequence[str] = getattr(params, "names", (self.name,))  # the datasets that are asked
         self.dataset = self.title()
         self.notes: list[str] = []
         self.rows: dict[str, Sequence[tuple[int, Row]]] = {}  # of each dataset, with the numbers of their lines
@@ -54,6 +53,11 @@ class RowsTask(Task):
     @abstractmethod
     def title(self) -> str:
         """Which part of the benchmark is asked, as tables print it."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The datasets that are asked."""
+        return getattr(self.params, "names", (self.name,))
 
     @property
     def most(self) -> int | None:

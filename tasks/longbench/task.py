@@ -170,6 +170,7 @@ class LongBench(RowsTask):
     words_first = False
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
+        self.asked = params.names
         super().__init__(params, data_dir, seed)
         if self.names[0] in EMBEDDED:
             self.data_source = "embedded"
@@ -180,6 +181,10 @@ class LongBench(RowsTask):
         return self.params.listed + ("" if position == "after" else f"/question-{position}")
 
     # -- what is asked --
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.asked
 
     @property
     def most(self) -> int | None:
@@ -225,7 +230,7 @@ class LongBench(RowsTask):
         """Drop the datasets whose question cannot be moved."""
         names = [name for name in self.params.names if self.params.questions == 1 or has_questions(name)]
         position = self.params.question_position
-        self.names = [name for name in names if position == "after" or takes_question_first(name)]
+        self.asked = [name for name in names if position == "after" or takes_question_first(name)]
         left_out = ", ".join(name for name in names if name not in self.names)
         if not self.names:
             raise ConfigError(
