@@ -30,9 +30,10 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, g
 from annotated_types import Ge, Gt, Le, Lt
 
 from kvbench.engine.budget import Bytes, parse_bytes, parse_fraction, show
-from kvbench.engine.errors import MANY, ConfigError, unknown_name
+from kvbench.engine.errors import ConfigError, unknown_name
 from kvbench.engine.shapes import ModelShape
 
+MANY = 30  # names that a sentence can list
 LONGEST_NAME = 255  # bytes, which no file system exceeds
 LARGEST = 2**63 - 1  # what generators of random numbers and tables of results can hold
 
