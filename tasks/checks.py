@@ -1,4 +1,4 @@
-"""Checks of parameters that several tasks share: choices, counts, names of datasets, room for a prompt.
+"""Parameters that several tasks share: their types, names of datasets, and room for a prompt.
 
 Each raises `ConfigError` with the key, the value and what is allowed.
 
@@ -6,11 +6,17 @@ Not here: types (`evals/settings.py`), and what a single task asks for (its own 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import Ge
+
+from kvbench.engine.declared import Once
 from kvbench.engine.errors import ConfigError, unknown_name
 from kvbench.engine.shapes import ModelShape
 
+OnBadRow = Literal["refuse", "skip"]  # what becomes of a row that cannot be used
+Prompts = Literal["auto", "official", "own"]  # auto: upstream's wording if it is there
+Lengths = Annotated[tuple[Annotated[int, Ge(500)], ...], Once()]  # in tokens
 SLACK = 100  # tokens kept free for a chat wrapper, and for what a second tokenising may add
 
 
@@ -71,9 +77,7 @@ class OfDatasets:
         """One name for the chosen datasets together."""
         return self.datasets if isinstance(self.datasets, str) else "+".join(self.names)
 
-    def check_names(self, known: Sequence[str]) -> None:
-        """Check that the chosen datasets are known, and that what is to be drawn can be."""
-        check_datasets(self.names, known, self.lists)
+    def __post_init__(self) -> None:
         if self.source == "embedded" and self.drawn is not None:
             if other := next((name for name in self.names if name not in self.drawn), None):
                 drawn = f"{', '.join(self.drawn[:-1])} and {self.drawn[-1]}"

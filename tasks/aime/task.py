@@ -16,8 +16,8 @@ Not here: prompts and grades (`tasks/reasoning`).
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
-from kvbench.engine.errors import ConfigError
 from kvbench.tasks.base import Data
 from kvbench.tasks.download import Piece
 from kvbench.tasks.published import Row
@@ -32,12 +32,7 @@ PIECE = Piece("math-ai/aime25", REVISION, "test.jsonl", "aime/aime25.jsonl")
 
 @dataclass(frozen=True)
 class Params(reasoning.Params):
-    year: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.year not in YEARS:
-            raise ConfigError(f"task.year={self.year} is not there; give {' or '.join(map(str, YEARS))}")
+    year: Literal[24, 25]
 
     @property
     def names(self) -> tuple[str, ...]:

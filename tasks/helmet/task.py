@@ -25,17 +25,20 @@ import random
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import Ge, Le
+
+from kvbench.engine.declared import Count, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks.base import Data, Sample
-from kvbench.tasks.checks import OfDatasets, check_choices, check_counts, check_lengths, check_numbers
+from kvbench.tasks.checks import Lengths, OfDatasets, OnBadRow, check_lengths
 from kvbench.tasks.helmet import scores
 from kvbench.tasks.lazy import LazySamples, in_turns, most_units
 from kvbench.tasks.prompt import encode
 from kvbench.tasks.published import Fields, Row, RowsTask
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow
+from kvbench.tasks.rows import BadRow
 
 UPSTREAM = "GitHub princeton-nlp/HELMET (its data archive, and the hub for labels; one file a part)"
 LABELS = ("trec_coarse", "trec_fine", "banking77", "clinic150", "nlu")
@@ -75,25 +78,20 @@ N_MARKERS = 3  # words of a class that no other one has
 @dataclass(frozen=True)
 class Params(OfDatasets):
     lists, drawn = LISTS, DRAWN
-    source: str  # auto: the files; embedded: drawn instances and values
-    datasets: str | tuple[str, ...]  # parts, or a list's: drawn, labels, passages, all
-    lengths: tuple[int, ...]  # tokens of prompt and answer, of drawn ones and of label sets
-    classes: int  # of drawn instances
-    shots: int  # demonstrations before a question on passages or values
+    source: Literal["auto", "local", "embedded"]  # auto: the files; embedded: drawn instances and values
+    datasets: Annotated[str | tuple[str, ...], Some(PARTS, tuple(LISTS))]
+    lengths: Lengths  # of prompt and answer, of drawn ones and of label sets
+    classes: Annotated[int, Ge(2), Le(200)]  # of drawn instances
+    shots: Annotated[int, Ge(0), Le(20)]  # demonstrations before a question on passages or values
     use_chat: bool
-    rows: int | None  # of each part; None: all, or 20
-    max_new_tokens: int | None
-    on_bad_row: str
+    rows: Count | None  # of each part; None: all, or 20
+    max_new_tokens: Count | None
+    on_bad_row: OnBadRow
 
     def __post_init__(self) -> None:
-        check_choices(self, source=("auto", "local", "embedded"), on_bad_row=ON_BAD_ROW)
-        check_counts(self, "rows", "max_new_tokens")
-        check_numbers(self, lengths=500)
-        self.check_names(PARTS)
+        super().__post_init__()
         if self.source != "embedded" and "icl" in self.names:
             raise ConfigError("task.datasets=icl is drawn; ask it with task.source=embedded, or one of the label sets")
-        if not 2 <= self.classes <= 200 or not 0 <= self.shots <= 20:
-            raise ConfigError(f"task.classes={self.classes} must be 2 to 200, and task.shots={self.shots} 0 to 20")
 
     def new_tokens(self, name: str) -> int:
         return self.max_new_tokens or NEW_TOKENS[KINDS[name]]

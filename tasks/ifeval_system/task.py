@@ -26,19 +26,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+from kvbench.engine.declared import Count
 from kvbench.engine.errors import ConfigError, first_line
 from kvbench.engine.foreign import write_csv
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks.base import Data, Sample
-from kvbench.tasks.checks import check_choices, check_counts
+from kvbench.tasks.checks import OnBadRow
 from kvbench.tasks.ifeval_system import checks
 from kvbench.tasks.ifeval_system.grade import followed
-from kvbench.tasks.ifeval_system.leakage import ATTACK, DEFENCES, leakage, leaked_text, system_text
+from kvbench.tasks.ifeval_system.leakage import ATTACK, leakage, leaked_text, system_text
 from kvbench.tasks.prompt import answering
 from kvbench.tasks.published import Fields, Row, RowsTask
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow
+from kvbench.tasks.rows import BadRow
 
 FILE = "ifeval/sys_ifeval.jsonl"
 UPSTREAM = "GitHub normster/SystemCheck (evals/ifeval/inputs)"
@@ -50,15 +51,11 @@ INSTALL = "pip install -c constraints.txt -e '.[tasks]'"
 
 @dataclass(frozen=True)
 class Params:
-    source: str
-    ask: str
-    defence: str
-    max_new_tokens: int | None  # None: 1,280, or 256 to an attack
-    on_bad_row: str
-
-    def __post_init__(self) -> None:
-        check_choices(self, source=("auto", "local"), ask=USUAL_TOKENS, defence=DEFENCES, on_bad_row=ON_BAD_ROW)
-        check_counts(self, "max_new_tokens")
+    source: Literal["auto", "local"]
+    ask: Literal["follow", "leak"]
+    defence: Literal["none", "standard", "flipped"]
+    max_new_tokens: Count | None  # None: 1,280, or 256 to an attack
+    on_bad_row: OnBadRow
 
 
 class IfevalSystem(RowsTask):

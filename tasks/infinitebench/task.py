@@ -29,8 +29,9 @@ Not here: scorers (`scores.py` next to this file), generators (`synthetic.py`), 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from kvbench.engine.declared import Count, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import write_csv
 from kvbench.engine.shapes import ModelShape
@@ -38,8 +39,7 @@ from kvbench.tasks import sources
 from kvbench.tasks.base import Data, Sample
 from kvbench.tasks.checks import (
     OfDatasets,
-    check_choices,
-    check_counts,
+    OnBadRow,
     check_length,
     check_room,
     prompt_room,
@@ -58,7 +58,6 @@ from kvbench.tasks.infinitebench.synthetic import GENERATORS, OWN_STRINGS, Place
 from kvbench.tasks.lazy import FilledSamples, in_turns
 from kvbench.tasks.prompt import middle_truncate
 from kvbench.tasks.published import Fields, Row, RowsTask
-from kvbench.tasks.rows import ON_BAD_ROW
 
 TEMPLATES = "infinitebench/prompt_templates.json"
 STRINGS = "infinitebench/synthetic_strings.json"
@@ -89,7 +88,6 @@ PIECES = (
 SYNTHETIC = tuple(GENERATORS)
 DATASETS = tuple(SCORERS)
 LISTS = {"synthetic": SYNTHETIC, "all": DATASETS}
-FAMILIES = ("yarn_mistral", "gpt4", "claude2")
 
 FIELDS: Fields = {"id": (int, str), "context": str, "input": str, "answer": (str, int, float, list)}
 NEW_TOKENS = {
@@ -106,28 +104,17 @@ NEW_TOKENS = {
 @dataclass(frozen=True)
 class Params(OfDatasets):
     lists, drawn = LISTS, SYNTHETIC
-    source: str  # auto: the files; embedded: generated rows
-    datasets: str | tuple[str, ...]  # names, or a list's: synthetic, all
-    template_family: str  # auto: yarn_mistral, or our own wording without the file
-    length: int  # tokens of a generated row, answer included
-    rows: int | None  # generated rows per dataset; None: as many as the published file has
-    max_prompt_tokens: int | None  # of published rows; None: what the window leaves
-    length_table: str
-    max_new_tokens: int | None  # instead of the table's
+    source: Literal["auto", "hub", "local", "embedded"]  # auto: the files; embedded: generated rows
+    datasets: Annotated[str | tuple[str, ...], Some(DATASETS, tuple(LISTS))]
+    template_family: Literal["auto", "own", "yarn_mistral", "gpt4", "claude2"]  # auto: yarn_mistral, or own
+    length: Count  # tokens of a generated row, answer included
+    rows: Count | None  # generated rows per dataset; None: as many as the published file has
+    max_prompt_tokens: Count | None  # of published rows; None: what the window leaves
+    length_table: Literal["official", "chat"]
+    max_new_tokens: Count | None  # instead of the table's
     drop_first_number: bool
     lenient_dialogue: bool
-    on_bad_row: str
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self,
-            source=("auto", "hub", "local", "embedded"),
-            template_family=("auto", "own", *FAMILIES),
-            length_table=NEW_TOKENS,
-            on_bad_row=ON_BAD_ROW,
-        )
-        check_counts(self, "length", "rows", "max_prompt_tokens", "max_new_tokens")
-        self.check_names(DATASETS)
+    on_bad_row: OnBadRow
 
     def new_tokens(self, dataset: str) -> int:
         """Longest answer, in tokens."""

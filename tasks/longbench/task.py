@@ -34,20 +34,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from platform import python_version
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from kvbench.engine.declared import Count, Index, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import read_json, write_csv
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks import sources
 from kvbench.tasks.base import Data, Sample
-from kvbench.tasks.checks import check_choices, check_counts, check_datasets, check_room, chosen, prompt_room
+from kvbench.tasks.checks import OnBadRow, Prompts, check_room, chosen, prompt_room
 from kvbench.tasks.lazy import in_turns
 from kvbench.tasks.longbench import embedded
 from kvbench.tasks.longbench.datasets import E13, EMBEDDED, EMBEDDED_ROWS, LISTS, NAMES, PIECES, base_name, facts_of
 from kvbench.tasks.longbench.prompts import OWN_PROMPTS, parts_of, shortened, takes_question_first
 from kvbench.tasks.longbench.scores import (
-    BACKENDS,
     LENGTHS,
     SCORES,
     by_length,
@@ -59,7 +59,7 @@ from kvbench.tasks.longbench.scores import (
 )
 from kvbench.tasks.longbench.shared import WITH_QUESTIONS, by_context, has_questions, history_of
 from kvbench.tasks.published import Fields, Made, Row, RowsTask
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow
+from kvbench.tasks.rows import BadRow
 from kvbench.tasks.turns.conversation import Turn
 from kvbench.tasks.turns.questions import QueryAware, QuestionParams, asked
 
@@ -68,7 +68,7 @@ MAXLEN = "longbench/config/dataset2maxlen.json"
 UPSTREAM = "hub dataset THUDM/LongBench (data.zip; `kvbench fetch longbench` does it, or task.source=hub)"
 PROMPTS_SOURCE = "GitHub THUDM/LongBench (LongBench/config; `kvbench fetch longbench` does it)"
 INSTEAD = "texts of Python's own manual and sources"
-POSITIONS = ("after", "before", "both")
+Datasets = Annotated[str | tuple[str, ...], Some(NAMES, tuple(LISTS))]
 FIELDS: Fields = {
     "input": str,
     "context": str,
@@ -84,32 +84,20 @@ FIELDS: Fields = {
 
 @dataclass(frozen=True)
 class Params(QuestionParams):
-    source: str  # auto: files, or the embedded datasets where their names are given
-    datasets: str | tuple[str, ...] | None  # names, or a list's; None: en16, or embedded with source=embedded
-    rows: int | None  # of each dataset; None: all, or six embedded ones
-    prompts: str  # auto: upstream's if they are there
-    question_position: str
-    max_prompt_tokens: int | None  # None: what the window leaves besides the answer
-    max_new_tokens: int | None  # instead of the dataset's own
-    extra_new_tokens: int
+    source: Literal["auto", "hub", "local", "embedded"]  # auto: files, or the embedded datasets by their names
+    datasets: Datasets | None  # None: en16, or embedded with source=embedded
+    rows: Count | None  # of each dataset; None: all, or six embedded ones
+    prompts: Prompts
+    question_position: Literal["after", "before", "both"]
+    max_prompt_tokens: Count | None  # None: what the window leaves besides the answer
+    max_new_tokens: Count | None  # instead of the dataset's own
+    extra_new_tokens: Index
     strip: bool
-    code_sim: str
-    on_bad_row: str
+    code_sim: Literal["difflib", "levenshtein"]
+    on_bad_row: OnBadRow
 
     def __post_init__(self) -> None:
-        check_choices(
-            self,
-            source=("auto", "hub", "local", "embedded"),
-            prompts=("auto", "official", "own"),
-            question_position=POSITIONS,
-            code_sim=BACKENDS,
-            on_bad_row=ON_BAD_ROW,
-        )
-        check_counts(self, "rows", "max_prompt_tokens", "max_new_tokens")
         super().__post_init__()
-        if self.extra_new_tokens < 0:
-            raise ConfigError(f"task.extra_new_tokens={self.extra_new_tokens} is negative; give 0 or more")
-        check_datasets(self.names, NAMES, LISTS)
         if 0 < sum(name in EMBEDDED for name in self.names) < len(self.names):
             raise ConfigError(
                 f"task.datasets={list(self.names)} mixes embedded datasets with published ones; run them apart"

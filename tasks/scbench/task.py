@@ -23,22 +23,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+from kvbench.engine.declared import Count, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import write_csv
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks import sources
 from kvbench.tasks.base import Sample
-from kvbench.tasks.checks import SLACK, OfDatasets, check_choices, check_counts
+from kvbench.tasks.checks import SLACK, Lengths, OfDatasets, OnBadRow, Prompts
 from kvbench.tasks.lazy import in_turns
 from kvbench.tasks.prompt import middle_truncate
 from kvbench.tasks.published import Fields, Made, Row, RowsTask
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow
+from kvbench.tasks.rows import BadRow
 from kvbench.tasks.scbench import functions, synthetic
 from kvbench.tasks.scbench.prompts import NAMES, own_templates, pieces_of, reference_of
 from kvbench.tasks.scbench.scores import SUBTASKS, TurnScore, official_at_once, official_by_turn, turn_means, turn_score
-from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
+from kvbench.tasks.turns.conversation import Asking, Base, Conversation, Feed, Mode, Turn
 from kvbench.tasks.turns.questions import QueryAware
 
 TEMPLATES = "scbench/prompt_templates.json"
@@ -56,31 +57,18 @@ MIXED = {"scbench_summary_with_needles": {"scbench_summary": 800}, "scbench_repo
 @dataclass(frozen=True)
 class Params(OfDatasets):
     lists, drawn = LISTS, tuple(synthetic.GENERATORS)
-    source: str  # auto: the files; embedded: generated rows
-    datasets: str | tuple[str, ...]
-    lengths: tuple[int, ...]  # tokens of a generated context
-    rows: int | None  # of each dataset and length; None: all, or four generated ones
-    prompts: str
-    use_chat: str  # auto: of published rows, where the model has a template
-    max_prompt_tokens: int | None
-    max_new_tokens: int | None
-    on_bad_row: str
-    mode: str
-    feed: str
-    budget_base: str
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self, source=("auto", "local", "embedded"), prompts=("auto", "official", "own"),
-            use_chat=("auto", "yes", "no"), on_bad_row=ON_BAD_ROW,
-        )  # fmt: skip
-        check_counts(self, "rows", "max_prompt_tokens", "max_new_tokens")
-        self.check_names(NAMES)
-        if not self.lengths or min(self.lengths) < 500 or len(set(self.lengths)) < len(self.lengths):
-            raise ConfigError(
-                f"task.lengths={list(self.lengths)} are no lengths of contexts; give some from 500 tokens on, each once"
-            )
-        _ = self.asking
+    source: Literal["auto", "local", "embedded"]  # auto: the files; embedded: generated rows
+    datasets: Annotated[str | tuple[str, ...], Some(NAMES, tuple(LISTS))]
+    lengths: Lengths  # of a generated context
+    rows: Count | None  # of each dataset and length; None: all, or four generated ones
+    prompts: Prompts
+    use_chat: Literal["auto", "yes", "no"]  # auto: of published rows, where the model has a template
+    max_prompt_tokens: Count | None
+    max_new_tokens: Count | None
+    on_bad_row: OnBadRow
+    mode: Mode
+    feed: Feed
+    budget_base: Base
 
     @property
     def asking(self) -> Asking:
