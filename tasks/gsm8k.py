@@ -33,19 +33,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+from kvbench.engine.declared import Count
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import read_text
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks import sources
 from kvbench.tasks.base import Data, Sample
-from kvbench.tasks.checks import check_choices, check_counts
+from kvbench.tasks.checks import OnBadRow, Prompts
 from kvbench.tasks.download import Piece
 from kvbench.tasks.published import Row
-from kvbench.tasks.reasoning.answers import PARTS, TEMPLATES
+from kvbench.tasks.reasoning.answers import AnswerPart, Template
 from kvbench.tasks.reasoning.task import LONGEST, Reasoning
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow
+from kvbench.tasks.rows import BadRow
 
 TEST = "gsm8k/test.jsonl"
 TEST_SOURCE = "GitHub openai/grade-school-math (`kvbench fetch gsm8k`)"
@@ -214,31 +215,19 @@ def final_number(answer: str) -> str:
 
 @dataclass(frozen=True)
 class Params:
-    source: str  # where the questions come from
-    prompts: str  # auto: the official exemplars if they are there
-    exemplars: int | None  # the first so many; None: as many as fit
-    max_prompt_tokens: int | None  # None: what the window leaves besides the answer
-    max_new_tokens: int | None  # None: 256; with thinking 8,192, or what the window leaves
-    extraction: str
+    names: ClassVar[tuple[str, ...]] = ("test",)
+    source: Literal["auto", "hub", "local"]  # where the questions come from
+    prompts: Prompts  # auto: the official exemplars if they are there
+    exemplars: Count | None  # the first so many; None: as many as fit
+    max_prompt_tokens: Count | None  # None: what the window leaves besides the answer
+    max_new_tokens: Count | None  # None: 256; with thinking 8,192, or what the window leaves
+    extraction: Literal["cot", "hash4"]
     thinking: bool  # zero-shot with long answers; the four below are for it alone
-    template: str
-    grader: str
-    answer_part: str
-    max_total_tokens: int | None
-    on_bad_row: str
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self,
-            source=("auto", "hub", "local"),
-            prompts=("auto", "official", "own"),
-            extraction=EXTRACTIONS,
-            template=TEMPLATES,
-            grader=("math_verify", "rkv"),
-            answer_part=PARTS,
-            on_bad_row=ON_BAD_ROW,
-        )
-        check_counts(self, "exemplars", "max_prompt_tokens", "max_new_tokens", "max_total_tokens")
+    template: Template
+    grader: Literal["math_verify", "rkv"]
+    answer_part: AnswerPart
+    max_total_tokens: Count | None
+    on_bad_row: OnBadRow
 
     @property
     def new_tokens(self) -> int:
@@ -256,11 +245,8 @@ class Gsm8k(Reasoning):
     packages: ClassVar[Mapping[str, str]] = {"math-verify": "with thinking"}
     usual_tokens = USUAL_TOKENS[True]
     place, upstream, fields = "gsm8k/{name}.jsonl", TEST_SOURCE, {"question": str, "answer": str}
+    words_first = False
     tokenizer: Any = None  # until `samples`; `kvbench.evals.rescore` has none
-
-    @property
-    def names(self) -> Sequence[str]:
-        return ("test",)
 
     def title(self) -> str:
         return f"test/think-{self.params.template}" if self.params.thinking else "test"
@@ -270,7 +256,7 @@ class Gsm8k(Reasoning):
             super().prepare(shape)
             return
         self.words = self._exemplar_file()
-        self.solved = split_exemplars(self.words) if self.words else own_exemplars()
+        self.solved = split_exemplars(self.words[0]) if self.words else own_exemplars()
         if self.params.exemplars is not None and self.params.exemplars > len(self.solved):
             raise ConfigError(
                 f"task.exemplars={self.params.exemplars} is more than there are; give {len(self.solved)} or fewer"
@@ -284,14 +270,13 @@ class Gsm8k(Reasoning):
             )
         self.prompt_room = self.params.max_prompt_tokens or room
 
-    def _exemplar_file(self) -> Path | None:
-        """The official exemplars; None where ours stand in."""
+    def _exemplar_file(self) -> list[Path]:
+        """The official exemplars; none where ours stand in."""
         source, prompts = self.params.source, self.params.prompts
         path = None if prompts == "own" else sources.find(EXEMPLARS, self.data_dir)
         if path is not None or prompts == "own" or (prompts == "auto" and source != "hub"):
-            return path
-        (path,) = sources.obtain([EXEMPLARS], source, self.data_dir, EXEMPLARS_SOURCE)
-        return path
+            return [path] if path else []
+        return sources.obtain([EXEMPLARS], source, self.data_dir, EXEMPLARS_SOURCE)
 
     def check_row(self, name: str, row: Row) -> None:
         """Refuse a reference without a number, which no answer can equal, and texts of absurd length."""

@@ -33,6 +33,7 @@ class RowsTask(Task):
     unique: ClassVar[str | None] = None  # the field that no two rows of a file share
     upstream: ClassVar[str]  # where the files are got
     instead: ClassVar[str] = ""  # what task.source=embedded asks in their place
+    words_first: ClassVar[bool] = True  # whether the wording comes first in the hash of what was read
     means: ClassVar[Mapping[str, str]] = {}  # columns of a run's table of means, and the field that each shows
     params: Any
 
@@ -44,7 +45,7 @@ class RowsTask(Task):
         self.notes: list[str] = []
         self.rows: dict[str, Sequence[tuple[int, Row]]] = {}  # of each dataset, with the numbers of their lines
         self.paths: dict[str, Path] = {}  # the file of each dataset
-        self.words: Path | None = None  # the file of upstream's wording, where that is used
+        self.words: Sequence[Path] = ()  # files of upstream's wording, where that is used
         self.window = 0
 
     # -- each task's own --
@@ -56,12 +57,18 @@ class RowsTask(Task):
     @property
     def names(self) -> Sequence[str]:
         """The datasets that are asked."""
-        return self.params.names if hasattr(self.params, "names") else (self.name,)
+        return getattr(self.params, "names", (self.name,))
 
     @property
     def most(self) -> int | None:
         """How many rows of a dataset are asked at most."""
         return getattr(self.params, "rows", None)
+
+    @property
+    def can_be_drawn(self) -> bool:
+        """Whether source=embedded could ask what is asked for."""
+        drawn = getattr(self.params, "drawn", None)
+        return drawn is None or {*self.names} <= {*drawn}
 
     def prepare(self, shape: ModelShape) -> None:
         """Raise `ConfigError` where the model's window is too short; note what a reader must know."""
@@ -84,21 +91,27 @@ class RowsTask(Task):
         self.prepare(shape)
         if not self.is_embedded:
             self.read()
+        files = self.digested([*self.paths.values()])
+        self.data_digest = digest(files) if files else None
 
-    def wording(self, file: str, upstream: str) -> Path | None:
-        """The file of upstream's wording that `task.prompts` wants; None where our own stands in."""
-        return None if self.is_embedded else sources.wanted(file, self.params.prompts, self.data_dir, upstream)
+    def wording(self, file: str, upstream: str) -> list[Path]:
+        """The file of upstream's wording that `task.prompts` wants; none where our own stands in."""
+        path = None if self.is_embedded else sources.wanted(file, self.params.prompts, self.data_dir, upstream)
+        return [path] if path else []
 
-    def files(self) -> dict[str, Path]:
-        """The file of each dataset, found or fetched."""
+    def files(self, only: Sequence[str] | None = None) -> dict[str, Path]:
+        """The file of each dataset, found or fetched; `only` as in `sources.obtain`."""
         wanted = {name: self.place.format(**{**vars(self.params), "name": name}) for name in self.names}
         source = self.params.source if self.data and self.data.pieces else "local"  # else nothing can be fetched
-        found = sources.obtain([*wanted.values()], source, self.data_dir, self.upstream, instead=self.instead)
+        instead = self.instead if self.can_be_drawn else ""
+        found = sources.obtain(
+            [*wanted.values()], source, self.data_dir, self.upstream, only=only, instead=instead
+        )  # fmt: skip
         return dict(zip(wanted, found, strict=True))
 
     def read(self) -> None:
-        """Read the rows; their files are part of a run's identity, and so is a file of wording."""
-        self.paths = self.files()
+        """Find and read the rows, and note which of them were left out."""
+        self.paths = self.paths or self.files()
         for name, file in self.paths.items():
             found = read_rows(
                 file, self.fields_of(name), self.params.on_bad_row, unique=self.unique,
@@ -106,15 +119,17 @@ class RowsTask(Task):
             )  # fmt: skip
             self.notes += found.notes
             self.rows[name] = found.rows
-        self.data_digest = digest(self.digested([*self.paths.values()]))
 
     def digested(self, files: Sequence[Path]) -> Sequence[Path]:
-        """The files whose content is part of a run's identity."""
-        return [*files, self.words] if self.words else files
+        """The files whose content is part of a run's identity: those of the rows, and of the wording."""
+        return [*self.words, *files] if self.words_first else [*files, *self.words]
+
+    def places(self) -> list[tuple[str, int, Row]]:
+        """The rows that are asked: the first of every dataset, then the second of every one."""
+        return in_turns([[(name, *one) for one in rows[: self.most]] for name, rows in self.rows.items()])
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        columns = [[(name, *one) for one in rows[: self.most]] for name, rows in self.rows.items()]
-        return Made(in_turns(columns), partial(self.sample, tokenizer))
+        return Made(self.places(), partial(self.sample, tokenizer))
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """The task's table of means, in percent."""

@@ -15,10 +15,9 @@ Answers     up to 32,768 tokens.
 Not here: prompts and grades (`tasks/reasoning`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from kvbench.engine.errors import ConfigError
 from kvbench.tasks.base import Data
 from kvbench.tasks.download import Piece
 from kvbench.tasks.published import Row
@@ -33,12 +32,11 @@ PIECE = Piece("math-ai/aime25", REVISION, "test.jsonl", "aime/aime25.jsonl")
 
 @dataclass(frozen=True)
 class Params(reasoning.Params):
-    year: int
+    year: Literal[24, 25]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.year not in YEARS:
-            raise ConfigError(f"task.year={self.year} is not there; give {' or '.join(map(str, YEARS))}")
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (f"aime{self.year}",)
 
 
 class Aime(Reasoning):
@@ -57,10 +55,6 @@ class Aime(Reasoning):
     )
 
     place, fields = "aime/{name}.jsonl", {"answer": (str, int)}
-
-    @property
-    def names(self) -> Sequence[str]:
-        return (f"aime{self.params.year}",)
 
     def check_row(self, name: str, row: Row) -> None:
         super().check_row(name, row)

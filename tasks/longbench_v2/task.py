@@ -27,16 +27,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from kvbench.engine.declared import Count, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import read_text
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks.base import Data, Sample
-from kvbench.tasks.checks import check_choices, check_counts, check_room, prompt_room
+from kvbench.tasks.checks import OnBadRow, Prompts, check_room, prompt_room
 from kvbench.tasks.longbench.prompts import shortened
 from kvbench.tasks.published import Row, RowsTask
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow
+from kvbench.tasks.rows import BadRow
 
 DATA = "longbench_v2/data.json"
 UPSTREAM = "hub dataset THUDM/LongBench-v2 (data.json)"
@@ -96,28 +97,13 @@ def point(row: Mapping[str, Any], compensated: bool) -> float:
 
 @dataclass(frozen=True)
 class Params:
-    source: str
-    prompt: str
-    prompts: str  # auto: upstream's if they are there
-    lengths: tuple[str, ...] | None  # rows of these labels; None: all
-    max_prompt_tokens: int | None  # None: what the window leaves besides the answer
-    max_new_tokens: int
-    on_bad_row: str
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self,
-            source=("auto", "local"),
-            prompt=PROMPTS,
-            prompts=("auto", "official", "own"),
-            on_bad_row=ON_BAD_ROW,
-        )
-        check_counts(self, "max_prompt_tokens", "max_new_tokens")
-        for name in self.lengths or ():
-            if name not in LENGTHS:
-                raise ConfigError(f"task.lengths={name} is no label; give some of {', '.join(LENGTHS)}")
-        if self.lengths is not None and not self.lengths:
-            raise ConfigError(f"task.lengths=[] keeps nothing; give some of {', '.join(LENGTHS)}, or null for all")
+    source: Literal["auto", "local"]
+    prompt: Literal["0shot", "no_context"]
+    prompts: Prompts
+    lengths: Annotated[tuple[str, ...], Some(LENGTHS)] | None  # rows of these labels; None: all
+    max_prompt_tokens: Count | None  # None: what the window leaves besides the answer
+    max_new_tokens: Count
+    on_bad_row: OnBadRow
 
 
 class LongBenchV2(RowsTask):
@@ -129,6 +115,7 @@ class LongBenchV2(RowsTask):
     Params = Params
     data = Data((DATA,), "cannot be asked", by_hand=UPSTREAM)
     place, upstream, unique = DATA, UPSTREAM, "_id"
+    words_first = False
 
     def title(self) -> str:
         prompt = "" if self.params.prompt == "0shot" else f"/{self.params.prompt}"
@@ -137,7 +124,7 @@ class LongBenchV2(RowsTask):
     def prepare(self, shape: ModelShape) -> None:
         check_room("task", self.name, self.params.max_new_tokens, self.params.max_prompt_tokens, shape)
         self.words = self.wording(PROMPTS[self.params.prompt], PROMPTS_SOURCE)
-        self.template = checked_template(self.words) if self.words else OWN_PROMPTS[self.params.prompt]
+        self.template = checked_template(self.words[0]) if self.words else OWN_PROMPTS[self.params.prompt]
         self.notes.append(f"prompts: {'official' if self.words else 'own'}")
 
     def read(self) -> None:

@@ -22,21 +22,22 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
 
+from kvbench.engine.declared import Count, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import LARGEST_FILE, read_text
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks import sources
 from kvbench.tasks.base import Data, Sample
-from kvbench.tasks.checks import OfDatasets, check_choices, check_counts, check_datasets
+from kvbench.tasks.checks import OfDatasets, OnBadRow
 from kvbench.tasks.longproc import scores
 from kvbench.tasks.longproc.countdown import Search, examples
 from kvbench.tasks.published import Row
 from kvbench.tasks.reasoning.task import LongAnswers
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow
+from kvbench.tasks.rows import BadRow
 
 PARTS = ("countdown", "path_traversal", "tom_tracking")
 LISTS = {"all": PARTS}
@@ -49,16 +50,11 @@ MOST_NUMBER = 100_000  # of countdown's numbers; published ones are below 100
 @dataclass(frozen=True)
 class Params(OfDatasets):
     lists = LISTS
-    source: str
-    datasets: str | tuple[str, ...]  # parts, or all
-    length: str  # of the answer that is asked for
-    max_new_tokens: int | None  # None: by length, or what the window leaves
-    on_bad_row: str
-
-    def __post_init__(self) -> None:
-        check_choices(self, source=("auto", "local"), length=USUAL_TOKENS, on_bad_row=ON_BAD_ROW)
-        check_counts(self, "max_new_tokens")
-        check_datasets(self.names, PARTS, LISTS)
+    source: Literal["auto", "local"]
+    datasets: Annotated[str | tuple[str, ...], Some(PARTS, tuple(LISTS))]
+    length: Literal["0.5k", "2k", "8k"]  # of the answer that is asked for
+    max_new_tokens: Count | None  # None: by length, or what the window leaves
+    on_bad_row: OnBadRow
 
 
 class LongProc(LongAnswers):

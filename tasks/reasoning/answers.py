@@ -6,22 +6,21 @@ think only there, so scores of both are never compared, and the template is in t
 Not here: grading itself (`judge.py`, `grade.py`), each task's rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 from kvbench.engine.errors import ConfigError
 from kvbench.tasks.base import Sample
 from kvbench.tasks.ending import THOUGHT
 from kvbench.tasks.prompt import encode
-from kvbench.tasks.reasoning.grade import GRADERS
 from kvbench.tasks.reasoning.judge import RUNTIME, Graded, Judge
 
-TEMPLATES = ("plain", "chat")
-PARTS = ("all", "after_think")
+Template = Literal["plain", "chat"]
+AnswerPart = Literal["all", "after_think"]  # what the grader sees
 PLAIN = (
     "You are given a math problem.\n\nProblem: {question}\n\n You need to solve the problem step by step. First, you "
     "need to provide the chain-of-thought, then provide the final answer.\n\n Provide the final answer in the format: "
@@ -144,7 +143,3 @@ def release(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
-
-
-def known_graders() -> Mapping[str, Any]:
-    return GRADERS

@@ -9,50 +9,39 @@ Not here: prompts, room and grades (`answers.py`), pass@k (`results`), the files
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+from kvbench.engine.declared import Count
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks.base import Sample
-from kvbench.tasks.checks import check_choices, check_counts
+from kvbench.tasks.checks import OnBadRow
 from kvbench.tasks.published import Row, RowsTask
 from kvbench.tasks.reasoning.answers import (
-    PARTS,
-    TEMPLATES,
+    AnswerPart,
     Grading,
     Room,
+    Template,
     check_grader,
     fitted,
     grader_notes,
-    known_graders,
     question_text,
     refuse_template,
 )
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow
+from kvbench.tasks.rows import BadRow
 
 LONGEST = 100_000  # characters of a question
 
 
 @dataclass(frozen=True)
 class Params:
-    source: str
-    template: str
-    grader: str
-    answer_part: str  # what the grader sees: all, or after_think
-    max_new_tokens: int | None  # None: the task's own limit, or what the window leaves
-    max_total_tokens: int | None  # of prompt and answer together; None: no limit
-    on_bad_row: str
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self,
-            source=("auto", "hub", "local"),
-            template=TEMPLATES,
-            grader=known_graders(),
-            answer_part=PARTS,
-            on_bad_row=ON_BAD_ROW,
-        )
-        check_counts(self, "max_new_tokens", "max_total_tokens")
+    source: Literal["auto", "hub", "local"]
+    template: Template
+    grader: Literal["math_verify", "rkv", "kvpress"]
+    answer_part: AnswerPart
+    max_new_tokens: Count | None  # None: the task's own limit, or what the window leaves
+    max_total_tokens: Count | None  # of prompt and answer together; None: no limit
+    on_bad_row: OnBadRow
 
 
 class LongAnswers(RowsTask):
