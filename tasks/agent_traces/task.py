@@ -32,8 +32,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import Ge
+
+from kvbench.engine.declared import Count, Once
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import NoJson, read_json, read_text, write_csv
 from kvbench.engine.shapes import ModelShape
@@ -43,13 +46,13 @@ from kvbench.tasks.agent_traces import made
 from kvbench.tasks.agent_traces.actions import Point, action_of, agreement, points_of, recorded, values
 from kvbench.tasks.agent_traces.render import Message, Renderer, Talk, spoken
 from kvbench.tasks.base import Data, Sample
-from kvbench.tasks.checks import check_choices, check_counts, check_lengths, check_numbers
+from kvbench.tasks.checks import OnBadRow, check_lengths
 from kvbench.tasks.lazy import Drawn, fitting, most_units, note_left_out
 from kvbench.tasks.prompt import first_ids
 from kvbench.tasks.published import Fields, Row, RowsTask
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow
+from kvbench.tasks.rows import BadRow
 from kvbench.tasks.texts import sentences
-from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
+from kvbench.tasks.turns.conversation import Asking, Base, Conversation, Feed, Turn
 from kvbench.tasks.turns.questions import apart
 
 FOLDER, ENDS = "agent_traces", (".jsonl", "_policy.md", "_tools.json")
@@ -62,30 +65,21 @@ ROLES = ("user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Params:
-    source: str  # auto: the files; embedded: drawn work
+    source: Literal["auto", "local", "embedded"]  # auto: the files; embedded: drawn work
     domain: str  # NAME of the files
-    sessions: int  # traces in one context
-    points: str  # last: decisions of the last session; all
-    ask: str  # grounded | calls | all
-    lengths: tuple[int, ...]  # tokens of drawn work, the last answer included
-    turns: int  # questions on drawn work
-    output_tokens: int  # of a drawn output, about
-    rows: int | None  # samples; None: as many as there are traces, or 10 drawn ones
-    template: str
-    max_new_tokens: int | None  # None: the recorded action's and 32
-    on_bad_row: str
-    mode: str
-    feed: str
-    budget_base: str | None  # None: conversation in golden, else context
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self, source=("auto", "local", "embedded"), points=("last", "all"), ask=("grounded", "calls", "all"),
-            template=("auto", "plain"), on_bad_row=ON_BAD_ROW, mode=("golden", "independent", "query_aware"),
-        )  # fmt: skip
-        check_counts(self, "sessions", "turns", "output_tokens", "rows", "max_new_tokens")
-        check_numbers(self, lengths=1000)
-        _ = self.asking
+    sessions: Count  # traces in one context
+    points: Literal["last", "all"]  # decisions of the last session, or of all
+    ask: Literal["grounded", "calls", "all"]
+    lengths: Annotated[tuple[Annotated[int, Ge(1000)], ...], Once()]  # tokens of drawn work, the last answer included
+    turns: Count  # questions on drawn work
+    output_tokens: Count  # of a drawn output, about
+    rows: Count | None  # samples; None: as many as there are traces, or 10 drawn ones
+    template: Literal["auto", "plain"]
+    max_new_tokens: Count | None  # None: the recorded action's and 32
+    on_bad_row: OnBadRow
+    mode: Literal["golden", "independent", "query_aware"]
+    feed: Feed
+    budget_base: Base | None  # None: conversation in golden, else context
 
     @property
     def asking(self) -> Asking:
@@ -129,6 +123,7 @@ class AgentTraces(RowsTask):
     fields: ClassVar[Fields] = {"id": (int, str), "messages": list}
     policy = made.POLICY
     tools: Sequence[Any] = ()
+    three: Sequence[Path] = ()  # files of a domain
 
     def title(self) -> str:
         params = self.params
@@ -143,7 +138,7 @@ class AgentTraces(RowsTask):
             self.tools = [schema(*tool) for tool in made.TOOLS]
             self.notes.append(f"drawn work; notes in outputs: {prose.prose_name()}")
 
-    def files(self) -> dict[str, Path]:
+    def files(self, only: Sequence[str] | None = None) -> dict[str, Path]:
         """Of the domain's three files that with rows; the others are read here."""
         names = [f"{FOLDER}/{self.params.domain}{end}" for end in ENDS]
         self.three = sources.obtain(names, "local", self.data_dir, UPSTREAM, instead="drawn work")

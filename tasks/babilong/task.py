@@ -24,8 +24,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+from kvbench.engine.declared import Count, Matches, Once, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.calibration import prose
@@ -35,17 +36,17 @@ from kvbench.tasks.babilong.prompts import END, OWN, PARTS, filled, official
 from kvbench.tasks.babilong.prompts import UPSTREAM as PROMPTS_SOURCE
 from kvbench.tasks.babilong.scores import LABELS, MADE, is_right
 from kvbench.tasks.base import Data, Sample
-from kvbench.tasks.checks import OfDatasets, check_choices, check_counts, check_datasets
+from kvbench.tasks.checks import OfDatasets, OnBadRow, Prompts
 from kvbench.tasks.download import Piece
 from kvbench.tasks.lazy import Drawn
 from kvbench.tasks.published import Fields, Row, RowsTask
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow
-from kvbench.tasks.texts import digest, sentences
+from kvbench.tasks.rows import BadRow
+from kvbench.tasks.texts import sentences
 
 DATASETS = tuple(f"qa{i}" for i in range(1, 21))
 LENGTHS = ("0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k", "256k", "512k", "1M")  # published ones
 LISTS = {"first": DATASETS[:5], "made": worlds.MADE, "all": DATASETS}
-LENGTH = re.compile(r"(\d+)([kM])")
+LENGTH = r"(\d+)([kM])"
 PROMPTS = "babilong/prompts.json"
 THEIR_PROMPTS = "babilong/prompts.py"
 CODE = "38da79d79519ef87aa46ae804f838e1eab7f86d7"
@@ -57,38 +58,18 @@ AROUND = 500  # tokens that prompt and question may take
 
 @dataclass(frozen=True)
 class Params(OfDatasets):
-    lists = LISTS
-    source: str  # auto: the files; embedded: drawn worlds
-    datasets: str | tuple[str, ...]  # names, or a list's: first (qa1 to qa5), made, all
-    lengths: tuple[str, ...]  # of text and facts, as folders are called
-    rows: int | None  # of each dataset and length; None: all, or 100 that are drawn
-    prompts: str
+    lists, drawn = LISTS, worlds.MADE
+    source: Literal["auto", "local", "hub", "embedded"]  # auto: the files; embedded: drawn worlds
+    datasets: Annotated[str | tuple[str, ...], Some(DATASETS, tuple(LISTS))]
+    lengths: Annotated[tuple[Annotated[str, Matches(LENGTH, "a length like 4k or 1M")], ...], Once()]  # text and facts
+    rows: Count | None  # of each dataset and length; None: all, or 100 that are drawn
+    prompts: Prompts
     instruction: bool
     examples: bool
     post_prompt: bool
-    scoring: str
-    max_new_tokens: int
-    on_bad_row: str
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self, source=("auto", "local", "hub", "embedded"), prompts=("auto", "official", "own"),
-            scoring=("official", "words"), on_bad_row=ON_BAD_ROW,
-        )  # fmt: skip
-        check_counts(self, "rows", "max_new_tokens")
-        check_datasets(self.names, DATASETS, LISTS)
-        if (
-            not self.lengths
-            or len(set(self.lengths)) < len(self.lengths)
-            or not all(map(LENGTH.fullmatch, self.lengths))
-        ):
-            raise ConfigError(f"task.lengths={list(self.lengths)} are no lengths; give some as 4k or 1M, each once")
-        real = [name for name in self.names if name not in worlds.MADE]
-        if self.source == "embedded" and real:
-            raise ConfigError(
-                f"task.source=embedded draws {worlds.MADE[0]} to {worlds.MADE[-1]} only, not {real[0]}; leave it out "
-                "of task.datasets, or choose another source"
-            )
+    scoring: Literal["official", "words"]
+    max_new_tokens: Count
+    on_bad_row: OnBadRow
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -98,7 +79,7 @@ class Params(OfDatasets):
 
 def n_tokens(length: str) -> int:
     """4k as a number."""
-    found = LENGTH.fullmatch(length)
+    found = re.fullmatch(LENGTH, length)
     assert found, length
     return int(found[1]) * {"k": 1000, "M": 1_000_000}[found[2]]
 
@@ -146,15 +127,14 @@ class BabiLong(RowsTask):
             path = sources.find(THEIR_PROMPTS, self.data_dir)
             if path is None and (self.params.prompts == "official" or self.params.source == "hub"):
                 (path,) = sources.obtain([THEIR_PROMPTS], self.params.source, self.data_dir, PROMPTS_SOURCE)
-        self.words, self.prompts = path, OWN if path is None else official(path, self.params.names)
+        self.words, self.prompts = ([], OWN) if path is None else ([path], official(path, self.params.names))
         self.notes = [f"prompts: {'own' if path is None else 'official'}", f"scoring: {self.params.scoring}"]
         if "qa7" in self.params.names and self.params.scoring == "official":
             self.notes.append("qa7: the answer none is never right by the official scoring")
         if self.is_embedded:
             self.notes += ["drawn worlds, not comparable with BABILong", f"long text: {prose.prose_name()}"]
-        self.data_digest = None if path is None else digest([path])
 
-    def files(self) -> dict[str, Path]:
+    def files(self, only: Sequence[str] | None = None) -> dict[str, Path]:
         """JSON lines that somebody made, else upstream's lists."""
         found = dict[str, Path]()
         for name in self.names:
@@ -164,9 +144,6 @@ class BabiLong(RowsTask):
                 [f"babilong/{name}.json"], self.params.source, self.data_dir, UPSTREAM, instead=instead
             )[0]  # fmt: skip
         return found
-
-    def digested(self, files: Sequence[Path]) -> Sequence[Path]:
-        return [self.words, *files] if self.words else files
 
     def check_row(self, name: str, row: Row) -> None:
         for key in ("question", "target"):

@@ -24,18 +24,19 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+from kvbench.engine.declared import Count, Once, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks.base import Data, Sample
-from kvbench.tasks.checks import SLACK, check_choices, check_counts, check_numbers, check_some
+from kvbench.tasks.checks import SLACK, Lengths, OnBadRow
 from kvbench.tasks.download import Piece
 from kvbench.tasks.graphwalks import graphs
 from kvbench.tasks.graphwalks.scores import CUE, verdict
 from kvbench.tasks.lazy import Drawn, fitting, in_turns, n_tokens, note_left_out
 from kvbench.tasks.published import Fields, Row, RowsTask
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow, write_means
+from kvbench.tasks.rows import BadRow, write_means
 
 REVISION = "f338bb265735a56a79f4b0f5def722c9c3268ead"
 UPSTREAM = "hub dataset openai/graphwalks (kvbench fetch graphwalks)"
@@ -77,28 +78,19 @@ Give all nodes of the answer, between commas, in a last line as in the example: 
 
 @dataclass(frozen=True)
 class Params:
-    source: str  # auto: the files; embedded: drawn graphs
-    parts: tuple[str, ...]  # files: short, long
-    problems: tuple[str, ...]
-    depths: tuple[int, ...]  # of drawn searches
-    out_degree: int  # edges from each drawn node
-    lengths: tuple[int, ...]  # tokens of drawn prompts
-    rows: int | None  # of each problem and length; None: all, or 30 drawn ones
-    truth: str
-    extraction: str  # auto: the card's of published rows, the harness's of drawn ones
+    source: Literal["auto", "local", "hub", "embedded"]  # auto: the files; embedded: drawn graphs
+    parts: Annotated[tuple[str, ...], Some(tuple(PARTS))]  # files
+    problems: Annotated[tuple[str, ...], Some(KINDS)]
+    depths: Annotated[tuple[Count, ...], Once()]  # of drawn searches
+    out_degree: Count  # edges from each drawn node
+    lengths: Lengths  # of drawn prompts
+    rows: Count | None  # of each problem and length; None: all, or 30 drawn ones
+    truth: Literal["recomputed", "file"]
+    extraction: Literal["auto", "harness", "card"]  # auto: the card's of published rows, the harness's of drawn ones
     strip_end: bool
     thinking: bool
-    max_new_tokens: int | None  # None: 512, or 8192 with thinking
-    on_bad_row: str
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self, source=("auto", "local", "hub", "embedded"), truth=("recomputed", "file"),
-            extraction=("auto", "harness", "card"), on_bad_row=ON_BAD_ROW,
-        )  # fmt: skip
-        check_counts(self, "rows", "max_new_tokens", "out_degree")
-        check_some(self, parts=tuple(PARTS), problems=KINDS)
-        check_numbers(self, lengths=500, depths=1)
+    max_new_tokens: Count | None  # None: 512, or 8192 with thinking
+    on_bad_row: OnBadRow
 
     @property
     def n_new(self) -> int:

@@ -27,27 +27,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import Ge, Le
+
+from kvbench.engine.declared import Count, Some, word
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import NoJson, parse_json
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.calibration import prose
 from kvbench.tasks import sources
 from kvbench.tasks.base import Data, Sample
-from kvbench.tasks.checks import check_choices, check_counts, check_lengths, check_numbers, check_some
+from kvbench.tasks.checks import Lengths, OnBadRow, check_lengths
 from kvbench.tasks.download import Piece
 from kvbench.tasks.lazy import Drawn, fitting, in_turns, note_left_out
 from kvbench.tasks.mrcr.made import WORDS, Dialogue, Plan
 from kvbench.tasks.prompt import first_ids, rendered
 from kvbench.tasks.published import Fields, Row, RowsTask
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow, write_means
+from kvbench.tasks.rows import BadRow, write_means
 from kvbench.tasks.texts import sentences
 from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
 from kvbench.tasks.turns.questions import QuestionParams, apart
 
 NEEDLES = (1, 2, 4, 8)  # 1: of drawn dialogues alone
-MODES = (None, "independent", "query_aware")
 MOST_QUESTIONS = 32
 REVISION = "f4c69fae7cf81f7ca26b9fee34b392a50f6b8a1d"
 UPSTREAM = "hub dataset openai/mrcr (kvbench fetch mrcr)"
@@ -56,38 +58,28 @@ EXTRA = 32  # tokens that an answer may have beyond its reference
 EXACT = 0.99
 CHARACTERS = 8  # of a token at most, by which rows are left out before they are tokenised
 BINS = tuple(4096 << i for i in range(9))
+Words = Annotated[int, Ge(5)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Params(QuestionParams):
-    source: str  # auto: the files; embedded: drawn dialogues
-    needles: tuple[int, ...]  # pieces that are alike
-    lengths: tuple[int, ...]  # tokens of drawn dialogues, answer included
-    words: tuple[int, ...]  # of a drawn piece, from and to
-    rows: int | None  # of each number of needles and length; None: all, or 30 drawn ones
-    template: str
-    answer_part: str
+    source: Literal["auto", "local", "hub", "embedded"]  # auto: the files; embedded: drawn dialogues
+    questions: Annotated[int, Ge(1), Le(MOST_QUESTIONS)]
+    mode: Literal["independent", "query_aware"] | None  # another would show earlier pieces in later questions
+    needles: Annotated[tuple[int, ...], Some(NEEDLES)]  # pieces that are alike
+    lengths: Lengths  # of drawn dialogues, answer included
+    words: tuple[Words, Words]  # of a drawn piece, from and to
+    rows: Count | None  # of each number of needles and length; None: all, or 30 drawn ones
+    template: Literal["chat", "plain"]
+    answer_part: Literal["all", "after_think"]
     strip_start: bool
-    max_prompt_tokens: int | None  # longer rows are left out; None: what the window holds
-    on_bad_row: str
+    max_prompt_tokens: Count | None  # longer rows are left out; None: what the window holds
+    on_bad_row: OnBadRow
 
     def __post_init__(self) -> None:
-        check_choices(
-            self, source=("auto", "local", "hub", "embedded"), template=("chat", "plain"),
-            answer_part=("all", "after_think"), on_bad_row=ON_BAD_ROW,
-        )  # fmt: skip
-        check_counts(self, "rows", "max_prompt_tokens")
-        check_some(self, needles=NEEDLES)
-        check_numbers(self, lengths=500, words=5)
-        if len(self.words) != 2 or self.words[0] > self.words[1]:
-            raise ConfigError(f"task.words={list(self.words)} is no range; give the fewest and the most, as [40,200]")
-        if self.questions > MOST_QUESTIONS:
-            raise ConfigError(f"task.questions={self.questions} is too many on one dialogue; {MOST_QUESTIONS} at most")
-        if self.mode not in MODES:
-            raise ConfigError(
-                f"task.mode={self.mode} would show earlier pieces in later questions; use independent or query_aware"
-            )
         super().__post_init__()
+        if self.words[0] > self.words[1]:
+            raise ConfigError(f"task.words={word(self.words)} is no range; give the fewest and the most, as [40,200]")
         drawn = {"needles": 1 in self.needles, "questions": self.questions > 1, "words": self.words != WORDS}
         if self.source != "embedded" and (key := next((key for key, is_so in drawn.items() if is_so), None)):
             raise ConfigError(

@@ -23,21 +23,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from kvbench.engine.declared import Count
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import write_csv
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.calibration import prose
 from kvbench.tasks.base import Data, Sample
-from kvbench.tasks.checks import SLACK, check_choices, check_counts, check_numbers
+from kvbench.tasks.checks import SLACK, Lengths, OnBadRow
 from kvbench.tasks.lazy import Drawn, fitting, note_left_out
 from kvbench.tasks.oolong import made, scores
 from kvbench.tasks.prompt import first_ids, render
 from kvbench.tasks.published import Fields, Row, RowsTask
-from kvbench.tasks.rows import LONGEST_ID, ON_BAD_ROW, BadRow
+from kvbench.tasks.rows import LONGEST_ID, BadRow
 from kvbench.tasks.texts import sentences
-from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
+from kvbench.tasks.turns.conversation import Asking, Base, Conversation, Feed, Turn
 from kvbench.tasks.turns.questions import apart
 
 UPSTREAM = "the hub (oolongbench/oolong-synth, oolongbench/oolong-real: one row a line)"
@@ -50,27 +51,18 @@ DRAWN_QUESTIONS = 5  # on a list, where nothing else is said
 
 @dataclass(frozen=True)
 class Params:
-    source: str  # auto: the files; embedded: drawn lists
-    form: str  # of files: synth | real
+    source: Literal["auto", "local", "embedded"]  # auto: the files; embedded: drawn lists
+    form: Literal["synth", "real"]  # of files
     with_labels: bool  # of synth's files: whether each line shows its label
-    lengths: tuple[int, ...]  # tokens of a drawn context with its longest question
-    questions: int | None  # on each context, at most; None: all, or 5 on a drawn list
-    rows: int | None  # contexts; None: all, or 10 drawn ones of each length
-    scoring: str
-    max_new_tokens: int
-    on_bad_row: str
-    mode: str
-    feed: str
-    budget_base: str
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self, source=("auto", "local", "embedded"), form=("synth", "real"), scoring=("official", "ours"),
-            on_bad_row=ON_BAD_ROW, mode=("independent", "query_aware"),
-        )  # fmt: skip
-        check_counts(self, "questions", "rows", "max_new_tokens")
-        check_numbers(self, lengths=500)
-        _ = self.asking
+    lengths: Lengths  # of a drawn context with its longest question
+    questions: Count | None  # on each context, at most; None: all, or 5 on a drawn list
+    rows: Count | None  # contexts; None: all, or 10 drawn ones of each length
+    scoring: Literal["official", "ours"]
+    max_new_tokens: Count
+    on_bad_row: OnBadRow
+    mode: Literal["independent", "query_aware"]
+    feed: Feed
+    budget_base: Base
 
     @property
     def asking(self) -> Asking:

@@ -14,50 +14,55 @@ Not here: how a command line finds the file, and what of it identifies a run (`e
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import yaml
 
+from kvbench.engine.declared import Count, Named
 from kvbench.engine.errors import ConfigError, first_line, unknown_name
 from kvbench.engine.foreign import read_text
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks.base import Sample
-from kvbench.tasks.checks import check_choices, check_counts
+from kvbench.tasks.checks import OnBadRow
 from kvbench.tasks.download import cache_root, replace_text
 from kvbench.tasks.own.scorers import SCORERS
 from kvbench.tasks.published import Row, RowsTask
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow
+from kvbench.tasks.rows import BadRow
 
 FIELD = re.compile(r"\{([^\W\d][\w.-]*)\}")
 HUB = re.compile(r"[\w.-]+/[\w.-]+")
 TEMPLATES = ("context", "question", "answer_prefix")
 
 
+class NamesField:
+    """A template with a field of the rows in it."""
+
+    def holds(self, value: str) -> bool:
+        return FIELD.search(value) is not None
+
+    def refusal(self, key: str, value: str) -> str:
+        return f"{key}={value!r} names no field of the rows; write one, like {{text}}"
+
+
 @dataclass(frozen=True)
 class Params:
     rows: str
-    context: str
+    context: Annotated[str, NamesField()]
     references: str
-    score: str
+    score: Annotated[str, Named(tuple(SCORERS))]
     question: str = ""
     answer_prefix: str = ""  # an answer cue behind the user's turn
-    max_new_tokens: int = 32
+    max_new_tokens: Count = 32
     stop_at_newline: bool = False
     licence: str = ""  # of the rows
     revision: str | None = None  # of a hub dataset: a commit
     subset: str | None = None
     split: str = "test"
-    on_bad_row: str = "refuse"
+    on_bad_row: OnBadRow = "refuse"
     source: ClassVar[str] = "local"  # as a benchmark's parameters have it
-
-    def __post_init__(self) -> None:
-        check_choices(self, score=SCORERS, on_bad_row=ON_BAD_ROW)
-        check_counts(self, "max_new_tokens")
-        if not FIELD.search(self.context):
-            raise ConfigError(f"task.context={self.context!r} names no field of the rows; write one, like {{text}}")
 
     def named(self) -> dict[str, str]:
         """The fields that it reads, and which key names each first."""
@@ -89,7 +94,7 @@ class OwnTask(RowsTask):
     def prepare(self, shape: ModelShape) -> None:
         self.notes = [f"licence: {self.params.licence}"] if self.params.licence else []
 
-    def files(self) -> dict[str, Path]:
+    def files(self, only: Sequence[str] | None = None) -> dict[str, Path]:
         return {self.name: self.file or hub_file(self.params)}
 
     def check_row(self, name: str, row: Row) -> None:

@@ -24,21 +24,21 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+from kvbench.engine.declared import Count, Some
 from kvbench.engine.foreign import read_text
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.calibration import prose
 from kvbench.tasks import sources
 from kvbench.tasks.base import Data, Sample
-from kvbench.tasks.checks import OfDatasets, check_choices, check_counts, check_datasets, check_length
+from kvbench.tasks.checks import OfDatasets, OnBadRow, Prompts, check_length
 from kvbench.tasks.lazy import FilledSamples
 from kvbench.tasks.needle.task import ESSAYS, UPSTREAM
 from kvbench.tasks.published import Fields, Row, RowsTask
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow, write_means
+from kvbench.tasks.rows import BadRow, write_means
 from kvbench.tasks.ruler.synthetic import KINDS, OWN_TEMPLATES, Material
 from kvbench.tasks.ruler.synthetic import Row as Parts
-from kvbench.tasks.texts import digest
 
 TEMPLATES = "ruler/templates.json"
 TEMPLATES_SOURCE = "GitHub NVIDIA/RULER (scripts/data/synthetic/constants.py), put into JSON"
@@ -102,27 +102,15 @@ def split(dataset: str, row: Row) -> Parts:
 @dataclass(frozen=True)
 class Params(OfDatasets):
     lists = LISTS
-    source: str  # auto: the files; embedded: generated rows
-    datasets: str | tuple[str, ...]  # names, or a list's: niah, all
-    length: int  # tokens of a row, answer included
-    rows: int | None  # generated rows per task; None: as many as a published file has
-    prompts: str  # auto: the official templates if they are there
-    haystack: str  # auto: the essays if they are there
-    max_new_tokens: int | None  # None: the task's own
-    control_characters: str
-    on_bad_row: str
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self,
-            source=("auto", "local", "embedded"),
-            prompts=("auto", "official", "own"),
-            haystack=("auto", "essays", "embedded"),
-            control_characters=REPLACEMENTS,
-            on_bad_row=ON_BAD_ROW,
-        )
-        check_counts(self, "length", "rows", "max_new_tokens")
-        check_datasets(self.names, DATASETS, LISTS)
+    source: Literal["auto", "local", "embedded"]  # auto: the files; embedded: generated rows
+    datasets: Annotated[str | tuple[str, ...], Some(DATASETS, tuple(LISTS))]
+    length: Count  # tokens of a row, answer included
+    rows: Count | None  # generated rows per task; None: as many as a published file has
+    prompts: Prompts
+    haystack: Literal["auto", "essays", "embedded"]  # auto: the essays if they are there
+    max_new_tokens: Count | None  # None: the task's own
+    control_characters: Literal["newline", "delete"]
+    on_bad_row: OnBadRow
 
     def new_tokens(self, dataset: str) -> int:
         """Longest answer, in tokens."""
@@ -178,7 +166,7 @@ class Ruler(RowsTask):
             used += files
         self.prompts = prompts
         self.material = Material(templates, essays, self.params.length)
-        self.data_digest = digest(used) if used else None
+        self.words = used
 
     def _essays(self) -> list[Path]:
         """The files of the essays; none where Python's help topics stand in."""
