@@ -155,11 +155,11 @@ def test_damaged_files_and_wrong_values_are_sentences(tokenizer, folder) -> None
     (folder / "longbench_v2" / "data.json").write_text("[{")
     with pytest.raises(ConfigError, match="is no JSON"):
         asked(folder, tokenizer)
-    (folder / "longbench_v2" / "prompts" / "0shot.txt").write_text("$DOC$ $Q$")
-    with pytest.raises(ConfigError, match=r"has no \$C_A\$"):
-        asked(folder, tokenizer)
     (folder / "longbench_v2" / "data.json").unlink()
     with pytest.raises(ConfigError, match="THUDM/LongBench-v2"):
+        asked(folder, tokenizer)
+    (folder / "longbench_v2" / "prompts" / "0shot.txt").write_text("$DOC$ $Q$")
+    with pytest.raises(ConfigError, match=r"has no \$C_A\$"):
         asked(folder, tokenizer)
 
 
