@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
@@ -34,11 +34,12 @@ from kvbench.tasks.babilong import worlds
 from kvbench.tasks.babilong.prompts import END, OWN, PARTS, filled, official
 from kvbench.tasks.babilong.prompts import UPSTREAM as PROMPTS_SOURCE
 from kvbench.tasks.babilong.scores import LABELS, MADE, is_right
-from kvbench.tasks.base import Data, Sample, Task
+from kvbench.tasks.base import Data, Sample
 from kvbench.tasks.checks import OfDatasets, check_choices, check_counts, check_datasets
 from kvbench.tasks.download import Piece
-from kvbench.tasks.lazy import LazySamples, in_turns
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows, write_means
+from kvbench.tasks.lazy import Drawn
+from kvbench.tasks.published import Fields, Row, RowsTask
+from kvbench.tasks.rows import ON_BAD_ROW, BadRow
 from kvbench.tasks.texts import digest, sentences
 
 DATASETS = tuple(f"qa{i}" for i in range(1, 21))
@@ -102,7 +103,7 @@ def n_tokens(length: str) -> int:
     return int(found[1]) * {"k": 1000, "M": 1_000_000}[found[2]]
 
 
-class BabiLong(Task):
+class BabiLong(RowsTask):
     """The rows of each chosen task and length, in turns."""
 
     name = "babilong"
@@ -120,15 +121,20 @@ class BabiLong(Task):
         ),
     )  # fmt: skip
 
-    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
-        self.params, self.data_dir, self.seed = params, data_dir, seed
-        self.data_source = {"embedded": "embedded", "hub": "hub"}.get(params.source, "local")
-        self.dataset = f"{'+'.join(params.lengths)}/{params.listed}"
-        self.rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-        self.words: Mapping[str, Mapping[str, str]] = OWN
-        self.notes: list[str] = []
+    place, upstream, instead = "babilong/{name}.json", UPSTREAM, "drawn worlds"
+    fields: ClassVar[Fields] = {"input": str, "question": str, "target": str}
+    means: ClassVar[Row] = {"dataset": "dataset", "length": "length"}
+    prompts: Mapping[str, Mapping[str, str]] = OWN
 
-    def check(self, shape: ModelShape) -> None:
+    def title(self) -> str:
+        return f"{'+'.join(self.params.lengths)}/{self.params.listed}"
+
+    @property
+    def names(self) -> Sequence[str]:
+        """A file for each length and task."""
+        return [f"{length}/{name}" for length in self.params.lengths for name in self.params.names]
+
+    def prepare(self, shape: ModelShape) -> None:
         longest = max(map(n_tokens, self.params.lengths))
         if longest + AROUND + self.params.max_new_tokens > shape.window:
             raise ConfigError(
@@ -140,44 +146,49 @@ class BabiLong(Task):
             path = sources.find(THEIR_PROMPTS, self.data_dir)
             if path is None and (self.params.prompts == "official" or self.params.source == "hub"):
                 (path,) = sources.obtain([THEIR_PROMPTS], self.params.source, self.data_dir, PROMPTS_SOURCE)
-        if path is not None:
-            self.words = official(path, self.params.names)
-        used = [] if path is None else [path]
+        self.words, self.prompts = path, OWN if path is None else official(path, self.params.names)
         self.notes = [f"prompts: {'own' if path is None else 'official'}", f"scoring: {self.params.scoring}"]
         if "qa7" in self.params.names and self.params.scoring == "official":
             self.notes.append("qa7: the answer none is never right by the official scoring")
         if self.is_embedded:
             self.notes += ["drawn worlds, not comparable with BABILong", f"long text: {prose.prose_name()}"]
-        else:
-            used += self._read()
-        self.data_digest = digest(used) if used else None
+        self.data_digest = None if path is None else digest([path])
 
-    def _read(self) -> list[Path]:
-        used: list[Path] = []
-        for length in self.params.lengths:
-            for name in self.params.names:
-                stem = f"babilong/{length}/{name}"
-                path = sources.find(f"{stem}.jsonl", self.data_dir) if self.params.source != "hub" else None
-                instead = "drawn worlds" if name in worlds.MADE else ""
-                path = path or sources.obtain(
-                    [f"{stem}.json"], self.params.source, self.data_dir, UPSTREAM, instead=instead
-                )[0]  # fmt: skip
-                fields = {"input": str, "question": str, "target": str}
-                found = read_rows(path, fields, self.params.on_bad_row, check=check_row(name))
-                self.notes += found.notes
-                self.rows[name, length] = [{**row, "number": number} for number, row in found.rows]
-                used.append(path)
-        return used
+    def files(self) -> dict[str, Path]:
+        """JSON lines that somebody made, else upstream's lists."""
+        found = dict[str, Path]()
+        for name in self.names:
+            lines = sources.find(f"babilong/{name}.jsonl", self.data_dir) if self.params.source != "hub" else None
+            instead = self.instead if name.rpartition("/")[2] in worlds.MADE else ""
+            found[name] = lines or sources.obtain(
+                [f"babilong/{name}.json"], self.params.source, self.data_dir, UPSTREAM, instead=instead
+            )[0]  # fmt: skip
+        return found
+
+    def digested(self, files: Sequence[Path]) -> Sequence[Path]:
+        return [self.words, *files] if self.words else files
+
+    def check_row(self, name: str, row: Row) -> None:
+        for key in ("question", "target"):
+            if not row[key].strip():
+                raise BadRow(f"field {key!r} is empty")
+        dataset = name.rpartition("/")[2]
+        if row["target"].lower() not in {label.lower() for label in LABELS[dataset]} and "," not in row["target"]:
+            raise BadRow(f"field 'target' is {row['target'][:40]!r}, no answer to {dataset}")
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        return Rows(self, tokenizer)
+        if not self.is_embedded:
+            return super().samples(tokenizer)
+        cells = [(name, length) for length in self.params.lengths for name in self.params.names]
+        return Worlds(self, tokenizer, cells, self.params.rows or 100)
 
-    def sample(self, name: str, length: str, row: Mapping[str, Any]) -> Sample:
-        words = {part: self.words[name][part] for part in self.params.parts}
+    def sample(self, tokenizer: Any, name: str, number: int, row: Row) -> Sample:
+        length, _, name = name.partition("/")
+        words = {part: self.prompts[name][part] for part in self.params.parts}
         prompt = filled(words, row["input"], row["question"])
         cut = prompt.rindex(f"\n{END}\n") + len(END) + 1
         return Sample(
-            id=f"{name}-{length}-{row['number']}",
+            id=f"{name}-{length}-{number}",
             context=prompt[:cut],
             question=prompt[cut:],
             references=(row["target"],),
@@ -188,78 +199,43 @@ class BabiLong(Task):
 
     def score(self, sample: Sample, prediction: str) -> float:
         name, asked = sample.fields["dataset"], sample.fields["question"]
-        labels = MADE.get(name, LABELS[name]) if self.is_embedded else LABELS[name]
+        labels = MADE.get(name, LABELS[name]) if self.params.source == "embedded" else LABELS[name]
         return float(
             is_right(labels, sample.references[0], prediction, asked, whole_words=self.params.scoring == "words")
         )
 
-    def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-        """babilong.csv: per task and length its rows and their mean in percent."""
-        write_means(folder / "babilong.csv", rows, {"dataset": "dataset", "length": "length"})
 
-
-class Rows(LazySamples):
-    """The first row of every task and length, then the second of every one."""
-
-    def __init__(self, task: BabiLong, tokenizer: Any) -> None:
-        self.task, self.tokenizer = task, tokenizer
-        self.sentences: dict[str, list[list[int]]] = {}  # of the long text as tokens, by task
-        cells = [(name, length) for length in task.params.lengths for name in task.params.names]
-        self.places = in_turns([[(*cell, i) for i in range(self.n_rows(cell))] for cell in cells])
-
-    def n_rows(self, cell: tuple[str, str]) -> int:
-        n = self.task.params.rows
-        return (n or 100) if self.task.is_embedded else min(n or len(self.task.rows[cell]), len(self.task.rows[cell]))
+class Worlds(Drawn):
+    """A drawn world in a text of exactly so many tokens."""
 
     def sample(self, i: int) -> Sample:
         name, length, number = self.places[i]
-        drawn = self.drawn(name, length, number) if self.task.is_embedded else self.task.rows[name, length][number]
-        return self.task.sample(name, length, drawn)
-
-    def drawn(self, name: str, length: str, number: int) -> Mapping[str, Any]:
-        """A world in a text of so many tokens."""
         rng = random.Random(f"babilong {self.task.seed} {name} {length} {number}")
         asked = worlds.draw(name, rng)
         facts = [self.ids(fact) for fact in asked.facts]
-        text = worlds.background(self.shuffled(name, rng, n_tokens(length)), n_tokens(length) - sum(map(len, facts)))
+        text = worlds.background(self.background(name, rng, n_tokens(length)), n_tokens(length) - sum(map(len, facts)))
         positions = sorted(rng.choices(range(len(text) + 1), k=len(facts)))
         ids = worlds.mixed(text, facts, positions)
-        return {
-            "input": self.tokenizer.decode(ids), "question": asked.question, "target": asked.answer,
-            "number": number, "facts": asked.facts,
-        }  # fmt: skip
+        row = {"input": self.tokenizer.decode(ids), "question": asked.question, "target": asked.answer}
+        return self.task.sample(self.tokenizer, f"{length}/{name}", number, row | {"facts": asked.facts})
 
     def ids(self, sentence: str) -> list[int]:
         return self.tokenizer.encode(f" {sentence}", add_special_tokens=False)
 
-    @cached_property
-    def encoded(self) -> list[tuple[str, list[int]]]:
-        """All sentences of the long text with their tokens, in one call: one by one takes seconds."""
-        texts = sentences()
-        ids = self.tokenizer([f" {text}" for text in texts], add_special_tokens=False)["input_ids"]
-        return [*zip(texts, ids, strict=True)]
-
-    def shuffled(self, name: str, rng: random.Random, n: int) -> list[list[int]]:
+    def background(self, name: str, rng: random.Random, n: int) -> list[list[int]]:
         """Sentences of n tokens or more, from a drawn one on; all of them come up before one comes again."""
-        known = self.sentences.get(name)
-        if known is None:
-            labels = {label.lower() for label in MADE.get(name, LABELS[name])}
-            texts = ((text.lower(), ids) for text, ids in self.encoded if len(ids) >= SHORTEST)
-            known = [ids for text, ids in texts if not any(label in text for label in labels)]
-            self.sentences[name] = known
+        known = self.sentences[name]
         start, has = rng.randrange(len(known)), sum(map(len, known))
         around = known[start:] + known[:start]
         return around * (n // has + 1)
 
-
-def check_row(name: str) -> Any:
-    """A check of what a row must hold beyond the types of its fields."""
-
-    def check(row: Mapping[str, Any]) -> None:
-        for key in ("question", "target"):
-            if not row[key].strip():
-                raise BadRow(f"field {key!r} is empty")
-        if row["target"].lower() not in {label.lower() for label in LABELS[name]} and "," not in row["target"]:
-            raise BadRow(f"field 'target' is {row['target'][:40]!r}, no answer to {name}")
-
-    return check
+    @cached_property
+    def sentences(self) -> dict[str, list[list[int]]]:
+        """Those of the long text, as tokens, that have no answer to a task; in one call, as each takes its time."""
+        ids = self.tokenizer([f" {text}" for text in sentences()], add_special_tokens=False)["input_ids"]
+        every = [(text.lower(), some) for text, some in zip(sentences(), ids, strict=True) if len(some) >= SHORTEST]
+        labels = {name: [label.lower() for label in MADE.get(name, LABELS[name])] for name in self.task.params.names}
+        return {
+            name: [some for text, some in every if not any(label in text for label in answers)]
+            for name, answers in labels.items()
+        }
