@@ -254,8 +254,8 @@ Samples without a difference are left out. **It is exact where the differences a
 misses (the binomial test), **and where there are up to 32**. Of more, a million signs are drawn from seed 0, and p is
 (b + 1) / 1,000,001, where b of them are as far from 0: at p = 0.01 another seed moves it by 0.0001. Where none is, all
 that is known is that p is lower, and it is written "p < 1e-06"; so is an exact one below that. Holm's correction
-multiplies p by up to as many as there were comparisons, and such a bound with it: of 19 comparisons "p < 1.9e-05". Tables
-for programs say so in a column beside the number.
+multiplies p by up to as many as there were comparisons, and such a bound with it: of 19 comparisons "p < 1.9e-05".
+Tables for programs say so in a column beside the number.
 
 [register.md](register.md) also asks whether a loss is smaller than a margin: it is shown where the lower end lies above
 the margin with the p-value that the correction leaves, so the rows "differences" below are the coverage of that rule
@@ -266,8 +266,8 @@ result.json of older runs has intervals of other rules; tables, figures and the 
 ## Coverage
 
 The share of intervals that hold the true mean, in %, over {most} draws of n samples each ({least} from n = 100 on): a
-standard error of 0.5 (0.7) points. `python -m kvbench.benchmarks.coverage` makes all numbers, with the widths, which are
-in [coverage.csv](../benchmarks/coverage.csv).
+standard error of 0.5 (0.7) points. `python -m kvbench.benchmarks.coverage` makes all numbers; they are, with the
+widths, in [coverage.csv](../benchmarks/coverage.csv).
 
 Ours:
 """
