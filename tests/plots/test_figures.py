@@ -169,18 +169,13 @@ def test_the_oracle_is_a_reference_and_in_no_front(tmp_path: Path) -> None:
     assert not any("reading of all keys" in note for note in picture.notes), "there it is on the axis"
 
 
-def test_runs_that_answer_alike_have_no_front(tmp_path: Path) -> None:
-    rising(tmp_path, "snapkv", {"1/10": 0.5, "1/5": 0.5, "2/5": 0.5})
-    rising(tmp_path, "quest", {"1/10": 0.5, "1/5": 0.5}, device=3e6)
-    (picture,) = drawn("pareto", tmp_path)
-    assert "front" not in shown(picture) and FRONT_SAID not in picture.said
-
-
 def test_so_few_samples_have_no_front(tmp_path: Path) -> None:
     rising(tmp_path, "snapkv", {"1/10": 0.1, "1/5": 0.9}, n=1)
     rising(tmp_path, "quest", {"1/10": 0.5}, n=1, device=3e6)
     (picture,) = drawn("pareto", tmp_path)
-    assert "front" not in shown(picture)
+    assert "front" not in shown(picture) and FRONT_SAID not in picture.said
+    segments = [each for c in picture.axes.collections for each in c.get_segments()]
+    assert not [each for each in segments if len(each) and not np.isnan(each).any()], "one sample has no bar"
     assert any(
         note == "n 1: with one sample no difference can be significant; 7 or more are needed" for note in picture.notes
     )
@@ -206,15 +201,6 @@ def test_scores_have_intervals_and_few_samples_are_called_few(tmp_path: Path) ->
     (first, *_) = [c for c in picture.axes.collections if len(c.get_segments()) == 2]
     (low, high) = sorted(y for _, y in first.get_segments()[0])
     assert (low, high) == pytest.approx((6.8, 93.2), abs=0.1), "Clopper and Pearson's, of two hits of four"
-
-
-def test_one_sample_has_no_bar(tmp_path: Path) -> None:
-    for method in ("quest", "snapkv"):
-        for i, ratio in enumerate(("1/10", "1/5")):
-            write(tmp_path, method, "needle", hits(1, bytes_resident_device=1e6 + 1e6 * i), ratio=ratio)
-    (picture,) = drawn("pareto", tmp_path)
-    segments = [each for c in picture.axes.collections for each in c.get_segments()]
-    assert not [each for each in segments if len(each) and not np.isnan(each).any()]
 
 
 def test_maps_stand_from_small_to_large_budgets_and_say_their_mean_and_true_lengths(tmp_path: Path) -> None:
