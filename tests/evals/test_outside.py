@@ -173,7 +173,7 @@ def test_files_that_are_not_there_or_are_called_like_another_are_refused(tmp_pat
     text = HEAD + "class Mine(SelectiveAttention):\n" + BODY
     assert "cannot be read (No such file or directory)" in refused(f"method={tmp_path}/none.py")
     assert "has the name of another method, snapkv" in refused(f"method={write(tmp_path, text, 'snapkv.py')}")
-    assert "rename the file" in refused(f"method={write(tmp_path, text, '2nd.py')}")
+    assert "rename it" in refused(f"method={write(tmp_path, text, '2nd.py')}")
     (tmp_path / "other").mkdir()
     two = f"method={write(tmp_path, text)},{write(tmp_path / 'other', text)}"
     with pytest.raises(ConfigError, match="has the name of another method, mine"):
