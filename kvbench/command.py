@@ -141,17 +141,13 @@ def of_run(last: str) -> Iterator[str]:
     if not has_value:
         groups = (path.name for path in conf().iterdir() if path.is_dir() and any(path.glob("*.yaml")))
         yield from (f"{group}=" for group in sorted(groups))
+        from kvbench.run import keys_text
+
         keys = (line.partition(":") for line in keys_text().splitlines())
         yield from (f"{key}=" for key, colon, _ in keys if colon and key.isidentifier())
         return
     first, comma, _ = value.rpartition(",")
     yield from (f"{group}={first}{comma}{name}" for name in names(group))
-
-
-def keys_text() -> str:
-    """The keys of conf/config.yaml with their defaults and comments, which a parser drops."""
-    config = (conf() / "config.yaml").read_text(encoding="utf-8")
-    return config[config.index("\nratio:") : config.index("\nhydra:")].strip()
 
 
 def names(group: str) -> list[str]:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.command import keys_text
 from kvbench.engine.errors import ConfigError, RunError
 from kvbench.engine.terminal import is_kvbench, lacks, say
 
@@ -74,6 +73,12 @@ def help_text() -> str:
         lines = textwrap.wrap(names, 80, break_on_hyphens=False)
         listed.append(f"  {folder:<16}" + ("\n" + " " * 18).join(lines))
     return HELP.format(groups="\n".join(listed), keys=textwrap.indent(keys_text(), "  "))
+
+
+def keys_text() -> str:
+    """The keys of conf/config.yaml with their defaults and comments, which a parser drops."""
+    config = (CONF / "config.yaml").read_text(encoding="utf-8")
+    return config[config.index("\nratio:") : config.index("\nhydra:")].strip()
 
 
 def compose_and_run(argv: list[str], run: "Run | None" = None) -> "list[tuple[Path, RunResult]]":
