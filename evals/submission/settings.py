@@ -3,10 +3,11 @@
 It is what a stranger wrote, so each part is built by the checks that a command line goes through, and the settings must
 say the same configuration again: nothing in it is overlooked.
 
-Not here: what is not in this repository, methods in files and whatever is of a package: none is imported here.
+Not here: whatever is of a package, which is not imported; a method's own file is where `methods` has it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -16,6 +17,7 @@ from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.declared import build
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.sampling.spec import Sampling
+from kvbench.evals import outside
 from kvbench.evals.overrides import CONF
 from kvbench.evals.settings import USUAL, Choice, GivenPostProcessing, ModelSpec, Settings, read_key
 from kvbench.methods.allocator import Allocator
@@ -39,8 +41,10 @@ def conf_of(group: str, name: str) -> dict[str, Any]:
     return taken | own
 
 
-def choice(group: str, part: Any) -> Choice:
+def choice(group: str, part: Any, methods: Sequence[Path] = ()) -> Choice:
     """A group's file with the parameters that a configuration has."""
+    if methods and isinstance(part, Mapping) and "digest" in part:
+        return foreign(part, methods)
     if isinstance(part, Mapping) and "package" in part:
         raise ConfigError(f"its {group} is of the package {part['package']!r:.80}, which is not imported here")
     if (
@@ -55,14 +59,24 @@ def choice(group: str, part: Any) -> Choice:
     return Choice(group, str(part["name"]), target, values | usual | dict(part["params"]))
 
 
-def settings_of(config: Mapping[str, Any]) -> Settings:
+def foreign(part: Mapping[str, Any], methods: Sequence[Path]) -> Choice:
+    """A method in a file of its own, which is imported."""
+    file = next((path for path in methods if outside.digest_of(path.read_bytes()) == part["digest"]), None)
+    if file is None:
+        raise ConfigError(f"no file of methods/ has the digest {part['digest']!r:.40} of its method")
+    kind = str(part.get("name")).removeprefix(file.stem).removeprefix("-")
+    name, node = outside.node_in("method", f"{file}:{kind}" if kind else str(file), ())
+    return Choice("method", name, node.pop("_target_"), node | dict(part["params"]))
+
+
+def settings_of(config: Mapping[str, Any], methods: Sequence[Path] = ()) -> Settings:
     """The settings of a run; `ConfigError` where its configuration is one that no run writes."""
     run = USUAL["run"] | dict(config)
     sampling = {"temperature": 0, "top_p": 1, "top_k": None, "n_answers": 1}
     allocator = run["allocator"]
     counts = run["budget_counts"]
     found = Settings(
-        method=choice("method", run.get("method")),
+        method=choice("method", run.get("method"), methods),
         task=choice("task", run.get("task")),
         model=build(ModelSpec, USUAL["model"] | dict(run.get("model") or {}), "model"),
         prefill=None if run["prefill"] is None else choice("prefill", run["prefill"]),
