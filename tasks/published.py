@@ -91,8 +91,8 @@ class RowsTask(Task):
         self.prepare(shape)
         if not self.is_embedded:
             self.read()
-        files = self.digested([*self.paths.values()])
-        self.data_digest = digest(files) if files else None
+        if self.paths or self.words:
+            self.data_digest = digest(self.digested([*self.paths.values()]))
 
     def wording(self, file: str, upstream: str) -> list[Path]:
         """The file of upstream's wording that `task.prompts` wants; none where our own stands in."""

@@ -563,7 +563,7 @@ def test_a_bad_row_is_named_and_refused_or_skipped(tokenizer, folder: Path, name
     [
         ({"source": "net"}, r"task\.source"),
         ({"datasets": ["passkeys"]}, "did you mean 'passkey'"),
-        ({"datasets": ["passkey", "passkey"]}, "a name twice"),
+        ({"datasets": ["passkey", "passkey"]}, "has something twice"),
         ({"datasets": []}, "is empty"),
         ({"template_family": "kimi"}, r"task\.template_family"),
         ({"rows": 0}, r"task\.rows=0"),

@@ -563,7 +563,7 @@ def test_other_rows_or_prompts_are_another_run(folder) -> None:
         ({"source": "web"}, r"task\.source"),
         ({"datasets": "en15"}, "did you mean 'en16'"),
         ({"datasets": ["qaspr"]}, "did you mean 'qasper"),
-        ({"datasets": ["qasper", "qasper"]}, "has a name twice"),
+        ({"datasets": ["qasper", "qasper"]}, "has something twice"),
         ({"datasets": []}, "is empty"),
         ({"datasets": ["qasper", "docs_qa"]}, "mixes embedded"),
         ({"datasets": ["qasper"], "source": "embedded"}, "source=embedded has docs_qa"),

@@ -135,8 +135,8 @@ def test_a_bad_row_is_named_and_refused_or_skipped(tokenizer, folder, bad, messa
 
 def test_damaged_files_and_wrong_values_are_sentences(tokenizer, folder) -> None:
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"lengths": ["tiny"]}, r"task\.lengths=tiny is no label"),
-        ({"lengths": []}, "keeps nothing"),
+        ({"lengths": ["tiny"]}, r"no task\.lengths 'tiny' \(all: long, medium, short\)"),
+        ({"lengths": []}, "is empty; give some of short, medium or long"),
         ({"lengths": ["long"]}, r"no row of task\.lengths=\['long'\]"),
         ({"max_prompt_tokens": 9000}, r"task\.max_prompt_tokens=9000"),
         ({"prompt": "0shot_cot"}, r"task\.prompt"),
