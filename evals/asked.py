@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import yaml
 
 from kvbench import checkout
-from kvbench.engine import checks
+from kvbench.engine import declared
 from kvbench.engine.budget import EVERYTHING, Bytes
 from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.checkpoints.header import header_shape, shape_of_config
+from kvbench.engine.declared import build, build_params
 from kvbench.engine.errors import ConfigError, unknown_name
 from kvbench.engine.post_processing import AS_THEY_ARE, Merging, PostProcessing
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.terminal import say
 from kvbench.evals.refusals import leave_out, naming, refuse_nothing_left
 from kvbench.evals.settings import ORDERS, Choice, GivenPostProcessing, ModelSpec, Settings, load_class, methods_for
-from kvbench.evals.typed import build, build_params
 from kvbench.methods.rules import Quantizer, Rules
 from kvbench.results.names import own_methods
 from kvbench.results.schema import METRICS
@@ -188,9 +188,9 @@ def check(asked: Asked, shape: ModelShape) -> None:
                 "what it attends to; leave it away"
             )
         asked.sparsity.check(shape)
-        checks.sizes("prefill", asked.sparsity, shape.window, f"the window of model {shape.name!r}")
+        declared.sizes("prefill", asked.sparsity, shape.window, f"the window of model {shape.name!r}")
     task.check(shape)
-    checks.sizes("task", asked.task_params, max(MOST_COUNT, shape.window), "for which nobody waits")
+    declared.sizes("task", asked.task_params, max(MOST_COUNT, shape.window), "for which nobody waits")
     shortest = task.shortest_prompt()
     # Of bytes a prompt that is shorter still has a larger share.
     if shortest is not None and not isinstance(settings.budget.memory, Bytes):
@@ -212,8 +212,8 @@ def check_method(asked: AskedMethod, shape: ModelShape) -> None:
         post_processing.check(shape)
         if quantizer is not None:
             quantizer.rules.check_shape(quantizer.params, shape)
-        checks.sizes("method", params, shape.window, f"the window of model {shape.name!r}")
-        checks.sizes("cache", settings.cache, shape.window, f"the window of model {shape.name!r}")
+        declared.sizes("method", params, shape.window, f"the window of model {shape.name!r}")
+        declared.sizes("cache", settings.cache, shape.window, f"the window of model {shape.name!r}")
 
 
 def refuse_chunks(settings: Settings, rules: type[Rules], params: Any) -> None:
@@ -284,7 +284,7 @@ def refuse_many(settings: Settings, shape: ModelShape) -> None:
         token = len(shape.kept_layers) * shape.h_kv * shape.width * (4 if settings.dtype == "float32" else 2)
         raise ConfigError(
             f"n_answers={n} is out of range; it is at most {MOST_ANSWERS}: with model {shape.name!r} each generated "
-            f"token of so many answers takes {checks.gigabytes(n * token)} of keys and values"
+            f"token of so many answers takes {declared.gigabytes(n * token)} of keys and values"
         )
 
 

@@ -20,12 +20,12 @@ from typing import Any
 import yaml
 
 from kvbench.engine.budget import show
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError, RunError, one_line
 from kvbench.engine.terminal import printable, say
 from kvbench.evals import outside, plugins
 from kvbench.evals.screen.progress import Progress
 from kvbench.evals.settings import Choice, load_class
-from kvbench.evals.typed import build_params
 from kvbench.results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples
 from kvbench.results.scores import Score, Scores, crc_of_answer
 from kvbench.tasks.base import Sample, Task
@@ -110,6 +110,10 @@ def judge_of(folder: Path) -> tuple[Task, dict[str, Any]]:
     try:
         config = read_config(folder)
         name, params = config["task"]["name"], config["task"]["params"]
+        if "digest" in config["task"] and "package" not in config["task"]:
+            raise ConfigError(
+                f"{folder}: task={name} is a file of the user's own, which a run does not keep; run it again"
+            )
         defaults = node_of_package(name, config["task"]["package"]) if "package" in config["task"] else conf_of(name)
         kind: Any = load_class(Choice("task", name, defaults.pop("_target_"), params))
         if not (kind.is_forced or kind.is_timed):

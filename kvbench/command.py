@@ -26,7 +26,7 @@ WORDS = {  # what follows each, what it does, and the module of those whose `mai
     "site": ("[RUNS…]", "a site of plain files, to which others can add", "plots.site.build"),
     "submit": ("RUNS…", "a submission of runs, for others to check", "evals.submit"),
     "verify": ("FOLDER", "what of a submission holds", "evals.verify"),
-    "conformance": ("FILE", "whether a method holds what every method must", "tests.conformance"),
+    "conformance": ("FILE", "whether a method or task holds what all must", "tests.conformance"),
     "calibrate": ("KIND", "measure what some methods have to know of a model", "evals.calibrate"),
     "fetch": ("TASK…", "a benchmark's files, ahead of time", "evals.fetch"),
     "cite": ("[METHOD…]", "the papers of methods, as BibTeX", "methods.cite"),

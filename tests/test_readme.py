@@ -19,7 +19,7 @@ from kvbench.evals.settings import settings
 from kvbench.evals.studies import hardware
 from kvbench.results import interval
 from kvbench.results.names import STAND_INS
-from kvbench.tests.tiny_run import example_file
+from kvbench.tests.tiny_run import example_file, example_task
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -48,8 +48,9 @@ assert len(COMMANDS) > 100
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_every_command_of_the_docs_composes(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in re.findall(r"path/to/(\w+)\.py", line):
+    for name in re.findall(r"method=\S*path/to/(\w+)\.py", line):
         example_file(tmp_path / "path" / "to", name)
+    example_task(tmp_path / "path" / "to")
     monkeypatch.chdir(tmp_path)
     given = line.replace("…", "DATA").split()[2:]
     if "--check" in given:

@@ -25,12 +25,13 @@ Figures   drop by keys and values: #B48805, circle, --
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.budget import BudgetRequest
-from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.declared import Count, Named
 from kvbench.engine.placement import Change, Evict, Kept, Placement
 from kvbench.kernels.gather import gather_tokens
 from kvbench.methods.dropping.allocators import Counts
@@ -75,13 +76,9 @@ class KeyDiff(ScoringMethod):
 
     @dataclass(frozen=True)
     class Params:
-        blocks: str
-        block_len: int
-        evict: str
-
-        def __post_init__(self) -> None:
-            each_one_of("method", self, blocks=(*LABELS,), evict=("prompt", "always"))
-            whole_numbers("method", self, block_len=1)
+        blocks: Annotated[str, Named((*LABELS,))]
+        block_len: Count
+        evict: Literal["prompt", "always"]
 
     params: Params
     score = staticmethod(unlikeness)

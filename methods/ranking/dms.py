@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import BudgetRequest
-from kvbench.engine.checks import tokens
+from kvbench.engine.declared import Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Change, Delayed, Judged, Placement, Ragged
+from kvbench.methods.named import Scorer
 from kvbench.methods.over import OverScorer, refuse_query_heads
-from kvbench.methods.rules import Scorer
 
 
 class DMS(OverScorer):
@@ -44,12 +44,11 @@ class DMS(OverScorer):
     class Params:
         scorer: Scorer
         threshold: float
-        window: int
+        window: Tokens
         decode: bool
         match_published: ClassVar[bool] = False  # nothing is ranked
 
         def __post_init__(self) -> None:
-            tokens("method.window", self.window)
             refuse_query_heads(self.scorer, DMS.title)
             if self.decode and not self.scorer.rules.judges:
                 raise ConfigError(

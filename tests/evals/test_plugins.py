@@ -14,11 +14,12 @@ from kvbench.engine.errors import ConfigError
 from kvbench.evals import outside
 from kvbench.evals.submission.settings import settings_of
 from kvbench.evals.submit import main as submit
+from kvbench.evals.verify import main as verify
 from kvbench.plots.read import load
 from kvbench.plots.site.origin import words
 from kvbench.results import read_config, read_runs
 from kvbench.results.names import ROOT
-from kvbench.tests.tiny_run import example_file, save_tiny
+from kvbench.tests.tiny_run import example_file, example_task, save_tiny
 from kvbench.tests.warm import python
 
 PYPROJECT = """
@@ -166,9 +167,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     root = tmp_path_factory.mktemp("packages")
     docs = example_file(root / "docs").parent
     (toml,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "adding-a-method.md").read_text(), re.DOTALL)
-    (task,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tasks.md").read_text(), re.DOTALL)
     (docs / "pyproject.toml").write_text(toml)
-    (docs / "phone_book.py").write_text(task)
+    example_task(root / "task")["phone_book.py"].rename(docs / "phone_book.py")
     files = {"__init__": "", "halves": HALVES, "share": "SHARE = 0.5\n", "silent": SILENT}
     parts = write(root / "parts", "kvbench-parts", "parts", PARTS, **files)
     ends = "raise SystemExit(3)\n"
@@ -309,11 +309,13 @@ def test_answers_are_scored_again_by_the_package(site: Site, runs: Runs) -> None
     assert b"is of the package kvbench-smallest-keys==0.1, which is not installed" in done.stderr
 
 
-def test_a_submission_takes_no_run_of_a_package(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_a_package_is_reported(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(runs.out), "--out", str(tmp_path / "in"), "--submitter", "us", "--licence", "CC0-1.0"]
-    assert submit(words) == 2
-    assert "of the package kvbench-smallest-keys==0.1; a submission is of tasks that are in" in capsys.readouterr().err
-    assert not (tmp_path / "in").exists()
+    assert submit(words) == 0
+    verify([str(tmp_path / "in"), "--again", "1"])
+    shown = capsys.readouterr().out
+    assert "task is of the package 'kvbench-smallest-keys==0.1', which is not imported" in shown
+    assert "reproduced" not in shown
 
 
 def test_a_class_from_outside_is_known_by_its_target() -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.evals import models, runner
-from kvbench.evals.typed import build_params
 from kvbench.methods.calibration.prose import embedded_prose
 from kvbench.results import SampleRow, combined, combined_ci95
 from kvbench.tasks.pg19 import PG19, curve
@@ -178,8 +178,8 @@ def test_lengths_end_where_model_or_text_do(book: Path) -> None:
         ({"path": "no/such/file.txt"}, "is no file"),
         ({"source": "hub"}, "task.source"),
         ({"protocol": "stream"}, "task.protocol"),
-        ({"targets": 0}, "task.targets=0 is below 1"),
-        ({"lengths": [50, 50]}, "different numbers"),
+        ({"targets": 0}, "task.targets=0 is out of range"),
+        ({"lengths": [50, 50]}, "has something twice"),
         ({"lengths": [1]}, "from 2"),
         ({"source": "embedded", "lengths": [900]}, "longest that fits is 767"),
         ({"source": "embedded", "max_length": 900}, "leaves no prefix"),

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.typed import build_params
 from kvbench.tasks import sources
 from kvbench.tasks.prompt import encode
 from kvbench.tasks.ruler import synthetic as ruler_synthetic
@@ -284,9 +284,9 @@ def test_every_chosen_task_needs_its_file(tmp_path: Path) -> None:
     assert task(tmp_path, datasets=both[:1]).data_source == "local"
     for source in ("auto", "local"):
         with pytest.raises(ConfigError, match=r"ruler/8192/niah_single_1\.jsonl is missing .* ask generated rows"):
-            task(tmp_path, datasets=both[:1], length=8192, source=source)
+            task(tmp_path, datasets=both[:1], length=8192, source=source).check(shape())
         with pytest.raises(ConfigError, match=r"ruler/4096/vt\.jsonl is missing .*NVIDIA/RULER"):
-            task(tmp_path, datasets=both, source=source)
+            task(tmp_path, datasets=both, source=source).check(shape())
 
 
 @pytest.mark.parametrize(
