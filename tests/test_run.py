@@ -142,7 +142,7 @@ def test_a_stopped_process_leaves_no_file_and_no_traceback(number: signal.Signal
         *(["comm=-1"], ["limit=0"], ["seed=-1"], ["dtype=foo"], ["device=foo"], ["kernels=foo"]),
         *(["compression_scope=foo"], ["ratio=0.1,0.2"], ["--multrun"], ["model=any"]),
         *(["ratio=${foo}"], ["ratio=${"], ["~seed"], ["+ratio=1"], ["hydra.foo=1"], ["+method=full"]),
-        *(["hydra/launcher=foo"], ["method.n_sink=abc"], ["-m", "method=oracle", "ratio=0.1,2"]),
+        *(["hydra/launcher=foo"], ["-m", "method=oracle", "ratio=0.1,2"]),
         *(["-m", "ratio=0.1,0"], ["-m", "method=full,foo"], ["-m", "ratio=interval(0,1)"]),
     ],
     ids=" ".join,
