@@ -66,7 +66,7 @@ def one_question(sample: Sample, turn: int) -> Sample:
 def apart(
     samples: Sequence[Sample], asking: Asking | None, n_turns: int | Sequence[int] | None = None
 ) -> Sequence[Sample]:
-    """The samples, or where `query_aware` asks so each of their questions as one; `n_turns` each has, if it is known."""
+    """The samples, or where `query_aware` asks so each of their questions as one; `n_turns` that each has."""
     if asking is None or asking.mode != "query_aware":
         return samples
     if n_turns is None:
