@@ -10,7 +10,7 @@ Haystacks   Paul Graham's essays from the data folder, or Python's help topics, 
             them for a style of our own where no folder has the essays. The text is cut to a length in tokens; the
             needle goes in at a depth in percent, moved left to a sentence's end, and its real index is recorded.
 Styles      `own` needs no data: a random phone number of an office, impossible to guess
-            (docs/needle.md has the measurements); `own_name`: its director's random name, an
+            (docs/needle.md has its wording); `own_name`: its director's random name, an
             answer of two words instead of seven digits. The others read needle/strings.json:
             `data_engineering` (completion prompt of the KV-compression papers), `instruct` (the
             same as a user turn), `kamradt` (the original's chat) and `magic_number` (a random
