@@ -63,7 +63,6 @@ from kvbench.kernels.clock import Since
 from kvbench.kernels.rows.logits import channel_keys
 from kvbench.methods.indexed import Indexed
 
-
 WITHOUT = "a number above 0, such as 4, or null for as many tokens as the budget has"
 Alpha = Annotated[float, Gt(0), Is(WITHOUT)]
 

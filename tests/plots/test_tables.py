@@ -366,26 +366,6 @@ def test_figures_and_the_report_take_no_sparse_prefill_for_exact(tmp_path: Path)
     assert paired["Full"] is None and paired["MInference"]["mean"] < 0
 
 
-def test_zeros_are_not_best_and_one_sample_has_neither_spread_nor_winner(tmp_path: Path) -> None:
-    for i, n in enumerate((12, 1)):
-        for method, level in (("h2o", 0.4 * i), ("pqcache", 0.0)):
-            rows = [{"score": level, "fields": {"dataset": "trec"}}] * n
-            make_run(tmp_path / str(i), method, "longbench", rows, **OURS)
-    zeros, single = one(tmp_path / "0"), one(tmp_path / "1")
-    assert not any(cell.mark for table in (zeros, single) for cell in table.pivot.cells.values())
-    assert "all scores are 0" in markdown(zeros) and "with one sample no difference can be significant" in markdown(
-        single
-    )
-    assert "40.00 |" in markdown(single)
-
-
-def test_the_average_of_single_samples_has_the_spread_of_its_datasets(tmp_path: Path) -> None:
-    rows = [{"score": i % 2, "fields": {"dataset": name}} for i, name in enumerate(PAPER)]
-    make_run(tmp_path, "pqcache", "longbench", rows, **OURS)
-    average = at(one(tmp_path), AVERAGE, "PQCache", "1/5")
-    assert average.low is not None and average.high is not None and average.high - average.low > 0.2
-
-
 def test_runs_on_another_model_do_not_answer_a_papers_table(tmp_path: Path) -> None:
     for method in ("full", "pqcache"):
         make_run(tmp_path, method, "longbench", answers(PAPER[:2], 0.4), **changed(model="tiny", comm="1/128"))

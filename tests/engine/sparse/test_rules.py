@@ -316,7 +316,9 @@ def test_sums_over_all_queries_are_of_the_pairs_that_were_kept(name: str) -> Non
     with model.hooked():
         trace = prefill(model, prompt(90), asked, sparsity=small(name))
         exact = prefill(model, prompt(90), asked, sparsity=small(name, observe="exact"))
+        whole = prefill(model, prompt(90), asked)
     assert trace.shares and torch.equal(torch.stack(trace.shares), torch.stack(exact.shares))
+    assert torch.equal(whole.keys(0), trace.keys(0)) and not torch.allclose(whole.keys(1), trace.keys(1), atol=1e-3)
     for layer in trace.shape.attention_layers:
         assert torch.equal(trace.keys(layer), exact.keys(layer))
         sums = trace.observed(ColumnSums(), layer)
@@ -359,5 +361,5 @@ def test_what_keeps_all_is_the_exact_pass_bit_for_bit(name: str) -> None:
     model = tiny()
     with model.hooked():
         exact, whole = (prefill(model, prompt(90), sparsity=x) for x in (None, small(name, density=Fraction(1))))
-    assert exact.logits is not None and whole.logits is not None
+    assert exact.logits is not None and whole.logits is not None and exact.share() is None
     assert torch.equal(exact.logits, whole.logits) and whole.share() == 1.0

@@ -188,26 +188,6 @@ def read(model: Any, rule: VerticalSlash | None, s: int = 90) -> Trace:
         return prefill(model, prompt(s), [LastQueries(4), ColumnSums()], sparsity=rule)
 
 
-def test_layers_above_see_what_the_sparse_ones_made() -> None:
-    model = tiny()
-    exact, rough = read(model, None), read(model, pattern(4, 5))
-    assert torch.equal(exact.keys(0), rough.keys(0))
-    assert not torch.allclose(exact.keys(1), rough.keys(1), atol=1e-3)
-    assert len(rough.shares) == 3 and 0.1 < (rough.share() or 0) < 0.9
-    assert exact.share() is None
-    sums = rough.observed(ColumnSums(), 2)
-    torch.testing.assert_close(sums.sum(-1), torch.full((1, 6), 90.0))
-
-
-def test_a_pass_that_keeps_all_is_the_exact_one_bit_for_bit() -> None:
-    model = tiny()
-    exact, whole = read(model, None), read(model, pattern(3, 90))
-    assert exact.logits is not None and whole.logits is not None
-    assert torch.equal(exact.logits, whole.logits)
-    assert torch.equal(exact.observed(ColumnSums(), 2), whole.observed(ColumnSums(), 2))
-    assert whole.share() == 1.0
-
-
 def test_layers_with_a_sliding_window_stay_exact() -> None:
     model = tiny("gemma3")
     rough = read(model, pattern(4, 5))
