@@ -8,7 +8,7 @@
 `build` makes a dataclass of a mapping, `reader` reads one value, `check` looks at a dataclass that is made already. All
 refuse with `ConfigError`: one sentence with the key, the value and what is allowed. `words` says what is allowed, for
 lists of keys as well. Ranges are those of the package annotated-types. A type with a classmethod `from_config(value,
-key)` reads itself.
+key)` reads itself, and says in its `words` what.
 
 A rule between two fields, or of a field and a model, is no declaration: it stands in `__post_init__`, or in the method.
 
@@ -488,7 +488,7 @@ def words(hint: Any) -> str:
     if origin in (tuple, list):
         each = words(args[0])
         return f"a list, each {each}" if len({*args} - {Ellipsis}) == 1 else "a list"
-    return KINDS.get(hint, getattr(hint, "__name__", str(hint)))
+    return KINDS.get(hint, getattr(hint, "words", getattr(hint, "__name__", str(hint))))
 
 
 def declared_words(base: Any, *said: Any) -> str:
