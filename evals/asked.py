@@ -10,15 +10,14 @@ Not here: values of single keys (`evals/settings.py`), what takes the model's fi
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import yaml
 
 from kvbench import checkout
-from kvbench.engine import declared
-from kvbench.engine.budget import EVERYTHING, Bytes
+from kvbench.engine.budget import EVERYTHING, Bytes, gigabytes
 from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.checkpoints.header import header_shape, shape_of_config
 from kvbench.engine.declared import build, build_params
@@ -188,9 +187,9 @@ def check(asked: Asked, shape: ModelShape) -> None:
                 "what it attends to; leave it away"
             )
         asked.sparsity.check(shape)
-        declared.sizes("prefill", asked.sparsity, shape.window, f"the window of model {shape.name!r}")
+        refuse_sizes("prefill", asked.sparsity, shape.window, f"the window of model {shape.name!r}")
     task.check(shape)
-    declared.sizes("task", asked.task_params, max(MOST_COUNT, shape.window), "for which nobody waits")
+    refuse_sizes("task", asked.task_params, max(MOST_COUNT, shape.window), "for which nobody waits")
     shortest = task.shortest_prompt()
     # Of bytes a prompt that is shorter still has a larger share.
     if shortest is not None and not isinstance(settings.budget.memory, Bytes):
@@ -212,8 +211,24 @@ def check_method(asked: AskedMethod, shape: ModelShape) -> None:
         post_processing.check(shape)
         if quantizer is not None:
             quantizer.rules.check_shape(quantizer.params, shape)
-        declared.sizes("method", params, shape.window, f"the window of model {shape.name!r}")
-        declared.sizes("cache", settings.cache, shape.window, f"the window of model {shape.name!r}")
+        refuse_sizes("method", params, shape.window, f"the window of model {shape.name!r}")
+        refuse_sizes("cache", settings.cache, shape.window, f"the window of model {shape.name!r}")
+
+
+def refuse_sizes(group: str, params: Any, most: int, of: str) -> None:
+    """Raise `ConfigError` where a whole number of a dataclass, or of its lists, is above `most`.
+
+    All are sizes or counts but seeds and tokens' ids. A larger one would have no meaning, and where it is a kernel, a
+    page or a list's length no end either.
+    """
+    for field in fields(params):
+        value = getattr(params, field.name)
+        if is_dataclass(value) and not isinstance(value, type):
+            refuse_sizes(f"{group}.{field.name}".removesuffix(".params"), value, most, of)
+        numbers = value if isinstance(value, tuple) else (value,)
+        for number in numbers:
+            if isinstance(number, int) and number > most and not field.name.endswith(("seed", "_ids")):
+                raise ConfigError(f"{group}.{field.name}={number} is out of range; it is at most {most}, {of}")
 
 
 def refuse_chunks(settings: Settings, rules: type[Rules], params: Any) -> None:
@@ -284,7 +299,7 @@ def refuse_many(settings: Settings, shape: ModelShape) -> None:
         token = len(shape.kept_layers) * shape.h_kv * shape.width * (4 if settings.dtype == "float32" else 2)
         raise ConfigError(
             f"n_answers={n} is out of range; it is at most {MOST_ANSWERS}: with model {shape.name!r} each generated "
-            f"token of so many answers takes {declared.gigabytes(n * token)} of keys and values"
+            f"token of so many answers takes {gigabytes(n * token)} of keys and values"
         )
 
 

@@ -44,6 +44,12 @@ class Quantizer(NamedTuple):
         return f"{self.rules.title_of(self.params)}{' first' if self.first else ''}"
 
 
+def refuse_cap(shape: ModelShape, what: str, instead: str) -> None:
+    """Refuse `what` adds up logits of a model that bends them: their sum is no product with a sum."""
+    if shape.is_capped:
+        raise ConfigError(f"{what}, and the model {shape.name!r} caps its logits, whose sum is another; use {instead}")
+
+
 @dataclass(frozen=True)
 class NoParams:
     """Parameters of a method that has nothing to set."""
@@ -53,7 +59,7 @@ class Rules:
     title: ClassVar[str]  # as tables print it
     version: ClassVar[int] = 1  # raised whenever its answers change; part of a run's identity
     drops: ClassVar[bool]  # True: dropped tokens are gone, and `comm` is paid back as tokens; False: it retrieves
-    Params: ClassVar[type] = NoParams  # frozen dataclass of the method's own parameters, checked in its __post_init__
+    Params: ClassVar[type] = NoParams  # frozen dataclass of the method's own parameters, each with its range
     takes: ClassVar[tuple[str, ...]] = ("ratio", "memory")  # a share of tokens; of bytes; "answer": prompt and answer
     has_budget: ClassVar[bool] = True  # False: ratio, budget, comm and cache mean nothing to it; it runs once per sweep
     skips: ClassVar[bool] = False  # True: it leaves the first `params.full_layers` layers whole
