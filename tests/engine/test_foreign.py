@@ -189,8 +189,7 @@ def test_an_id_of_a_text_is_a_number_or_a_short_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "-", "=", "-1_0", "+inf"],
+    "text", ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "-", "=", "-1_0", "+inf"]
 )
 def test_no_text_becomes_a_formula(text: str) -> None:
     out = io.StringIO(newline="")
