@@ -47,7 +47,9 @@ def fetched_rows(kind: type[Row], rows: Sequence[Row], layer: int, q: Tensor) ->
     asking = [(i, chosen, chosen.idx) for i, chosen in zip(fetching, found, strict=True) if chosen.idx is not None]
     if asking:
         with span("fetch", layer):
-            fetched = fetch_rows([rows[i].store[layer] for i, _, _ in asking], [idx for *_, idx in asking], kind.pads)
+            fetched = fetch_rows(
+                [rows[i].store[layer] for i, _, _ in asking], [idx for *_, idx in asking], kind.traits.pads
+            )
         for (i, chosen, _), part in zip(asking, fetched, strict=True):
             parts[i].append(as_chosen(part, chosen))
     for i, chosen in zip(fetching, found, strict=True):

@@ -118,8 +118,8 @@ def variant_words(cell: Cell, report: dict[str, Any], index_share: float = 1) ->
 
 def books_of(row: SelectiveAttention) -> dict[str, float | int | bool | None]:
     """The ledger of an answer, as the sample's line has it."""
-    in_mean, whole = row.keeps_budget_in == "mean" or row.budget.counts == "mean", row.skipped_layers()
-    return row.store.ledger.summary(row.budget, row.trace.shape, whole, in_mean, with_index=not row.drops)
+    in_mean, whole = row.traits.keeps_budget_in == "mean" or row.budget.counts == "mean", row.skipped
+    return row.store.ledger.summary(row.budget, row.trace.shape, whole, in_mean, with_index=not row.traits.drops)
 
 
 def prefill_columns(row: SelectiveAttention, cell: Cell) -> dict[str, Any]:
@@ -314,11 +314,11 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         metric=cell.task.metric,
         prefill=prefill,
         prefill_params=prefill_params,
-        budget_counts=(settings.budget.counts or "target") if cell.rules.of_answers else None,
+        budget_counts=(settings.budget.counts or "target") if cell.rules.traits.of_answers else None,
         sampling=settings.sampling.identity(),
         allocator=None if settings.allocator is None else settings.allocator.label(),
         keeping=cell.post_processing.label() or None,
-        adapts=cell.rules.adapts(cell.params),
+        adapts=cell.traits.adapts,
         memory_exact=None if settings.budget.memory is None else exact(settings.budget.memory),
         key_share=None if cell.shape.key_share == Fraction(1, 2) else exact(cell.shape.key_share),
         compressed_share=None if compressed == 1 else round(compressed, 6),

@@ -29,7 +29,7 @@ from filelock import FileLock
 
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import parse_json
-from kvbench.evals.asked import class_and_params
+from kvbench.evals.cells import class_and_params
 from kvbench.evals.refusals import refuse_missing_package
 from kvbench.evals.screen.progress import say
 from kvbench.evals.settings import Settings

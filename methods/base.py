@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
@@ -41,7 +41,7 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.jit import constants
 from kvbench.kernels.scratch import Scratch
 from kvbench.methods.allocator import UNIFORM, Allocator
-from kvbench.methods.rules import Quantizer, Rules
+from kvbench.methods.rules import Quantizer, Rules, planned
 
 if TYPE_CHECKING:  # slow to import, and a refused command needs none of them
     from kvbench.engine.attend import Part
@@ -71,7 +71,7 @@ class Composition:
 
     def join(self, row: "SelectiveAttention") -> None:
         """Let the row's store make codes."""
-        if not row.drops:
+        if not row.traits.drops:
             row.store.host_code = self.quantizer.token_code()
             return
         row.store.quantize = self.quantize()
@@ -100,9 +100,9 @@ class Variant:
     def is_full(self) -> bool:
         """Full attention itself: the variant attends to every token, changes none and never evicts one."""
         budget, method = self.budget, self.method
-        becomes_codes = method.changes or (self.composition is not None and method.drops)
+        becomes_codes = method.traits.changes or (self.composition is not None and method.traits.drops)
         is_exact = budget.memory == 1 or (budget.memory is None and not becomes_codes)
-        return budget.attends_all and budget.never_evicts and is_exact and not method.adapts(self.params)
+        return budget.attends_all and budget.never_evicts and is_exact and not method.traits_of(self.params).adapts
 
     @property
     def checked_for(self) -> str:
@@ -143,12 +143,13 @@ class SelectiveAttention(Rules, ABC):
     wants_input: bool = False  # True: after a step it finds `x_now`
     x_now: Tensor  # (1, 1, D), what the layer's attention was called with
     draw: int = 0  # which of a prompt's answers it belongs to; known once its layers are built
-    pads: ClassVar[bool] = False  # True: `select` may return -1 for "no token"
+    skipped: Sequence[int]  # layers that it leaves whole
 
     def __init__(self, variant: Variant, trace: Trace, n_new: int, store: "type[Store]") -> None:
         self.variant = variant
         self.params, self.budget, self.plan = variant.params, variant.budget, variant.plan
-        self.trace = trace
+        self.traits = self.traits_of(variant.params)  # pyright: ignore[reportAttributeAccessIssue]
+        self.trace, self.skipped = trace, self.whole_layers(variant.params, trace.shape)
         self.store = store(trace, n_new, variant.cache, variant.checked_for)
         if variant.composition is not None and not variant.is_full:
             variant.composition.join(self)
@@ -177,15 +178,15 @@ class SelectiveAttention(Rules, ABC):
         the method keeps, or sends to the host. Without `post_processing` kept tokens become what the method makes of
         them.
         """
-        budget, plan, cache = cls.planned(params, request, shape, s_prompt, cache, frame, quantizer)
-        divided = allocator or cls.own_allocator(params) or UNIFORM
+        budget, plan, cache = planned(cls, params, request, shape, s_prompt, cache, frame, quantizer)
+        traits = cls.traits_of(params)
         composition = (
             None
             if quantizer is None
             else Composition(quantizer, quantizer.rules.plan_for(quantizer.params, budget, shape))
         )
-        kept = cls.own_post_processing(params) if post_processing is None else post_processing
-        return Variant(cls, params, budget, plan, cache, divided, composition, kept)
+        kept = traits.post_processing if post_processing is None else post_processing
+        return Variant(cls, params, budget, plan, cache, allocator or traits.allocator or UNIFORM, composition, kept)
 
     @classmethod
     def observations(cls, params: Any, plan: Any) -> tuple[Observation, ...]:
@@ -204,7 +205,7 @@ class SelectiveAttention(Rules, ABC):
 
     def build(self, layer: int) -> None:
         """Take over a layer of the prompt. Where nothing is to be compressed, every token stays for good."""
-        whole = self.variant.is_full or layer in self.skipped_layers()
+        whole = self.variant.is_full or layer in self.skipped
         with self.trace.as_held(layer):
             if placement := Whole() if whole else self.arrange(layer):
                 self.store.place(layer, placement)
@@ -219,7 +220,7 @@ class SelectiveAttention(Rules, ABC):
                     f"{type(self).__name__}.arrange says nothing of layer {layer}; return where its tokens go, such as "
                     "Kept(positions, n_window), Offloaded(n_sink, n_window) or Whole() of kvbench.engine.placement"
                 )
-        for layer in () if self.variant.is_full else {*self.store.layers} - {*self.skipped_layers()}:
+        for layer in () if self.variant.is_full else {*self.store.layers} - {*self.skipped}:
             self.store[layer].token_bytes = self.token_bytes(layer)
 
     def token_bytes(self, layer: int) -> int:
@@ -234,19 +235,13 @@ class SelectiveAttention(Rules, ABC):
         """The layers that `arrange` left, for methods that divide a budget over layers once they have seen them all."""
         return {}
 
-    def skipped_layers(self) -> Sequence[int]:
-        """Layers that the method leaves whole on purpose; its budget is checked on the others."""
-        if not self.skips:
-            return ()
-        return [layer for layer in self.trace.shape.attention_layers if layer < self.params.full_layers]
-
     def protected(self, layer: int) -> Sequence[int]:
         """Positions that this method promises to attend to at the step just made, whatever the query; nobody asks full
         attention.
 
         A retrieving method's are sinks and window, and everything where nothing is fetched.
         """
-        if self.drops or not self.attends_current:
+        if self.traits.drops or not self.traits.attends_current:
             return ()
         n, n_window = self.store[layer].n_seen, self.store[layer].n_window
         if not self.store[layer].can_fetch:
@@ -390,7 +385,7 @@ class SelectiveAttention(Rules, ABC):
 
     def overall_ratio(self, share: Fraction | float) -> float:
         """A share of the tokens over all layers, where it is that of the layers that are not skipped."""
-        n_layers, n_full = len(self.trace.shape.attention_layers), len(self.skipped_layers())
+        n_layers, n_full = len(self.trace.shape.attention_layers), len(self.skipped)
         return float((n_full + (n_layers - n_full) * share) / n_layers)
 
     def shortened(self) -> dict[str, Any]:
@@ -413,7 +408,7 @@ class SelectiveAttention(Rules, ABC):
 
     def is_still_at(self, layer: int) -> bool:
         """Whether a step of a layer that fetches nothing only adds its token."""
-        return self.is_still or layer in self.skipped_layers()
+        return self.is_still or layer in self.skipped
 
     @property
     def repeats(self) -> bool:
@@ -463,7 +458,7 @@ class SelectiveAttention(Rules, ABC):
         right after the context: what is older leaves it for the host, and can be fetched from then on.
         """
         at = self.store[layer]
-        assert self.extends(self.params), f"{type(self).__name__} keeps the budget of the context"
+        assert self.traits.grows, f"{type(self).__name__} keeps the budget of the context"
         if not at.can_fetch:
             return None
         n_over = max(0, at.n_window - at.n_latest)

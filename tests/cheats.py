@@ -105,8 +105,9 @@ COUNTS_A_BYTE = (
 SKIPS_EVERYTHING = (
     KEEPS
     + """
-    def skipped_layers(self):
-        return self.trace.shape.attention_layers
+    @classmethod
+    def whole_layers(cls, params, shape):
+        return shape.attention_layers
 """
 )
 SKIPS_AFTERWARDS = (
@@ -115,9 +116,7 @@ SKIPS_AFTERWARDS = (
     def arrange(self, layer):
         return Whole()
     def complete(self):
-        self.done = True
-    def skipped_layers(self):
-        return self.trace.shape.attention_layers if getattr(self, "done", False) else []
+        self.skipped = self.trace.shape.attention_layers
 """
 )
 PARTS = ("HEAD", "KEEPS", "FETCHES", "COPIES", "FULL_OUTPUT")

@@ -17,7 +17,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.model import Model
 from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.prefill import prefill
-from kvbench.evals.asked import refuse_heads, rules_and_params
+from kvbench.evals.cells import refuse_heads, rules_and_params
 from kvbench.evals.settings import from_words
 from kvbench.tests import conformance
 from kvbench.tests.architectures import config_of, generated, loaded, model_of, prompt
@@ -69,7 +69,7 @@ def answer(one: conformance.Subject, request: BudgetRequest, kind: str) -> tuple
 def test_a_method_answers_or_refuses(name: str, kind: str) -> None:
     one = conformance.ours(name)
     for ratio in (Fraction(1), Fraction(1, 2)):
-        tokens = int((S + N_NEW) * ratio) if one.kind.of_answers else None
+        tokens = int((S + N_NEW) * ratio) if one.kind.traits.of_answers else None
         request = BudgetRequest(None if tokens else ratio, tokens, Fraction(0 if tokens else one.comm))
         if tokens:
             request = replace(request, counts=one.counts)

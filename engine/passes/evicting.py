@@ -155,7 +155,7 @@ class Evicting:
         """Let go of what the method keeps no longer."""
         trace, n = self.trace, self.trace.keys(layer).shape[2]
         most = 0 if self.row.delay is not None else getattr(self.row.plan, "tokens", self.row.budget.tokens)
-        if n <= most or layer in self.row.skipped_layers():
+        if n <= most or layer in self.row.skipped:
             return
         with trace.as_held(layer), trace.apart():
             placement = self.row.arrange(layer)

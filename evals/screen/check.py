@@ -230,7 +230,7 @@ def wandb() -> Fact:
 def folders() -> list[Fact]:
     """Where runs and conversions go."""
     digests = import_module("kvbench.engine.checkpoints.digests")
-    runs, cache = import_module("kvbench.evals.asked").RUNS, digests.cache_home()
+    runs, cache = import_module("kvbench.evals.cells").RUNS, digests.cache_home()
     return [cache_folder(cache), runs_folder(runs), embedded(cache)]
 
 

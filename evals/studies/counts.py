@@ -60,9 +60,9 @@ def count(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, m
     Of a budget in tokens, what is attended to and fetched grows towards an end, as sets of query heads overlap less and
     less in a longer prompt: a line over 1 / s.
     """
-    if kind.prunes_prompt:
+    if kind.traits.prunes_prompt:
         raise ConfigError(f"{kind.title} shortens its own prefill, which the simulation does not know")
-    if kind.adapts(params):
+    if kind.traits_of(params).adapts:
         raise ConfigError(f"{kind.title} keeps as much as a prompt asks for, and the simulation's keys are random")
     first, second = lengths(request)
     if s == first or (request.tokens is not None and s <= second):
@@ -109,7 +109,7 @@ def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest
         before, period = kind.cycle(variant.plan, s)
         n_steps = max(N_STEPS, before + period)
         row = variant.row(trace, n_steps)
-        if LAYER in row.skipped_layers():
+        if LAYER in row.skipped:
             raise ConfigError(f"{kind.title} leaves first and last layers whole, and the simulation has a single layer")
         if row.wants_lookahead:
             row.wants_lookahead = False

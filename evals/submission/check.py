@@ -21,8 +21,7 @@ from kvbench.engine.budget import exact, token_bytes
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import refuse_depth
 from kvbench.evals import rescore
-from kvbench.evals.asked import class_and_params
-from kvbench.evals.cells import Cell, cell_without_task
+from kvbench.evals.cells import Cell, cell_without_task, class_and_params
 from kvbench.evals.lines import variant_words
 from kvbench.evals.submission import frozen
 from kvbench.evals.submission.folder import Finding
@@ -381,16 +380,16 @@ class Check:
             yield "budget", f"has a budget that its method cannot meet: {error}"
             return
         rules: type[Rules] = cell.rules
-        in_mean = rules.keeps_budget_in == "mean" or budget.counts == "mean"
+        in_mean = rules.traits.keeps_budget_in == "mean" or budget.counts == "mean"
         exempt = skipped(cell)
-        found = ledger.summary(budget, shape, exempt, in_mean, with_index=not rules.drops)
+        found = ledger.summary(budget, shape, exempt, in_mean, with_index=not rules.traits.drops)
         for key in found.keys() & row.ledger.keys() - NOT_IN_ENTRIES:
             if not same(found[key], row.ledger[key]):
                 kind = "budget" if key in ("within_budget", "tokens_budget") else "ledger"
                 yield kind, f"says {key} {row.ledger[key]}, and ledger.parquet says {found[key]} under {exact_of(cell)}"
         whole = line.context * len(shape.attention_layers) * token_bytes(shape)
         peak: Any = row.ledger.get("bytes_prefill_peak", whole)  # which older runs do not say
-        leaves = rules.prunes_prompt or cell.settings.evicts
+        leaves = rules.traits.prunes_prompt or cell.settings.evicts
         if peak != whole and not (leaves and isinstance(peak, int) and 0 < peak < whole):
             yield "ledger", f"says bytes_prefill_peak {peak}, and a prompt of {line.context:,} tokens takes {whole:,}"
         if found["within_budget"] is False and self.result.within_budget:
@@ -417,7 +416,7 @@ def skipped(cell: Cell) -> Sequence[int]:
     """The layers that the method leaves whole, without a prompt."""
     row: Any = object.__new__(cell.kind)
     row.params, row.trace = cell.params, SimpleNamespace(shape=cell.shape)
-    return row.skipped_layers()
+    return row.skipped
 
 
 def ratio_of(config: Mapping[str, Any]) -> str | None:

@@ -24,7 +24,7 @@ Figures   drop by keys and values: #969625, pillar, -
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -38,6 +38,7 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.methods.dropping.allocators import Counts
 from kvbench.methods.scorers import lowest_slots
 from kvbench.methods.scoring import ScoringMethod
+from kvbench.methods.traits import Traits
 
 
 def shortness(keys: Tensor) -> Tensor:
@@ -80,13 +81,14 @@ class Knorm(ScoringMethod):
         return Knorm.Plan(budget.tokens)
 
     @classmethod
-    def evicts(cls, params: Params) -> str:
-        return "" if params.every is None else "Knorm prunes again while it decodes; use method.every=null with it"
+    def traits_of(cls, params: Params) -> Traits:
+        goes_on = "Knorm prunes again while it decodes; use method.every=null with it"
+        return replace(super().traits_of(params), evicts="" if params.every is None else goes_on)
 
     def setup(self) -> None:
         self.spreads = []
         self.prunes = self.params.every is not None and self.plan.tokens < self.trace.s_prompt
-        self.whole = frozenset(self.skipped_layers())
+        self.whole = frozenset(self.skipped)
 
     def n_free(self) -> int:
         return self.plan.tokens

@@ -254,7 +254,7 @@ class ClusterKV(Indexed):
         wide = shape.g if params.agg == "query_head" else 1
         fetched = min(plan.k * wide, budget.s_prompt - plan.n_sink)
         recent = min(params.cache_steps * fetched, budget.s_prompt - plan.n_sink)
-        return held(budget, shape, plan.n_sink, index, fetched, cls.n_whole(params, shape), recent)
+        return held(budget, shape, plan.n_sink, index, fetched, len(cls.whole_layers(params, shape)), recent)
 
     def setup(self) -> None:
         if self.variant.cache is not None:

@@ -182,7 +182,7 @@ class InfiniGen(Indexed):
         elements += shape.h * plan.n_channels * shape.d_model if params.lookahead else 0
         elements += shape.h_kv * shape.d_h**2 if params.skew else 0
         fetched = plan.k_most * (shape.g if params.agg == "query_head" else 1)
-        return held(budget, shape, 0, ELEMENT_BYTES * elements, fetched, cls.n_whole(params, shape))
+        return held(budget, shape, 0, ELEMENT_BYTES * elements, fetched, len(cls.whole_layers(params, shape)))
 
     def setup(self) -> None:
         self.wants_lookahead = self.params.lookahead == 1 and not self.variant.is_full

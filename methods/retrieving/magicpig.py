@@ -234,12 +234,16 @@ class MagicPIG(SelectiveAttention):
     @classmethod
     def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
         return held(
-            budget, shape, plan.n_sink + plan.window, fetched=plan.k * shape.g, n_whole=cls.n_whole(params, shape)
+            budget,
+            shape,
+            plan.n_sink + plan.window,
+            fetched=plan.k * shape.g,
+            n_whole=len(cls.whole_layers(params, shape)),
         )
 
     @classmethod
-    def n_whole(cls, params: Params, shape: ModelShape) -> int:
-        return len(dense_layers(params, shape.attention_layers))
+    def whole_layers(cls, params: Params, shape: ModelShape) -> Sequence[int]:
+        return dense_layers(params, shape.attention_layers)
 
     def setup(self) -> None:
         self.indexes, self.found, self.n_found, self.n_samples = {}, {}, 0, 0
@@ -249,9 +253,6 @@ class MagicPIG(SelectiveAttention):
     @classmethod
     def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return (CALIBRATION,) if params.tables == "auto" else ()
-
-    def skipped_layers(self) -> Sequence[int]:
-        return dense_layers(self.params, self.trace.shape.attention_layers)
 
     def arrange(self, layer: int) -> Offloaded:
         plan, params = self.plan, self.params

@@ -83,9 +83,9 @@ def goes_back(name: str) -> None:
 def with_everything(one: Subject) -> Variant:
     """The method with every token: with all bytes where it makes codes, for all turns where its budget has answers."""
     asked = request("1", comm=one.comm)
-    if one.kind.changes:
+    if one.kind.traits.changes:
         asked = BudgetRequest(None, None, asked.comm, memory=Fraction(1))
-    if one.kind.of_answers:
+    if one.kind.traits.of_answers:
         asked = BudgetRequest(None, conformance.S + N_NEW, Fraction(0), counts=one.counts)
     return one.kind.variant_for(one.params, asked, conformance.model().shape, conformance.S, allocator=one.allocator)
 

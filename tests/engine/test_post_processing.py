@@ -270,7 +270,7 @@ def test_latents_are_left_as_they_are() -> None:
     ],
 )
 def test_what_is_refused(words: list[str], says: str) -> None:
-    from kvbench.evals.asked import ask
+    from kvbench.evals.cells import ask
 
     with pytest.raises(ConfigError, match=says):
         ask([from_words([*words, "task=needle"])])

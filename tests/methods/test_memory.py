@@ -23,7 +23,7 @@ from kvbench.tests.conformance import subject as made_of
 def has_bytes(name: str) -> bool:
     kind = own_class(name)
     may_adapt = kind.adapts.__func__ is not SelectiveAttention.adapts.__func__  # else not composed
-    return not kind.of_answers and not (may_adapt and kind.adapts(ours(name).params))
+    return not kind.traits.of_answers and not (may_adapt and kind.adapts(ours(name).params))
 
 
 # Those whose budget is of prompt and answer together refuse `memory` (tests/evals/test_draws.py).
@@ -69,19 +69,19 @@ def test_every_step_stays_within_the_bytes(name: str, memory: str, comm: str | N
         one = variant(subject, asked(least[1], comm=comm))
     (said,) = answers([one])
     ledger, shape, budget, kind = said.row.store.ledger, model().shape, one.budget, subject.kind
-    in_mean = kind.keeps_budget_in == "mean"
-    assert ledger.within_memory(budget, shape, with_index=not kind.drops, in_mean=in_mean)
-    measured = ledger.held(with_index=not kind.drops)[0] - len(shape.attention_layers) * token_bytes(shape)
+    in_mean = kind.traits.keeps_budget_in == "mean"
+    assert ledger.within_memory(budget, shape, with_index=not kind.traits.drops, in_mean=in_mean)
+    measured = ledger.held(with_index=not kind.traits.drops)[0] - len(shape.attention_layers) * token_bytes(shape)
     expected = kind.footprint(one.params, one.plan, budget, shape).total(shape, S)
     assert measured <= expected or in_mean
-    summary = ledger.summary(budget, shape, said.row.skipped_layers(), in_mean, not kind.drops)
+    summary = ledger.summary(budget, shape, said.row.skipped, in_mean, not kind.traits.drops)
     assert summary["within_budget"]
 
 
 @pytest.mark.parametrize("name", [name for name in OWN if own_class(name).drops])
 def test_a_dropping_method_keeps_as_many_tokens_as_at_that_ratio(name: str) -> None:
     subject = ours(name)
-    if subject.kind.n_whole(subject.params, model().shape) or subject.kind.is_query_wide(subject.params):
+    if len(subject.kind.whole_layers(subject.params, model().shape)) or subject.kind.is_query_wide(subject.params):
         pytest.skip("layers that stay whole, and copies for query heads, count as bytes")
     try:
         in_bytes = variant(subject, asked("2/5"))
@@ -101,7 +101,7 @@ def test_a_dropping_method_keeps_as_many_tokens_as_at_that_ratio(name: str) -> N
 @pytest.mark.parametrize("name", OWN)
 def test_more_memory_never_gives_fewer_tokens(name: str, comm: str | None) -> None:
     subject, found = ours(name), list[int]()
-    if subject.kind.changes:  # what fits the small model's heads does not fit these
+    if subject.kind.traits.changes:  # what fits the small model's heads does not fit these
         subject = made_of([f"method={name}"])
     for percent in range(2, 100, 3):
         try:

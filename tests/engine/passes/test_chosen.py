@@ -15,7 +15,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.chosen import BLOCK, attend_seen, seen_by
 from kvbench.engine.prefill import prefill
 from kvbench.engine.softmax import Softmax
-from kvbench.evals.asked import rules_and_params
+from kvbench.evals.cells import rules_and_params
 from kvbench.evals.settings import from_words
 from kvbench.methods.full import Full
 from kvbench.results.names import own_methods

@@ -21,7 +21,7 @@ from kvbench.engine.observe import ColumnSums
 from kvbench.engine.passes import evicting
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
-from kvbench.evals.asked import ask
+from kvbench.evals.cells import ask
 from kvbench.methods.base import SelectiveAttention, Variant
 from kvbench.tests.conformance import ours
 from kvbench.tests.tiny import prompt, tiny

@@ -8,7 +8,7 @@ import torch
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.asked import quantizer_of, rules_and_params
+from kvbench.evals.cells import quantizer_of, rules_and_params
 from kvbench.evals.settings import from_words
 from kvbench.kernels.packed.codes import quantise_channels, quantise_tokens, rebuild_channels, rebuild_tokens
 from kvbench.methods.quantising.kivi import KIVI

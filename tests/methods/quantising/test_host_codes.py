@@ -13,7 +13,7 @@ from kvbench.engine.caches.packed_host import PackedHost, host_of
 from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.turns.state import fork_of
-from kvbench.evals.asked import quantizer_of, rules_and_params
+from kvbench.evals.cells import quantizer_of, rules_and_params
 from kvbench.evals.settings import from_words
 from kvbench.kernels.packed.codes import quantise_tokens, rebuild_tokens
 from kvbench.methods.quantising.hf_quantized_cache import HFQuantizedCache
@@ -31,7 +31,7 @@ NAMES = ("pqcache", "clusterkv")
 def composed(name: str, quantizer: Quantizer | None, asked: BudgetRequest, **params: Any) -> Any:
     """The method on the tiny model's prompt, composed or not."""
     one = ours(name)
-    own = replace(one.params, **({"full_layers": 0} if one.kind.skips else {}), **params)
+    own = replace(one.params, **({"full_layers": 0} if one.kind.traits.skips else {}), **params)
     return one.kind.variant_for(own, asked, model().shape, 240, quantizer=quantizer)
 
 

@@ -12,7 +12,7 @@ from kvbench.engine.causal import causal
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.asked import ask, quantizer_of, rules_and_params
+from kvbench.evals.cells import ask, quantizer_of, rules_and_params
 from kvbench.evals.settings import from_words
 from kvbench.methods.quantising.think import ThinK, ThinKCache, channel_scores, kept_channels
 from kvbench.methods.rules import Quantizer

@@ -645,11 +645,11 @@ def test_the_first_layers_stay_whole_and_the_overall_share_says_so() -> None:
         step(mine, q[:, :, S:], k[:, :, S:], v[:, :, S:], layer=layer)
     counts = {layer: int(mine.store.attended(layer).sum(-1)[0]) for layer in on.shape.attention_layers}
     assert counts == {0: 201, 1: 201, 2: 41, 4: 41}
-    assert mine.skipped_layers() == [0, 1]
+    assert mine.skipped == [0, 1]
     assert [*mine.protected(0)] == list(range(201))
     assert mine.protected(4) == [0, 1, 2, 3, 200]
     assert mine.report()["overall_ratio"] == pytest.approx((2 + 2 * 0.2) / 4)
-    assert mine.store.ledger.within(mine.budget, on.shape, mine.skipped_layers())
+    assert mine.store.ledger.within(mine.budget, on.shape, mine.skipped)
     assert not mine.store.ledger.within(mine.budget, on.shape)
 
 

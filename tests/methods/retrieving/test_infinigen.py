@@ -355,7 +355,7 @@ def test_it_decodes_on_other_architectures(kind: str) -> None:
     assert compressed
     assert row.report()["k_mean"] == 16
     assert row.n_selections == 5 * len(compressed)
-    assert row.store.ledger.within(row.budget, model.shape, row.skipped_layers())
+    assert row.store.ledger.within(row.budget, model.shape, row.skipped)
 
 
 def test_where_layers_change_little_the_layer_below_foretells_the_true_selection() -> None:
@@ -700,5 +700,5 @@ def test_layers_left_whole_are_in_the_overall_share() -> None:
     model = tiny()
     row = built(row_for(InfiniGen, AHEAD, ask("0.1"), read(model, prompt(100)), 4))
     say(model, [row], n=2)
-    assert row.skipped_layers() == [0, 1]
+    assert row.skipped == [0, 1]
     assert row.report()["overall_ratio"] == pytest.approx((2 + 0.1) / 3)

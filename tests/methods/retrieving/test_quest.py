@@ -449,11 +449,11 @@ def test_the_first_layers_stay_whole_and_the_report_has_the_share_of_all() -> No
     row = row_of(Quest, replace(NATIVE, full_layers=2), trace, request("0.3", comm="1/8"))
     for layer in shape.attention_layers:
         step(row, q[:, :, 64:], k[:, :, 64:], v[:, :, 64:], layer=layer)
-    assert list(row.skipped_layers()) == [0, 1]
+    assert list(row.skipped) == [0, 1]
     assert [row.store[layer].can_fetch for layer in shape.attention_layers] == [False, False, True, True]
     attended = [entry.attended / 4 for entry in row.store.ledger.entries]
     assert attended == [65, 65, 17, 17]
-    assert row.store.ledger.within(row.budget, shape, row.skipped_layers())
+    assert row.store.ledger.within(row.budget, shape, row.skipped)
     assert not row.store.ledger.within(row.budget, shape)
     assert row.report() == {
         "comm_mode": "native", "page_len": 16, "n_pages": 4, "k_pages": 1, "achieved_ratio": 0.25,
