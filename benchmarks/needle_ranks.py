@@ -21,8 +21,7 @@ from kvbench.engine.observe import ColumnSums, LastQueries, window_scores
 from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
-from kvbench.evals.cells import ask
-from kvbench.evals.cells import ready_cells
+from kvbench.evals.cells import ask, ready_cells
 from kvbench.evals.settings import from_words
 from kvbench.methods.scorers import pool_scores, reduce_group
 from kvbench.methods.scoring import ScoringMethod

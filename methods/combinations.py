@@ -142,9 +142,9 @@ def refusals(rows: Sequence[Row], case: Case, stage: str | None = None) -> Itera
             yield row, said(row.says, case, found)
 
 
-def refuse(rows: Sequence[Row], case: Case) -> None:
-    """Raise `ConfigError` for the first of these rows that refuses the case."""
-    for _, sentence in refusals(rows, case):
+def refuse(rows: Sequence[Row], case: Case, stage: str | None = None) -> None:
+    """Raise `ConfigError` for the first of these rows that refuses the case, at one stage or any."""
+    for _, sentence in refusals(rows, case, stage):
         raise ConfigError(sentence)
 
 

@@ -22,7 +22,7 @@ from kvbench.evals.runner import prepare
 from kvbench.evals.settings import Settings
 from kvbench.results import RunResult, SampleRow
 from kvbench.results.opened import open_folders, results_of
-from kvbench.serving.order import Order
+from kvbench.serving.order import Order, refuse
 from kvbench.serving.rehearsal import rehearse
 from kvbench.serving.serve import need_vllm
 from kvbench.tasks.serving import Serving

@@ -27,8 +27,7 @@ from kvbench.engine.checkpoints.load import load, load_random, read_config
 from kvbench.engine.model import Model
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.base import SparsePrefill
-from kvbench.evals.settings import architecture
-from kvbench.evals.settings import ModelSpec, from_words, load_class
+from kvbench.evals.settings import ModelSpec, architecture, from_words, load_class
 from kvbench.evals.typed import build
 from kvbench.methods.calibration.prose import embedded_prose
 

@@ -142,7 +142,7 @@ class Check:
     @cached_property
     def cell(self) -> Cell:
         """What was asked, from the configuration alone; without a frozen benchmark the model's shape is not known."""
-        shape = None if self.benchmark is None else self.benchmark.shape
+        shape: Any = None if self.benchmark is None else self.benchmark.shape
         settings, task = settings_of(self.config), None
         if self.benchmark is not None and self.benchmark.has_turns:
             task = SimpleNamespace(asking=class_and_params(settings.task)[1].asking)

@@ -92,7 +92,7 @@ def with_everything(one: Subject) -> Variant:
 
 def is_full_at_ratio_1(name: str) -> None:
     """With the whole budget, three turns that stay are those of full attention."""
-    if conformance.ours(name).kind.adapts(conformance.ours(name).params):
+    if conformance.ours(name).kind.traits_of(conformance.ours(name).params).adapts:
         return  # no budget, and so none that is whole
     model = conformance.model()
     answers = []

@@ -15,6 +15,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.evals.cells import ask
 from kvbench.evals.settings import from_words, own_class
 from kvbench.methods.allocator import ALLOCATORS, Allocator
+from kvbench.methods.combinations import ALLOCATION, COMMAND, Case, refuse
 from kvbench.methods.dropping.allocators import (
     best_of,
     globally_best,
@@ -54,7 +55,7 @@ def pair(scorer: str, allocator: str) -> Subject:
     params = replace(one.params, **changed)
     chosen = Allocator(allocator)
     try:
-        one.kind.check_allocator(params, chosen)
+        refuse(ALLOCATION, Case(one.kind, params, allocator=chosen), COMMAND)
     except ConfigError as error:
         assert one.kind.traits.comparable in ("none", "set"), error
         pytest.skip(f"refused: {error}")

@@ -227,7 +227,7 @@ def test_variants_of_one_window_share_the_votes(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_snapkv_is_compensated_with_half_of_comm_in_tokens() -> None:
-    budget = resolve(request(ratio="1/5", comm="1/128"), 10_000, SnapKV.drops)
+    budget = resolve(request(ratio="1/5", comm="1/128"), 10_000, SnapKV.traits.drops)
     _, k, v = tokens(10)
     assert SnapKV.plan_for(PARAMS, budget, trace_of(k, v, 4).shape) == SnapKV.Plan(2039, 8)
     assert budget.ratio == Fraction(1, 5)

@@ -340,5 +340,5 @@ def test_what_comm_or_the_model_has_no_room_for_is_refused(change: dict[str, Any
 )
 def test_labels_that_comm_pays_for(change: dict[str, Any], comm: str, plan: tuple[Any, ...]) -> None:
     params = replace(PARAMS, **({"granularity": "auto"} | change))
-    budget = DoubleSparsity.budget_for(request("0.1", comm=comm), 1000)
+    budget = DoubleSparsity.budget_for(PARAMS, request("0.1", comm=comm), 1000)
     assert DoubleSparsity.plan_for(params, budget, LLAMA) == DoubleSparsity.Plan(*plan)

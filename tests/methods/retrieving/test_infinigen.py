@@ -225,7 +225,7 @@ def ask(ratio: str = "0.2", comm: str = "1/4") -> BudgetRequest:
 
 
 def resolved(ratio: str, s: int, comm: str = "1/64") -> Any:
-    return InfiniGen.budget_for(ask(ratio, comm), s)
+    return InfiniGen.budget_for(PARAMS, ask(ratio, comm), s)
 
 
 def read(model: Model, ids: list[int]) -> Trace:

@@ -204,7 +204,7 @@ def test_budgets_agree_with_the_table() -> None:
             row = dict(zip(map(str, x["columns"]), map(int, line), strict=True))
             shape = ModelShape("any", 1, row["Hk"], row["Hk"], row["d_h"], 1 << 20, (0,))
             ratio, comm = (f"{row[f'{x}_num']}/{row[f'{x}_den']}" for x in ("ratio", "comm"))
-            budget = resolve(request(ratio, comm=comm), row["s"], PQCache.drops)
+            budget = resolve(request(ratio, comm=comm), row["s"], PQCache.traits.drops)
             params = replace(PARAMS, n_sink=row["sinks"])
             if budget.attends_all:
                 continue

@@ -128,7 +128,7 @@ def test_budgets_agree_with_the_table() -> None:
                 f"{row['ratio_num']}/{row['ratio_den']}",
                 comm=f"{row['comm_num']}/{row['comm_den']}",
             )
-            budget = resolve(asked, row["s"], SparQ.drops)
+            budget = resolve(asked, row["s"], SparQ.traits.drops)
             params = replace(PARAMS, n_sink=row["sinks"])
             fair = SparQ.plan_for(params, budget, shape)
             assert fair == SparQ.Plan(row["n_sink"], row["local"] + 1, row["k"], row["sparq_r"])
