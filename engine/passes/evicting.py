@@ -8,7 +8,7 @@ another thing than compression after an exact pass, and is named so wherever res
 The method sees a prompt of as many tokens as the layer holds, numbered from 0 on (`Trace.as_held`). What the layer is
 made of knows the true positions again (`Layer.stand`).
 
-Not here: which methods can (`Rules.unreadable`), what they choose (`methods`).
+Not here: which methods can (`Traits.unreadable`), what they choose (`methods`).
 """
 
 from collections.abc import Callable, Sequence

@@ -44,7 +44,7 @@ from kvbench.tests.conformance import (
 )
 
 FREED = {"h2o": {"generated": "on_top"}, "tova": {"evict": "prompt"}, "keydiff": {"evict": "prompt"}}
-SCORERS = [name for name in METHODS if known(name) == name and own_class(name).is_scorer]
+SCORERS = [name for name in METHODS if known(name) == name and own_class(name).traits.is_scorer]
 PAIRS = [(name, allocator) for name in SCORERS for allocator in ALLOCATORS]
 
 

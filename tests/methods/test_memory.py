@@ -56,7 +56,7 @@ def test_the_whole_memory_is_full_attention(name: str) -> None:
 @pytest.mark.parametrize("memory", ["1/2", "3/8"])
 @pytest.mark.parametrize(
     ("name", "comm"),
-    [(x, FITTED_COMM.get(x, "1/16")) for x in OWN] + [(x, None) for x in OWN if not own_class(x).drops],
+    [(x, FITTED_COMM.get(x, "1/16")) for x in OWN] + [(x, None) for x in OWN if not own_class(x).traits.drops],
 )
 def test_every_step_stays_within_the_bytes(name: str, memory: str, comm: str | None) -> None:
     subject = ours(name)

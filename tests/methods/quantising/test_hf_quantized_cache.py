@@ -10,6 +10,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.packed.codes import quantise_tokens, rebuild_tokens, unpack
 from kvbench.methods.quantising.hf_quantized_cache import HFQuantizedCache, RequantizedCache
+from kvbench.methods.rules import planned
 from kvbench.tests.vectors import row_of, step, trace_of
 
 WHOLE = BudgetRequest(Fraction(1), None, Fraction(0))

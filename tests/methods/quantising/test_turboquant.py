@@ -15,6 +15,7 @@ from kvbench.engine.layouts.quantized import QuantizedLayer
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.quantising import codebooks, turboquant
 from kvbench.methods.quantising.turboquant import PRESETS, Book, TurboQuant, TurboQuantCache
+from kvbench.methods.rules import planned
 from kvbench.tests.conformance import answers, model
 from kvbench.tests.vectors import Check, differs, first, load, row_of, step, trace_of
 
