@@ -15,11 +15,11 @@ import transformers
 from kvbench.engine.books.spans import recording
 from kvbench.engine.budget import BudgetRequest, Fraction
 from kvbench.engine.checkpoints.load import shape_of
+from kvbench.engine.declared import build_params
 from kvbench.engine.decode import decode
 from kvbench.engine.model import Model, register_attention
 from kvbench.engine.prefill import prefill
 from kvbench.evals.settings import from_words, load_class
-from kvbench.evals.typed import build_params
 from kvbench.tests.vectors import built
 
 METHODS = "rkv,snapkv_decode,streamingllm_decode,h2o_decode,tova_decode,random_decode_unprotected,triattention"

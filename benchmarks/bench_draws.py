@@ -12,13 +12,13 @@ from statistics import median
 from time import perf_counter, process_time
 
 from kvbench.engine.budget import BudgetRequest, Fraction
+from kvbench.engine.declared import build_params
 from kvbench.engine.decode import decode
 from kvbench.engine.model import Model
 from kvbench.engine.prefill import prefill
 from kvbench.engine.sampling.spec import Sampling, draw_seed
 from kvbench.evals.models import load_model, resolve_hardware
 from kvbench.evals.settings import from_words, load_class
-from kvbench.evals.typed import build_params
 from kvbench.methods.base import Variant
 from kvbench.tests.vectors import built
 

@@ -14,13 +14,13 @@ from kvbench.benchmarks.paired import measure, record
 from kvbench.engine.batch import Batch
 from kvbench.engine.budget import EVERYTHING, BudgetRequest
 from kvbench.engine.checkpoints.load import load
+from kvbench.engine.declared import build_params
 from kvbench.engine.decode import decode
 from kvbench.engine.model import Model
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
 from kvbench.engine.turns.state import fork_of
 from kvbench.evals.settings import from_words, load_class
-from kvbench.evals.typed import build_params
 from kvbench.methods.base import SelectiveAttention, Variant
 from kvbench.methods.calibration.prose import embedded_prose
 

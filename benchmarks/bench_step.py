@@ -22,6 +22,7 @@ from hydra import compose, initialize_config_dir
 from kvbench.benchmarks.paired import measure, record
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.checkpoints.load import load
+from kvbench.engine.declared import build_params
 from kvbench.engine.decode import decode
 from kvbench.engine.model import Model
 from kvbench.engine.observe import Observation
@@ -32,7 +33,6 @@ from kvbench.engine.softmax import Softmax
 from kvbench.engine.step import attend_group
 from kvbench.evals.overrides import CONF
 from kvbench.evals.settings import load_class, settings
-from kvbench.evals.typed import build_params
 from kvbench.methods.base import SelectiveAttention
 from kvbench.methods.calibration.prose import embedded_prose
 

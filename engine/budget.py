@@ -82,7 +82,7 @@ def parse_memory(text: str | int | float | Fraction, key: str) -> "Fraction | By
 
 @dataclass(frozen=True)
 class BudgetRequest:
-    """What the user asked for, before any prompt is known."""
+    """What the user asked for, before any prompt is known; ranges are those of the keys (`evals/settings.py`)."""
 
     ratio: Fraction | None  # share of the prompt's tokens that take part in attention at a decode step
     tokens: int | None  # the same as an absolute number; exactly one of the two is given
@@ -97,11 +97,6 @@ class BudgetRequest:
     given: Bytes | None = None  # what a prompt made the share `memory` of
 
     def __post_init__(self) -> None:
-        if isinstance(self.memory, Fraction) and not 0 < self.memory <= 1:
-            raise ConfigError(
-                f"memory={show(self.memory)} is out of range; it is a share of the full cache's bytes above 0 and at "
-                "most 1, like 1/8, or bytes, like 4GB"
-            )
         if self.memory is not None and self.ratio is None and self.tokens is None:
             object.__setattr__(self, "ratio", None if isinstance(self.memory, Bytes) else self.memory)
             object.__setattr__(self, "memory_alone", True)
@@ -109,16 +104,6 @@ class BudgetRequest:
             raise ConfigError(f"ratio={show(self.ratio)} and budget={self.tokens} are both given; give one of the two")
         if self.ratio is None and self.tokens is None and not self.memory_alone:
             raise ConfigError("neither ratio, budget nor memory is given; give one of them, for example ratio=0.2")
-        if self.ratio is not None and not 0 < self.ratio <= 1:
-            raise ConfigError(
-                f"ratio={show(self.ratio)} is out of range; it is a share of the prompt above 0 and at most 1"
-            )
-        if self.tokens is not None and self.tokens < 1:
-            raise ConfigError(f"budget={self.tokens} is out of range; it is a number of tokens, at least 1")
-        if self.comm is not None and not 0 <= self.comm <= 1:
-            raise ConfigError(
-                f"comm={show(self.comm)} is out of range; it is a share of the key bytes from 0 to 1, like 1/64"
-            )
 
     @property
     def compensates(self) -> bool:

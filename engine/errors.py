@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from traceback import extract_tb
 
-MANY = 30  # names that a sentence can list
+LISTED = ("method", "task", "model", "experiment")  # kinds that have a command which lists them
+FEW = 12  # names that a sentence lists besides near misses
 
 
 class ConfigError(Exception):
@@ -31,18 +32,15 @@ class NotFiniteError(RunError):
 
 
 def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> ConfigError:
-    """The error for a misspelt `kind` (method, task, key …), with near misses first."""
+    """The error for a misspelt `kind` (method, task, key …): near misses, and all that there are or what lists them."""
     allowed = sorted(allowed)
     near = get_close_matches(name, allowed, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
-    shown = allowed if len(allowed) <= MANY else [x for x in allowed if not is_preset(x, allowed)]
-    rest = f"; {len(allowed) - len(shown)} more begin with one of these" if len(shown) < len(allowed) else ""
-    return ConfigError(f"no {kind} {name!r}{hint} (all: {', '.join(shown)}{rest})")
-
-
-def is_preset(name: str, names: Iterable[str]) -> bool:
-    """Whether the name is that of another one with something after it, as `h2o_paper` is."""
-    return any(name.startswith(f"{other}_") for other in names)
+    if kind in LISTED:
+        hint += f" (all: python run.py --list {kind}s)"
+    elif not near or len(allowed) <= FEW:
+        hint += f" (all: {', '.join(allowed)})"
+    return ConfigError(f"no {kind} {name!r}{hint}")
 
 
 def first_line(error: BaseException) -> str:

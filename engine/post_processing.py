@@ -17,10 +17,12 @@ Not here: which tokens stay (`methods`), how keys and values become others (`eng
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
 
 from kvbench.engine.budget import show
-from kvbench.engine.checks import one_of
-from kvbench.engine.errors import ConfigError
+from kvbench.engine.declared import Is, Part
 
 POSITIONS, DROPPED = ("kept", "contiguous"), ("gone", "merged")
 
@@ -29,27 +31,17 @@ POSITIONS, DROPPED = ("kept", "contiguous"), ("gone", "merged")
 class Merging:
     """Which dropped tokens are merged; the keys of conf/config.yaml's `merging`."""
 
-    threshold: float = 0.0  # cosine of the keys from which on
-    share: Fraction = Fraction(1)  # of the dropped tokens, the most similar ones
-
-    def __post_init__(self) -> None:
-        if not -1 <= self.threshold <= 1:
-            raise ConfigError(f"merging.threshold={self.threshold:g} is out of range; it is a cosine, -1 to 1")
-        if not 0 < self.share <= 1:
-            raise ConfigError(f"merging.share={show(self.share)} is out of range; it is above 0 and at most 1")
+    threshold: Annotated[float, Ge(-1), Le(1), Is("a cosine, -1 to 1")] = 0.0  # of the keys, from which on
+    share: Part = Fraction(1)  # of the dropped tokens, the most similar ones
 
 
 @dataclass(frozen=True)
 class PostProcessing:
     """What becomes of kept keys and values."""
 
-    positions: str = "kept"
-    dropped: str = "gone"
+    positions: Literal["kept", "contiguous"] = "kept"
+    dropped: Literal["gone", "merged"] = "gone"
     merging: Merging = Merging()
-
-    def __post_init__(self) -> None:
-        one_of("positions", self.positions, POSITIONS)
-        one_of("dropped", self.dropped, DROPPED)
 
     @property
     def changes(self) -> bool:

@@ -22,14 +22,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvbench.engine.checks import whole_number
+from kvbench.engine.declared import Count, expanded, reader
 from kvbench.engine.errors import ConfigError, first_line
 from kvbench.engine.foreign import read_text
 from kvbench.engine.model import Model
 from kvbench.engine.terminal import say
 from kvbench.evals.models import load_model, resolve_hardware
 from kvbench.evals.settings import from_words
-from kvbench.evals.typed import convert, expanded
 from kvbench.methods.calibration import files
 from kvbench.methods.calibration.files import Calibration, place
 from kvbench.methods.calibration.kinds import KINDS, kind_of
@@ -68,8 +67,7 @@ def written(words: Sequence[str]) -> Path:
         if key not in OWN and key.partition(".")[0] not in OF_A_RUN:
             raise ConfigError(f"{key}={given[key]} means nothing here; give {', '.join((*OF_A_RUN, *OWN))}")
     tokens = given.get("tokens", str(usual_tokens))
-    n_tokens = convert(int(tokens) if tokens.isdecimal() else tokens, int, "tokens")
-    whole_number("tokens", n_tokens, 1)
+    n_tokens = reader(Count)(int(tokens) if tokens.isdecimal() else tokens, "tokens")
     text, out = given.get("text"), given.get("out")
     if out is None and (text is not None or n_tokens != usual_tokens):
         raise ConfigError("a calibration of your own text or length is no default; say where to write it with out=FILE")

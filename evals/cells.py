@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbench import checkout
-from kvbench.engine import checks
+from kvbench.engine import declared
 from kvbench.engine.budget import EVERYTHING, NO_FRAME, BudgetRequest, Bytes, Frame
 from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.checkpoints.header import header_shape, shape_of_config
+from kvbench.engine.declared import build, build_params
 from kvbench.engine.errors import ConfigError, unknown_name
 from kvbench.engine.post_processing import AS_THEY_ARE, Merging, PostProcessing
 from kvbench.engine.shapes import Checkpoint, ModelShape
@@ -34,7 +35,6 @@ from kvbench.evals.settings import (
     load_class,
     methods_for,
 )  # fmt: skip
-from kvbench.evals.typed import build, build_params
 from kvbench.methods.combinations import COMMAND, MODEL, SHAPE, TABLE, Case, refusals
 from kvbench.methods.rules import Quantizer, Rules, planned
 from kvbench.methods.traits import Traits
@@ -246,15 +246,15 @@ def check(cell: Cell, stage: str, model: Checkpoint | None = None) -> None:
         rules.check_cache(params, settings.cache)
         if cell.quantizer is not None:
             cell.quantizer.rules.check_shape(cell.quantizer.params, shape)
-        checks.sizes("method", params, *window)
-        checks.sizes("cache", settings.cache, *window)
+        declared.sizes("method", params, *window)
+        declared.sizes("cache", settings.cache, *window)
     if cell.sparsity is not None:
         cell.sparsity.check(shape)
-        checks.sizes("prefill", cell.sparsity, *window)
+        declared.sizes("prefill", cell.sparsity, *window)
     if task is None:
         return
     task.check(shape)
-    checks.sizes("task", cell.task_params, max(MOST_COUNT, shape.window), "for which nobody waits")
+    declared.sizes("task", cell.task_params, max(MOST_COUNT, shape.window), "for which nobody waits")
     shortest = task.shortest_prompt()
     # Of bytes a prompt that is shorter still has a larger share.
     if shortest is not None and not isinstance(settings.budget.memory, Bytes):

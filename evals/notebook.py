@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import BudgetRequest
-from kvbench.engine.checks import word
+from kvbench.engine.declared import build_params, word
 from kvbench.engine.decode import decode
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.model import Model
@@ -35,7 +35,6 @@ from kvbench.evals.lines import books_of
 from kvbench.evals.models import load_model as load
 from kvbench.evals.models import resolve_hardware
 from kvbench.evals.settings import from_words, load_class
-from kvbench.evals.typed import build_params
 from kvbench.methods.base import SelectiveAttention, Variant
 from kvbench.methods.combinations import MODEL, SHAPE
 from kvbench.tasks.base import Sample

@@ -23,11 +23,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError, said
 from kvbench.engine.lazy import load_torch
 from kvbench.evals import plugins
 from kvbench.evals.plugins import Plugin
-from kvbench.evals.typed import build_params
 
 KINDS = {  # what a group's classes are
     "method": "kvbench.methods.base.SelectiveAttention",
@@ -81,18 +81,23 @@ def file_of(target: str) -> str:
 
 def register(text: str, taken: Iterable[str]) -> str:
     """Let Hydra find the defaults of the method in a file: its name, which is none of those `taken`."""
+    name, node = node_in(text, taken)
+    store("method", name, node)
+    return name
+
+
+def node_in(text: str, taken: Iterable[str]) -> tuple[str, dict[str, Any]]:
+    """The name of the method in a file, and what a file in `conf/` would say of it."""
     match = FILE.fullmatch(text)
     assert match is not None, text
     if (kind := LIVE.get(text)) is not None:
         if (name := kind.__name__) in taken:
             raise ConfigError(f"the class {name} has the name of another method; rename it")
-        values = defaults("method", kind, f"the class {name}", {text})
-        store("method", name, {"_target_": f"{text}:{name}@{Path(text).parent.name}"} | values)
-        return name
+        target = f"{text}:{name}@{Path(text).parent.name}"
+        return name, {"_target_": target} | defaults("method", kind, f"the class {name}", {text})
     source, path = read(text, match["path"])
     digest = digest_of(source)
-    module = module_of(source, path, digest)
-    kinds = methods_of(module)
+    kinds = methods_of(module_of(source, path, digest))
     kind = choose(kinds, match["name"], path)
     name = path.stem if len(kinds) == 1 else f"{path.stem}-{kind.__name__}"
     if not NAME.fullmatch(name):
@@ -102,9 +107,8 @@ def register(text: str, taken: Iterable[str]) -> str:
         )
     if name in taken:
         raise ConfigError(f"method={text} has the name of another method, {name}; rename the file")
-    values = defaults("method", kind, str(path), {str(path)})
-    store("method", name, {"_target_": f"{path}:{kind.__name__}@{digest}"} | values)
-    return name
+    target = f"{path}:{kind.__name__}@{digest}"
+    return name, {"_target_": target} | defaults("method", kind, str(path), {str(path)})
 
 
 def word_of(kind: type) -> str:

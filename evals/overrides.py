@@ -8,51 +8,32 @@ Not here: values (`evals/settings.py` and each `Params`). Hydra's flags that swa
 folder are not supported, since nothing could be looked up then.
 """
 
-import re
 import unicodedata
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from itertools import islice, pairwise
-from math import ceil, isfinite, prod
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import (
-    Glob,
-    IntervalSweep,
-    Override,
-    OverrideType,
-    RangeSweep,
-)
+from hydra.core.override_parser.types import Glob, Override, OverrideType, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kvbench.engine.declared import expanded, unknown_key
 from kvbench.engine.errors import ConfigError, unknown_name
 from kvbench.evals import outside, plugins
 from kvbench.evals.composing import composition
-from kvbench.evals.typed import expanded, unknown_key
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 APART = ("hydra", "architecture", "hardware", "heads")  # Hydra's own, and tables that are looked up by name
 LAUNCHER = "hydra/launcher"  # the one group of Hydra's own that can be chosen from
-# Hydra's grammar reads a list in time that grows with the square of its length, and nested brackets by recursion.
-MOST_WORDS, MOST_ELEMENTS, LONGEST, DEEPEST, MOST_DIGITS = 1_000, 1_000, 10_000, 20, 300
-SPARE_COMMA = re.compile(r"(?<![^\[{(]),+|,+(?=\s*([\]}),]|$))")  # with no value in front of it, or none after it
 MOST_CELLS = 10_000  # of a sweep; each is composed before the first one runs
-INFOS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-# Hydra's flags and their values: () is any value, None is no value
-FLAGS: dict[str, tuple[str, ...] | None] = {
-    **dict.fromkeys(("-m", "--multirun", "-r", "--run", "-h", "--help", "--resolve"), None),
-    **dict.fromkeys(("--hydra-help", "--version", "-sc", "--shell-completion"), None),
-    **dict.fromkeys(("-c", "--cfg"), ("job", "hydra", "all")),
-    **dict.fromkeys(("-i", "--info"), INFOS),  # the value may be left out
-    **dict.fromkeys(("-p", "--package"), ()),
-}
-OURS = ("--list", "--check", "--dry-run")  # which run.py takes before these
-MODES = {"-m", "--multirun", "-r", "--run", "-c", "--cfg", "-i", "--info"}  # one of them at a time
+OURS = ("--list", "--check", "--dry-run", "--help")  # flags that run.py takes before these
 
 
 def check_overrides(argv: list[str]) -> list[str]:
@@ -61,15 +42,13 @@ def check_overrides(argv: list[str]) -> list[str]:
     `model=X` without a file of that name becomes `model=any model.id=X`, and a group that is not in
     the defaults list (`experiment`) gets the `+` that Hydra wants.
     """
-    check_size(argv)
     flags, words = split_flags(argv)
-    if {"-sc", "--shell-completion", "--hydra-help", "--version"} & set(flags):
-        return argv  # nothing is composed
-    is_sweep = bool({"-m", "--multirun"} & set(flags))
+    if "--hydra-help" in flags:
+        return flags  # nothing is composed
+    is_sweep = "-m" in flags
     groups = config_groups()
     overrides = [o for word in words for o in normal_form(parse_override(word), groups)]
     for override in overrides:
-        check_form(override, groups)
         if override.is_sweep_override() and not is_sweep:
             raise ConfigError(f"{override.input_line} is a sweep; add -m to run all of its values")
     check_length(overrides, groups)
@@ -82,7 +61,7 @@ def check_overrides(argv: list[str]) -> list[str]:
     named = {override.key_or_group for override in overrides}
     overrides_and_swept = overrides + [o for o in swept if o.key_or_group not in named]
     check_length(overrides_and_swept, groups)
-    if flags or not is_composed(overrides, groups):
+    if flags or not is_composed(overrides):
         check_keys(overrides_and_swept, choices(overrides_and_swept, groups), groups)
     check_package(flags, chosen, groups)
     # Hydra looks a key up before it takes the files that the experiment chooses.
@@ -104,67 +83,39 @@ def as_one_of(override: Override, several: Collection[str]) -> str:
     return f"{key}=choice({value})"
 
 
-def check_size(argv: list[str]) -> None:
-    """Refuse what no one can have meant and Hydra's parser would read for minutes, or not at all."""
-    if len(argv) > MOST_WORDS:
-        raise ConfigError(
-            f"{len(argv)} words are more than the {MOST_WORDS} of a command line; put values into a file of conf/"
-        )
-    for word in argv:
-        opened = deepest = 0
-        for letter in word[:LONGEST]:
-            opened += (letter in "[{(") - (letter in "]})")
-            deepest = max(deepest, opened)
-        digits = max(map(len, re.findall(r"\d+", word[:LONGEST])), default=0)
-        for what, n, most in (
-            ("characters", len(word), LONGEST),
-            ("elements", word.count(",") + 1, MOST_ELEMENTS),
-            ("brackets within each other", deepest, DEEPEST),
-            ("digits in a number", digits, MOST_DIGITS),
-        ):
-            if n > most:
-                raise ConfigError(
-                    f"{word[:40]}… has {n} {what}; give at most {most}, and more of them in a file of conf/"
-                )
-        odd = [letter for letter in word if unicodedata.category(letter) in ("Cc", "Cs")]
-        if odd:
-            raise ConfigError(f"{word!r} holds the character {odd[0]!r}, which is no text; leave it out")
+class Flags(ArgumentParser):
+    """Hydra's flags, which it accepts in front of all overrides alone."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        modes = self.add_mutually_exclusive_group()
+        modes.add_argument("-m", "--multirun", nargs=0, action=Keep)
+        modes.add_argument("-c", "--cfg", choices=("job", "hydra", "all"), action=Keep)
+        modes.add_argument("-i", "--info", choices=("all", "config", "defaults", "plugins"), action=Keep)
+        self.add_argument("-p", "--package", action=Keep)
+        for flag in ("--resolve", "--hydra-help"):
+            self.add_argument(flag, nargs=0, action=Keep)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.removeprefix('argument ')}; python run.py --help says how flags are given")
+
+
+class Keep(Action):
+    """Keep a flag and its value as they are for Hydra, in `flags`."""
+
+    def __call__(self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
+        namespace.flags += [self.option_strings[0], *([values] if values else [])]
 
 
 def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Flags with their values, and the other words; Hydra accepts no flag between two overrides."""
-    flags: list[str] = []
-    words: list[str] = []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        flag, equals, value = word.partition("=")
-        if not word.startswith("-"):
-            words.append(word)
-            continue
-        if flag not in FLAGS:
-            raise unknown_flag(flag, value)
-        flags.append(flag)
-        allowed = FLAGS[flag]
-        if allowed is None:
-            if equals:
-                raise ConfigError(f"{flag} takes no value; write {flag} alone")
-            continue
-        if not equals and allowed == INFOS:
-            value = rest.pop(0) if rest and rest[0] in INFOS else "all"
-        elif not equals:
-            value = rest.pop(0) if rest else ""
-        if not value or (allowed and value not in allowed):
-            raise ConfigError(f"{flag} needs a value: {', '.join(allowed) or 'the key to print'}")
-        flags.append(value)
-    modes = MODES.intersection(flags)
-    if len(modes) > 1:
-        raise ConfigError(f"{' and '.join(sorted(modes))} exclude each other; give one of them")
-    if "--resolve" in flags and not modes & {"-c", "--cfg"}:
+    """Flags with their values, and the other words."""
+    known, words = Flags().parse_known_args(argv, Namespace(flags=[]))
+    for word in words:
+        if word.startswith("-"):
+            raise unknown_flag(*word.partition("=")[::2])
+    if "--resolve" in known.flags and "-c" not in known.flags:
         raise ConfigError("--resolve says how --cfg prints; write --cfg job --resolve")
-    if {"-sc", "--shell-completion"} & set(flags) and not words:
-        raise ConfigError("--shell-completion needs what to do; write -sc install=bash or -sc uninstall=bash")
-    return flags, words
+    return known.flags, words
 
 
 def unknown_flag(flag: str, value: str) -> ConfigError:
@@ -172,40 +123,27 @@ def unknown_flag(flag: str, value: str) -> ConfigError:
     key = flag.lstrip("-").replace("-", "_")
     if key in config_groups() or key in yaml.safe_load((CONF / "config.yaml").read_text()):
         return ConfigError(f"{flag} is no flag; write {key}={value or 'VALUE'}")
-    return unknown_name("flag", flag, (*FLAGS, *OURS))
+    return unknown_name("flag", flag, (*Flags()._option_string_actions, *OURS))
 
 
 def parse_override(word: str) -> Override:
     """One `key=value`; a value that Hydra's grammar cannot read is taken as a plain string."""
+    if odd := [letter for letter in word if unicodedata.category(letter) in ("Cc", "Cs")]:
+        raise ConfigError(f"{word!r} holds the character {odd[0]!r}, which is no text; leave it out")
     parser = OverridesParser.create()
     key, equals, value = word.partition("=")
-    try:
-        return parser.parse_override(word)
-    except HydraException:
-        if not equals and not word.startswith("~"):
-            raise ConfigError(f"{word!r} is no flag and no key=value, like ratio=0.2") from None
-    mended = SPARE_COMMA.sub("", value).strip()
-    if mended not in ("", value) and is_read(f"{key}={mended}"):
-        raise ConfigError(
-            f"{word} has a comma too many; write {key}={mended}, and several values without blanks between them"
-        )
-    try:
-        if re.search(r"[\[\]{}(),'\"$\\=]", value):  # meant as Hydra's syntax, so not ours to quote
-            raise HydraException
-        return parser.parse_override(f"{key}='{value}'")
-    except HydraException:
-        raise ConfigError(
-            f"{word!r} is no override that Hydra can read; write key=value, "
-            "and put values with brackets, commas or quotes into quotes"
-        ) from None
-
-
-def is_read(word: str) -> bool:
-    """Whether Hydra's grammar reads it."""
-    try:
-        return bool(OverridesParser.create().parse_override(word))
-    except HydraException:
-        return False
+    if not equals and not word.startswith("~"):
+        raise ConfigError(f"{word!r} is no flag and no key=value, like ratio=0.2")
+    plain = [f"{key}='{value}'"] if not set(value) & {*"[]{}(),'\"$\\="} else []  # else it is meant as Hydra's syntax
+    for line in (word, *plain):
+        try:
+            return parser.parse_override(line)
+        except (HydraException, RecursionError, ValueError):
+            continue
+    raise ConfigError(
+        f"{word!r} is no override that Hydra can read; write key=value, one comma between values and none after the "
+        "last, and put texts with brackets, commas or quotes into quotes"
+    )
 
 
 def config_groups() -> dict[str, list[str]]:
@@ -220,33 +158,6 @@ def names_of(group: str) -> list[str]:
     return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
 
 
-def check_form(override: Override, groups: Mapping[str, list[str]]) -> None:
-    """Refuse what Hydra's grammar offers and no configuration of ours can take."""
-    line, key = override.input_line, override.key_or_group
-    if override.is_delete():
-        raise ConfigError(f"{line} takes away what every run needs; give {key}=VALUE instead, or leave it out")
-    if override.package is not None:
-        raise ConfigError(f"{line} puts a group in another place, where nothing reads it; write {key}=NAME")
-    if "_target_" in key.split(".") or names_class(override.value()):
-        raise ConfigError(f"{line} names a class, which the files of conf/ do; choose one of them, like method=NAME")
-    value = override.value()
-    if key in groups:
-        one = not isinstance(value, list | dict)
-        if not one or override.type == OverrideType.FORCE_ADD:
-            raise ConfigError(f"{line} is no name of a file in conf/{key}; write {key}=NAME")
-    elif isinstance(value, Glob):
-        raise ConfigError(f"{line} stands for names of files, and {key} has none; list its values")
-    if key == "hydra.verbose" and not isinstance(value, bool):
-        raise ConfigError(f"{line} is not true or false")
-
-
-def names_class(value: Any) -> bool:
-    """Whether Hydra could be led to call something by this value."""
-    if isinstance(value, dict):
-        return any("_target_" in str(k) or names_class(v) for k, v in value.items())
-    return isinstance(value, list) and any(map(names_class, value))
-
-
 def check_length(overrides: Iterable[Override], groups: Mapping[str, list[str]]) -> None:
     """Refuse a sweep whose cells would take hours to compose."""
     n_values = {o.key_or_group: count(o, groups) for o in overrides if o.is_sweep_override()}
@@ -259,24 +170,16 @@ def check_length(overrides: Iterable[Override], groups: Mapping[str, list[str]])
 
 def count(override: Override, groups: Mapping[str, list[str]]) -> int:
     """How many values a sweep has, at most one more than a sweep may have cells."""
-    value = override.value()
-    if isinstance(value, RangeSweep):
-        assert value.start is not None and value.stop is not None, "Hydra's grammar asks for both"
-        n = (value.stop - value.start) / value.step if value.step else float("nan")
-        if not isfinite(n) or n <= 0:
-            raise ConfigError(f"{override.input_line} has no values; write range(FIRST,END)")
-        return ceil(n)
-    if isinstance(value, Glob):
-        return len(values_of(override, groups[override.key_or_group]))
-    if not override.is_discrete_sweep():
-        raise ConfigError(f"{override.input_line} has no end; list the values with commas")
-    return len(list(islice(override.sweep_string_iterator(), MOST_CELLS + 1)))
+    n = len(values_of(override, groups.get(override.key_or_group, [])))
+    if not n:
+        raise ConfigError(f"{override.input_line} stands for no value; write range(FIRST,END), or names that are there")
+    return n
 
 
 def normal_form(override: Override, groups: Mapping[str, list[str]]) -> list[Override]:
     """The override as Hydra wants it: `model=any` for free models, `+` for optional groups."""
     key = override.key_or_group
-    if key not in groups or override.type != OverrideType.CHANGE:
+    if key not in groups or override.type != OverrideType.CHANGE or override.package is not None:
         return [override]
     if key in plugins.GROUPS:
         return [with_outside(override, groups[key])]
@@ -297,8 +200,6 @@ def normal_form(override: Override, groups: Mapping[str, list[str]]) -> list[Ove
 
 def with_outside(override: Override, names: list[str]) -> Override:
     """The override with the user's own files by the names that they get; these and packages' join `names`."""
-    if override.package is not None or isinstance(override.value(), RangeSweep | IntervalSweep):  # numbers are no names
-        return override
     group = override.key_or_group
     given, own = dict.fromkeys(values_of(override, names)), names_of(group)
     found = {text: plugin for text in given if (plugin := plugins.find(group, text, own))}
@@ -344,8 +245,13 @@ def values_of(override: Override, options: list[str]) -> list[str]:
         return value.filter(options)
     if override.is_sweep_override():
         if not override.is_discrete_sweep():
-            raise ConfigError(f"{override.input_line} has no end; list the names with commas")
-        return [text.strip("'\"") for text in override.sweep_string_iterator()]
+            raise ConfigError(f"{override.input_line} has no end; list the values with commas")
+        if isinstance(value, RangeSweep) and not value.step:
+            raise ConfigError(f"{override.input_line} has no end; write range(FIRST,END,STEP)")
+        return [text.strip("'\"") for text in islice(override.sweep_string_iterator(), MOST_CELLS + 1)]
+    if isinstance(value, list | dict):
+        key = override.key_or_group
+        raise ConfigError(f"{override.input_line} is no name; write {key}=NAME, or -m {key}=NAME,NAME for several")
     return ["null" if value is None else str(value)]
 
 
@@ -354,11 +260,9 @@ def choices(overrides: Iterable[Override], groups: Mapping[str, list[str]]) -> d
     chosen: dict[str, list[str]] = {}
     for override in overrides:
         group = override.key_or_group
-        if group not in groups or override.is_delete():
+        if group not in groups or override.is_delete() or override.package is not None:  # which Hydra refuses
             continue
         chosen[group] = values_of(override, groups[group])
-        if not chosen[group]:
-            raise ConfigError(f"{override.input_line} matches no file of conf/{group}")
         for name in chosen[group]:
             if name.endswith(".py"):
                 how = "bring it as a package (docs/adding-a-method.md)" if group in plugins.GROUPS else "give a name"
@@ -383,14 +287,10 @@ def composed(chosen: Mapping[str, list[str]]) -> DictConfig:
     return composition(CONF, tuple(words))
 
 
-def is_composed(overrides: Iterable[Override], groups: Iterable[str]) -> bool:
-    """Whether Hydra makes a configuration of them, which it does of keys that are there; it would add some, and take
-    any of its own.
-    """
-    for one in overrides:
-        key = one.key_or_group
-        if key not in groups and (one.type != OverrideType.CHANGE or key.startswith("hydra")):
-            return False
+def is_composed(overrides: Iterable[Override]) -> bool:
+    """Whether Hydra makes a configuration of them, of keys that are there and ours; it would add others."""
+    if any(one.type != OverrideType.CHANGE or one.key_or_group.split(".")[0] == "hydra" for one in overrides):
+        return False
     try:
         return bool(composition(CONF, tuple(one.input_line or "" for one in overrides)))
     except (HydraException, OmegaConfBaseException):
@@ -414,13 +314,10 @@ def check_keys(overrides: Iterable[Override], chosen: Mapping[str, list[str]], g
         if key in groups:
             continue
         group = key.split(".")[0]
-        if re.match(r"hydra\b", key) and key != "hydra.verbose":
+        if key.startswith("hydra.launcher."):
             group = LAUNCHER
-            if not key.startswith("hydra.launcher."):
-                raise ConfigError(
-                    f"{key} cannot be set; of Hydra's own keys there are hydra/launcher=NAME, hydra.launcher.KEY and "
-                    "hydra.verbose"
-                )
+        elif group == "hydra" and key != "hydra.verbose":
+            raise ConfigError(f"{key} has no effect here; of Hydra's own there are hydra/launcher and hydra.verbose")
         for name in chosen.get(group, [""]):
             if (group, name) not in trees:
                 config = composed({**chosen, group: [name]} if name else chosen)

@@ -20,12 +20,12 @@ from typing import Any
 import yaml
 
 from kvbench.engine.budget import show
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError, RunError, one_line
 from kvbench.engine.terminal import printable, say
 from kvbench.evals import outside, plugins
 from kvbench.evals.screen.progress import Progress
 from kvbench.evals.settings import Choice, load_class
-from kvbench.evals.typed import build_params
 from kvbench.results import Holder, RunFolder, RunResult, SampleRow, read_config, read_samples
 from kvbench.results.scores import Score, Scores, crc_of_answer
 from kvbench.tasks.base import Sample, Task

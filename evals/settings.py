@@ -9,34 +9,45 @@ Not here: defaults (the YAML files hold them), ranges of a method's or task's ow
 
 import importlib
 import inspect
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
+from annotated_types import Ge, Gt, Le
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.engine.budget import COUNTS, BudgetRequest, Bytes, exact
+from kvbench.engine.budget import BudgetRequest, Bytes, exact, parse_bytes, parse_memory
 from kvbench.engine.caches.blocks import BlockCacheSpec
-from kvbench.engine.checks import one_of, whole_number, word
+from kvbench.engine.declared import (
+    Count,
+    Filled,
+    Index,
+    Is,
+    Matches,
+    PathText,
+    Window,
+    build,
+    hints_of,
+    reader,
+    same_names,
+)
 from kvbench.engine.errors import ConfigError, unknown_name
 from kvbench.engine.lazy import wait_for_torch
 from kvbench.engine.post_processing import Merging, PostProcessing
 from kvbench.engine.sampling.spec import Sampling
 from kvbench.evals import outside
 from kvbench.evals.outside import KINDS
-from kvbench.evals.typed import METHODS, build, convert, same_names, scorer_fields, scorer_values, values_of
 from kvbench.methods.allocator import UNIFORM, Allocator
+from kvbench.methods.named import METHODS, scorer_fields, scorer_values, values_of
 from kvbench.results.names import FIRST, known, own_methods
-from kvbench.tasks.prompt import CHATS, SCOPES
 
 ARCHITECTURES = Path(__file__).resolve().parents[1] / "conf" / "architecture"
 ORDERS = ("drop_first", "quantise_first")  # of a composition; the first is usual
-DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
+DEVICE = Matches(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", "auto, cpu, cuda or cuda:N, or mps or xpu where torch has one")
 # Values that change nothing. A run's identity leaves out the keys that have them, so that a key may be added and every
 # run keeps its name.
 USUAL: dict[str, dict[str, Any]] = {
@@ -52,26 +63,33 @@ USUAL: dict[str, dict[str, Any]] = {
 }
 EVICTED_CHUNK = 512  # tokens of a prompt that is read with eviction, where nothing else is given
 MADE_OF = {"task": ("params", "data_dir", "seed")}  # what a class is called with
-CHECKS = ("auto", "never")
+
+
+class Memory:
+    """`memory`: a share of the full cache's bytes, or bytes."""
+
+    SHARE: ClassVar[Any] = Annotated[
+        Fraction, Gt(0), Le(1),
+        Is("a share of the full cache's bytes above 0 and at most 1, like 1/8, or bytes, like 4GB"),
+    ]  # fmt: skip
+
+    @classmethod
+    def from_config(cls, value: Any, key: str) -> Fraction | Bytes:
+        found = parse_bytes(value, key) if isinstance(value, bool) else parse_memory(value, key)
+        return found if isinstance(found, Bytes) else reader(cls.SHARE)(value, key)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """The model before it is loaded; the keys of conf/model/any.yaml."""
 
-    name: str
-    id: str
+    name: Annotated[str, Filled("the name that tables are to show")]
+    id: PathText
     revision: str | None
     trust_remote_code: bool
-    chat: str
+    chat: Literal["auto", "none", "inst"]
     system_prompt: str
-    check: str = CHECKS[0]  # whether our attention is compared with transformers' own when the model is loaded
-
-    def __post_init__(self) -> None:
-        one_of("model.chat", self.chat, CHATS)
-        one_of("model.check", self.check, CHECKS)
-        if not self.name.strip():
-            raise ConfigError("model.name is empty; give the name that tables are to show")
+    check: Literal["auto", "never"] = "auto"  # compare our attention with transformers' own when it is loaded
 
 
 @dataclass(frozen=True)
@@ -90,16 +108,10 @@ class RayPool:
 
     package: ClassVar[str] = "ray"
     address: str | None
-    shards: int | Literal["auto"]
-    cpus: int
-    gpus: Fraction | Literal["auto"]
-    retries: int
-
-    def __post_init__(self) -> None:
-        at_least(1, "hydra.launcher.shards", None if self.shards == "auto" else self.shards)
-        at_least(1, "hydra.launcher.cpus", self.cpus)
-        at_least(0, "hydra.launcher.gpus", None if self.gpus == "auto" else self.gpus)
-        at_least(0, "hydra.launcher.retries", self.retries)
+    shards: Count | Literal["auto"]
+    cpus: Count
+    gpus: Annotated[Fraction, Ge(0)] | Literal["auto"]
+    retries: Index
 
     def sized(self, n_gpus: int, device: str, device_map: str | None) -> "RayPool":
         """What `auto` stands for where there are `n_gpus`: one for each shard, or all where a model needs several."""
@@ -117,25 +129,16 @@ class SlurmPool:
     """The pool in which Slurm runs shards; the keys of conf/hydra/launcher/submitit_slurm.yaml."""
 
     package: ClassVar[str] = "submitit"
-    cluster: str
-    folder: str | None
-    shards: int
+    cluster: Literal["slurm", "local"]
+    folder: PathText | None
+    shards: Count
     partition: str | None
     account: str | None
-    timeout_min: int
-    cpus: int
-    gpus: int
-    mem_gb: int | None
-    retries: int
-
-    def __post_init__(self) -> None:
-        one_of("hydra.launcher.cluster", self.cluster, ("slurm", "local"))
-        at_least(1, "hydra.launcher.shards", self.shards)
-        at_least(1, "hydra.launcher.timeout_min", self.timeout_min)
-        at_least(1, "hydra.launcher.cpus", self.cpus)
-        at_least(0, "hydra.launcher.gpus", self.gpus)
-        at_least(1, "hydra.launcher.mem_gb", self.mem_gb)
-        at_least(0, "hydra.launcher.retries", self.retries)
+    timeout_min: Count
+    cpus: Count
+    gpus: Index
+    mem_gb: Count | None
+    retries: Index
 
 
 Pool = RayPool | SlurmPool
@@ -146,14 +149,13 @@ POOLS = {"ray": RayPool, "submitit_slurm": SlurmPool}  # by the file in conf/hyd
 class GivenPostProcessing:
     """What the keys of a run say of kept keys and values; None: as the method itself has them."""
 
-    positions: str | None
-    dropped: str | None
+    positions: Literal["kept", "contiguous"] | None
+    dropped: Literal["gone", "merged"] | None
     merging: Merging
 
     def __post_init__(self) -> None:
         if self.merging != Merging() and self.dropped != "merged":
             raise ConfigError("merging.threshold and merging.share are of dropped=merged; give that, or leave them out")
-        self.over(PostProcessing())
 
     def over(self, own: PostProcessing) -> PostProcessing:
         """The method's own, but for what is given."""
@@ -170,13 +172,13 @@ class Plain:
 
     compose_order: Literal["drop_first", "quantise_first"]  # whether the method chooses among exact tokens
     cache: BlockCacheSpec  # of retrieving methods
-    seed: int
-    limit: int | None
-    offset: int
-    data_dir: str | None
+    seed: Index
+    limit: Count | None
+    offset: Index
+    data_dir: PathText | None
     accesses: bool  # write what was fetched
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    device: Any
+    device: Annotated[str, DEVICE]
     kernels: Literal["auto", "torch"]  # ours, or torch alone; identifies no run, and env.json has it
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None  # accelerate's, among all GPUs
     weights: Literal["trained", "random"]  # random where only time is asked for
@@ -266,15 +268,8 @@ def identity_of_allocator(allocator: Allocator) -> dict[str, Any]:
 class SweepSpec:
     """How the cells of a sweep are run, and whether one that cannot be met stops the others; changes no result."""
 
-    max_variants: int | str
-    refused: str
-
-    def __post_init__(self) -> None:
-        one_of("sweep.refused", self.refused, ("stop", "skip"))
-        if self.max_variants != "auto" and (isinstance(self.max_variants, str) or self.max_variants < 1):
-            raise ConfigError(
-                f"sweep.max_variants={self.max_variants} is not allowed; use auto or a whole number from 1"
-            )
+    max_variants: Count | Literal["auto"]
+    refused: Literal["stop", "skip"]
 
     @property
     def most(self) -> int | None:
@@ -292,34 +287,37 @@ class Keys(Plain):
     prefill: Any
     allocator: Any
     logger: Any
-    ratio: Fraction | None
-    budget: int | None
-    budget_counts: Any
-    memory: Bytes | Fraction | None
-    comm: Fraction | None
+    ratio: Annotated[Fraction, Gt(0), Le(1), Is("a share of the prompt above 0 and at most 1")] | None
+    budget: Window | None
+    budget_counts: Literal["target", "mean", "peak"] | None
+    memory: Memory | None
+    comm: Annotated[Fraction, Ge(0), Le(1), Is("a share of the key bytes from 0 to 1, like 1/64")] | None
     compensate: bool
     compose: str | None
-    positions: str | None
-    dropped: str | None
-    merging: Merging
-    compression_scope: Any
-    temperature: float
-    top_p: float
-    top_k: int | None
-    n_answers: int
+    positions: Any
+    dropped: Any
+    merging: Any
+    compression_scope: Literal["full_prompt", "context_only"]
+    temperature: Any
+    top_p: Any
+    top_k: Any
+    n_answers: Any
     trace: bool
     sweep: SweepSpec
     out: Path | None
     cuda_graphs: Literal["auto", "never"]
 
     def __post_init__(self) -> None:
-        at_least(0, "seed", self.seed)
-        at_least(1, "limit", self.limit)
-        at_least(0, "offset", self.offset)
-        one_of("compression_scope", self.compression_scope, SCOPES)
-        if self.budget_counts is not None:
-            one_of("budget_counts", self.budget_counts, COUNTS)
-        check_device(self.device, self.device_map)
+        if self.device_map is not None and self.device not in ("auto", "cuda"):
+            raise ConfigError(
+                f"device={self.device} is one device, and device_map={self.device_map} divides the model among all "
+                "GPUs; give one of the two, and choose among GPUs with CUDA_VISIBLE_DEVICES"
+            )
+
+
+def read_key(name: str, value: Any) -> Any:
+    """The value of a key at the top of conf/config.yaml, read as there."""
+    return reader(hints_of(Keys)[name])(value, name)
 
 
 def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, launcher: Any = None) -> Settings:
@@ -340,12 +338,17 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
         chunk=chunk(keys.prefill),
         evicts=evicts(keys.prefill),
         budget=BudgetRequest(
-            keys.ratio, keys.budget, keys.comm, keys.compensate, counts=keys.budget_counts, memory=keys.memory
+            keys.ratio,
+            keys.budget,
+            keys.comm,
+            keys.compensate,
+            counts=keys.budget_counts,
+            memory=keys.memory,  # type: ignore[arg-type]
         ),
-        sampling=Sampling(keys.temperature, keys.top_p, keys.top_k, keys.n_answers),
+        sampling=part_of(Sampling, keys),
         compose=composed_with(keys.compose),
         allocator=allocator(keys.allocator),
-        post_processing=GivenPostProcessing(keys.positions, keys.dropped, keys.merging),
+        post_processing=part_of(GivenPostProcessing, keys),
         scope=keys.compression_scope,
         graphs=keys.cuda_graphs == "auto",
         out=keys.out.expanduser() if keys.out else None,
@@ -356,6 +359,11 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
         skips_refused=is_sweep and keys.sweep.refused == "skip",
         pool=pool(names.get("hydra/launcher"), launcher),
     )
+
+
+def part_of(kind: type, keys: Keys) -> Any:
+    """Some of the keys at the top, as a dataclass of their own declares them."""
+    return build(kind, {field.name: getattr(keys, field.name) for field in fields(kind)}, "")
 
 
 def pool(name: str | None, launcher: Any) -> Pool | None:
@@ -493,32 +501,14 @@ def prefill(names: Mapping[str, str], tree: Any) -> Choice | None:
 def chunk(tree: Any) -> int | None:
     """How many tokens a prefill's MLPs read at a time, whichever prefill is chosen."""
     given = tree.get("chunk") if isinstance(tree, Mapping) else None
-    n = at_least(1, "prefill.chunk", convert(given, int | None, "prefill.chunk"))
+    n = reader(Count | None)(given, "prefill.chunk")
     return EVICTED_CHUNK if n is None and evicts(tree) else n
 
 
 def evicts(tree: Any) -> bool:
     """Whether a method drops tokens of the prompt after each chunk."""
     given = tree.get("evict", False) if isinstance(tree, Mapping) else False
-    return convert(given, bool, "prefill.evict")
-
-
-def at_least(lowest: int, key: str, value: int | Fraction | None) -> Any:
-    if isinstance(value, int):
-        whole_number(key, value, lowest)
-    return value
-
-
-def check_device(value: Any, device_map: Any) -> None:
-    if not isinstance(value, str) or not DEVICE.fullmatch(value):
-        raise ConfigError(
-            f"device={word(value)} is not allowed; use auto, cpu, cuda or cuda:N, or mps or xpu where torch has one"
-        )
-    if device_map is not None and value not in ("auto", "cuda"):
-        raise ConfigError(
-            f"device={value} is one device, and device_map={word(device_map)} divides the model among all GPUs; give "
-            "one of the two, and choose among GPUs with CUDA_VISIBLE_DEVICES"
-        )
+    return reader(bool)(given, "prefill.evict")
 
 
 # --- what the YAML files call -----------------------------------------------------------------

@@ -1,13 +1,12 @@
 """`kvbench submit RUNS --out FOLDER --submitter NAME --licence TERMS`: a submission of finished runs.
 
-What a submission may hold is copied, pictures and locks are left out; manifest.json gets the SHA-256 of each file. A
-run that corrects one that was handed in before says so with `--supersedes RUN=ID`, ID being what the site shows of it.
+What a submission may hold is copied, pictures and locks are left out. A run that corrects one that was handed in before
+says so with `--supersedes RUN=ID`, ID being what the site shows of it.
 
 Not here: whether it holds (`evals/verify.py`).
 """
 
 import argparse
-import hashlib
 import json
 import shutil
 import sys
@@ -16,8 +15,7 @@ from pathlib import Path
 
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.terminal import say
-from kvbench.evals.submission.manifest import FORMAT, MANIFEST, RUN_FILES, Manifest
-from kvbench.results import read_config
+from kvbench.evals.submission.manifest import MANIFEST, RUN_FILES, Manifest
 from kvbench.results.files import is_file
 
 
@@ -33,8 +31,6 @@ def submit(
         raise ConfigError(f"{out} is not empty; give a new folder with --out")
     commits, machines = set[str](), set[str]()
     for folder in folders:
-        refuse_packages(folder)
-    for folder in folders:
         to = out / "runs" / folder.name
         if to.exists():
             raise ConfigError(f"there are two runs {folder.name}; hand in one of them")
@@ -48,34 +44,16 @@ def submit(
     for method in methods:
         (out / "methods").mkdir(exist_ok=True)
         shutil.copyfile(method, out / "methods" / method.name)
-    files = {
-        path.relative_to(out).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(out.rglob("*"))
-        if path.is_file()
-    }
     words = {"commit": ", ".join(sorted(commits))[:500], "hardware": hardware or "; ".join(sorted(machines))[:500]}
     try:
         manifest = Manifest(
-            format=FORMAT, submitter=submitter, licence=licence, files=files,
+            submitter=submitter, licence=licence,
             supersedes={f"runs/{run}": old for run, old in (supersedes or {}).items()}, **words,
         )  # fmt: skip
     except ValueError as error:
         raise ConfigError(f"the submission cannot be made: {error}") from None
     (out / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
-
-
-def refuse_packages(folder: Path) -> None:
-    """Raise `ConfigError` for a run of an installed package's method or task, which nobody could verify."""
-    remedies = {
-        "method": "run the method as a file, and hand that in with --method",
-        "task": "a submission is of tasks that are in KVBench",
-    }
-    config = read_config(folder)
-    for group, remedy in remedies.items():
-        part = config.get(group)
-        if isinstance(part, dict) and "package" in part:
-            raise ConfigError(f"{folder} is of {group}={part.get('name')} of the package {part['package']}; {remedy}")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -90,14 +68,14 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     old = dict(word.partition("=")[::2] for word in given.supersedes)
     try:
-        manifest = submit(
+        submit(
             given.runs, given.out, submitter=given.submitter, licence=given.licence, hardware=given.hardware,
             methods=given.method, supersedes=old,
         )  # fmt: skip
     except (ConfigError, OSError, ValueError) as error:
         say("submit:", error, file=sys.stderr)
         return 2
-    say(f"{given.out}: {len(manifest.runs)} runs, {len(manifest.files)} files; verify it with kvbench verify")
+    say(f"{given.out}: {len([*given.out.glob('runs/*')])} runs; verify it with kvbench verify {given.out}")
     return 0
 
 

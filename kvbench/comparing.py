@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.engine.checks import word
+from kvbench.engine.declared import word
 from kvbench.engine.errors import ConfigError
 
 if TYPE_CHECKING:

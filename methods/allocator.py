@@ -8,9 +8,12 @@ Not here: the integers (`methods/dropping/allocators.py`).
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Annotated
+
+from annotated_types import Ge, Le
 
 from kvbench.engine.budget import show
-from kvbench.engine.errors import ConfigError
+from kvbench.engine.declared import Is, Named
 
 ALLOCATORS = {  # name: how layers share the budget, how the heads of a layer share its part
     "uniform": ("uniform", "uniform"),
@@ -24,28 +27,18 @@ ALLOCATORS = {  # name: how layers share the budget, how the heads of a layer sh
     "global": ("global", "global"),
 }
 
+Alpha = Annotated[Fraction, Ge(0), Le(1), Is("a share from 0 (heads share all) to 1 (all heads alike)")]
+Beta = Annotated[int, Ge(1), Is("1 for equal layers, more for a steeper pyramid")]
+
 
 @dataclass(frozen=True)
 class Allocator:
     """A division of the budget; the keys of conf/allocator."""
 
-    name: str
-    alpha: Fraction = Fraction(1, 5)  # of heads: the share of a layer's part that is divided equally
-    beta: int = 20  # of a pyramid: the last layer keeps 1/beta of the mean
+    name: Annotated[str, Named((*ALLOCATORS,))]
+    alpha: Alpha = Fraction(1, 5)  # of heads: the share of a layer's part that is divided equally
+    beta: Beta = 20  # of a pyramid: the last layer keeps 1/beta of the mean
     force: bool = False  # pool scores that do not compare, all the same
-
-    def __post_init__(self) -> None:
-        if self.name not in ALLOCATORS:
-            raise ConfigError(f"allocator.name={self.name} is unknown; use {', '.join(ALLOCATORS)}")
-        if not 0 <= self.alpha <= 1:
-            raise ConfigError(
-                f"allocator.alpha={show(self.alpha)} is out of range; it is a share from 0 (heads share all) to 1 "
-                "(all heads alike)"
-            )
-        if self.beta < 1:
-            raise ConfigError(
-                f"allocator.beta={self.beta} is out of range; use 1 for equal layers, more for a steeper pyramid"
-            )
 
     def label(self) -> str:
         """The allocator's name, with what is not as usual."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from kvbench.engine import checks
+from kvbench.engine import declared
 from kvbench.engine.errors import ConfigError
 from kvbench.methods.traits import Traits
 
@@ -96,7 +96,7 @@ WORDS: dict[str, Callable[[Case], Any]] = {
     "temperature": lambda c: f"{c.sampling.temperature:g}",
     "sampled": lambda c: "{}={}".format(*next(iter(c.sampling.identity().items()))),
     "n_answers": lambda c: c.sampling.n_answers,
-    "answer_bytes": lambda c: checks.gigabytes(
+    "answer_bytes": lambda c: declared.gigabytes(
         c.sampling.n_answers * len(c.shape.kept_layers) * c.shape.h_kv * c.shape.width
         * (4 if c.dtype == "float32" else 2)
     ),

@@ -17,7 +17,7 @@ from kvbench.engine.observe import Observation
 from kvbench.engine.passes.second_pass import SecondPass
 from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.methods.base import Variant
-from kvbench.methods.rules import Scorer
+from kvbench.methods.named import Scorer
 from kvbench.methods.scoring import ScoringMethod
 from kvbench.methods.traits import Traits
 

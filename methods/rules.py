@@ -44,17 +44,6 @@ class Quantizer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scorer:
-    """A method that tells another one what tokens are worth, with its own parameters (`methods/over.py`).
-
-    A field of `Params` that is one is given as a name of conf/method, or as its name and values that differ there.
-    """
-
-    rules: "type[Rules]"
-    params: Any
-
-
-@dataclass(frozen=True)
 class NoParams:
     """Parameters of a method that has nothing to set."""
 

@@ -32,6 +32,7 @@ from kvbench.engine.attend import Part
 from kvbench.engine.books.audit import check_skips, listed, tokens_and_pseudo, uncounted_bytes
 from kvbench.engine.books.ledger import Entry
 from kvbench.engine.budget import COUNTS, ELEMENT_BYTES, BudgetRequest, find_bytes, parse_fraction, token_bytes
+from kvbench.engine.declared import build_params
 from kvbench.engine.decode import decode
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.fetching import Fetching
@@ -47,7 +48,6 @@ from kvbench.engine.turns.state import fork_of
 from kvbench.evals import outside
 from kvbench.evals.overrides import config_groups
 from kvbench.evals.settings import from_words, load_class
-from kvbench.evals.typed import build_params
 from kvbench.methods.allocator import Allocator
 from kvbench.methods.base import SelectiveAttention, Variant
 from kvbench.methods.full import Full

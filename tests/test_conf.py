@@ -7,10 +7,10 @@ import pytest
 import yaml
 from hydra import compose
 
+from kvbench.engine.declared import build_params
 from kvbench.evals.composing import composing
 from kvbench.evals.overrides import CONF, config_groups, default_groups
 from kvbench.evals.settings import Settings, load_class, settings
-from kvbench.evals.typed import build_params
 from kvbench.results.names import STAND_INS, known
 
 # Those of experiments are composed at both scales in tests/plots/test_experiments.py.

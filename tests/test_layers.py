@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "tasks": {"engine", "methods", "tasks"},
     "evals.studies": {
         *("engine", "methods", "results", "evals.studies"),
-        *("evals.models", "evals.overrides", "evals.settings", "evals.typed"),
+        *("evals.models", "evals.overrides", "evals.settings"),
     },
     "evals.screen": {"engine", "kernels.build", "methods", "results", "tasks", "evals"},  # `make check` names kernels
     "evals": {"engine", "methods", "results", "tasks", "evals"},
@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "kvbench": {"comparing", "plots", "results"},  # named for types, imported when asked for
     "checkout": set[str](),
     "run": {"engine.errors", "engine.terminal", "evals", "results", "serving.run"},
-    "comparing": {"engine.checks", "engine.errors", "evals", "results", "run"},
+    "comparing": {"engine.declared", "engine.errors", "evals", "results", "run"},
     "command": {"run", "engine.terminal"},
     "__main__": {"command"},
     "first_look": {"run", "engine.machine", "engine.terminal", "results", "evals.screen.table", "plots"},

@@ -24,11 +24,11 @@ from torch import Tensor
 from kvbench.benchmarks.paired import measure, quantile, record
 from kvbench.engine.causal import causal
 from kvbench.engine.checkpoints.load import load, load_random, read_config
+from kvbench.engine.declared import build
 from kvbench.engine.model import Model
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.base import SparsePrefill
 from kvbench.evals.settings import ModelSpec, architecture, from_words, load_class
-from kvbench.evals.typed import build
 from kvbench.methods.calibration.prose import embedded_prose
 
 PREFILLS = (

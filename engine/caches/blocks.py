@@ -10,9 +10,10 @@ Not here: counting bytes (`engine/books/meter.py`).
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvbench.engine.caches.device import DeviceCache, HostTokens, LookUp
+from kvbench.engine.declared import Count, Tokens
 from kvbench.engine.errors import ConfigError
 
 if TYPE_CHECKING:  # settings read the specification before torch is imported
@@ -23,19 +24,12 @@ if TYPE_CHECKING:  # settings read the specification before torch is imported
 class BlockCacheSpec:
     """How large the cache is and how it is refilled; `tokens=0` is no cache."""
 
-    tokens: int  # capacity
-    block_len: int
-    k_cache: int  # blocks taken in per step at most
-    policy: str  # lfu | lru
+    tokens: Tokens  # capacity
+    block_len: Count
+    k_cache: Count  # blocks taken in per step at most
+    policy: Literal["lfu", "lru"]
 
     def __post_init__(self) -> None:
-        if self.policy not in ("lfu", "lru"):
-            raise ConfigError(f"cache.policy={self.policy} is unknown; use lfu or lru")
-        if self.block_len < 1 or self.k_cache < 1 or self.tokens < 0:
-            raise ConfigError(
-                f"cache.tokens={self.tokens}, cache.block_len={self.block_len}, cache.k_cache={self.k_cache}: "
-                "tokens must be 0 or more, the other two at least 1"
-            )
         if 0 < self.tokens < self.block_len:
             raise ConfigError(
                 f"cache.tokens={self.tokens} holds no block of cache.block_len={self.block_len}; "

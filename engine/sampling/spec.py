@@ -8,33 +8,36 @@ Not here: drawing (`engine/sampling/draws.py`).
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from kvbench.engine.checks import whole_number
+from annotated_types import Gt, Le
+
+from kvbench.engine.declared import Count, Is
 from kvbench.engine.errors import ConfigError
 
 LOWEST = 0.01  # temperature: below it the rounding of logits decides more than they do, and far below they overflow
 
 
 @dataclass(frozen=True)
+class ZeroOr:
+    """0, or some number and more."""
+
+    least: float
+
+    def holds(self, value: float) -> bool:
+        return value == 0 or value >= self.least
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How answers are drawn; the keys of conf/config.yaml."""
 
-    temperature: float = 0.0  # 0: the likeliest token
-    top_p: float = 1.0
-    top_k: int | None = None
-    n_answers: int = 1  # for each prompt
+    temperature: Annotated[float, ZeroOr(LOWEST), Is(f"0 (the likeliest token) or at least {LOWEST}")] = 0.0
+    top_p: Annotated[float, Gt(0), Le(1), Is("a probability above 0 and at most 1")] = 1.0
+    top_k: Count | None = None
+    n_answers: Count = 1  # for each prompt
 
     def __post_init__(self) -> None:
-        if self.temperature and not self.temperature >= LOWEST:
-            raise ConfigError(
-                f"temperature={self.temperature:g} is out of range; it is 0 (the likeliest token) or at least {LOWEST}"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p:g} is out of range; it is a probability above 0 and at most 1")
-        whole_number("n_answers", self.n_answers, 1)
-        if self.top_k is not None:
-            whole_number("top_k", self.top_k, 1)
         if self.is_greedy:
             given = f"n_answers={self.n_answers}" if self.n_answers > 1 else ""
             given = given or (f"top_p={self.top_p:g}" if self.top_p < 1 else "")

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvbench.engine.checks import whole_numbers
+from kvbench.engine.declared import whole_numbers
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.base import SparsePrefill
 from kvbench.engine.sparse.blocks import spans

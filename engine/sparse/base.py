@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from kvbench.engine.budget import show
-from kvbench.engine.checks import one_of, whole_numbers, word
+from kvbench.engine.declared import one_of, whole_numbers, word
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.engine.checks import whole_numbers
+from kvbench.engine.declared import whole_numbers
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.blocks import BlockRule, means, meets, places, products
 from kvbench.kernels.scratch import finer

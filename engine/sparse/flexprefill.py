@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.engine.checks import share, whole_numbers
+from kvbench.engine.declared import share, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.blocks import BlockRule, means, meets, places, products

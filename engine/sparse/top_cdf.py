@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import show
-from kvbench.engine.checks import share, whole_numbers
+from kvbench.engine.declared import share, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.blocks import BlockRule, means, places, products

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import show
-from kvbench.engine.checks import whole_numbers
+from kvbench.engine.declared import whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.base import SparsePrefill

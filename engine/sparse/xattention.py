@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import show
-from kvbench.engine.checks import one_of, share, whole_numbers
+from kvbench.engine.declared import one_of, share, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax

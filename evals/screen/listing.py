@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import yaml
 
 from kvbench.engine.budget import token_bytes
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError, one_line, unknown_name
 from kvbench.engine.terminal import say
 from kvbench.evals import outside, plugins
@@ -29,7 +30,6 @@ from kvbench.evals.plugins import Plugin
 from kvbench.evals.screen.check import where
 from kvbench.evals.screen.fits import shipped
 from kvbench.evals.settings import Choice, choice, load_class, refuse_missing
-from kvbench.evals.typed import build_params
 from kvbench.results.names import card_of, known, own_methods
 from kvbench.results.sheet import ABSENT, Sheet, show
 from kvbench.tasks import sources

@@ -12,9 +12,10 @@ from fractions import Fraction
 from itertools import islice
 from math import floor
 
-from kvbench.engine.budget import BudgetRequest, Bytes, cache_bytes, parse_memory, show
+from kvbench.engine.budget import BudgetRequest, Bytes, cache_bytes, show
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
+from kvbench.evals.settings import read_key
 
 PROMPT = 4096  # tokens, where no others are asked for
 LENGTH = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([km]?)", re.IGNORECASE)
@@ -60,9 +61,7 @@ def asked(words: Sequence[str]) -> tuple[Asked, list[str]]:
         key, value = next(iter(given.items()))
         raise ConfigError(f"{key}={value} is of a model's prompt; give --check with model=NAME beside it")
     tokens = parse_length(given["tokens"]) if "tokens" in given else None
-    memory = parse_memory(given["memory"], "memory") if "memory" in given else None
-    if memory is not None:
-        BudgetRequest(None, None, None, memory=memory)  # its bounds
+    memory = read_key("memory", given.get("memory"))
     return Asked(tokens, memory), others
 
 

@@ -39,6 +39,7 @@ import yaml
 from kvbench.engine.budget import EVERYTHING, BudgetRequest
 from kvbench.engine.checkpoints.kinds import check_compresses
 from kvbench.engine.checkpoints.load import drawn_checkpoint, empty_model
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError, unknown_name
 from kvbench.engine.foreign import write_csv
 from kvbench.engine.model import decoder_layers
@@ -48,7 +49,6 @@ from kvbench.evals.models import random_config
 from kvbench.evals.overrides import CONF
 from kvbench.evals.settings import Choice, from_words, load_class
 from kvbench.evals.studies.counts import AT, Counts, count
-from kvbench.evals.typed import build_params
 from kvbench.methods import combinations
 from kvbench.methods.base import SelectiveAttention
 from kvbench.methods.combinations import Case

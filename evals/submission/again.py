@@ -4,10 +4,10 @@ Which samples is drawn when it is asked, so that nobody knows it before. In floa
 are the same alone and with others, and a difference is found. Elsewhere the order of sums may decide between two
 tokens that are nearly as likely: there a difference is said, and proves nothing.
 
-Not here: runs of methods in files of their own, which are not run outside the jail.
+Not here: what may be run at all (`check.py`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import SystemRandom
@@ -15,21 +15,22 @@ from typing import Any
 
 from kvbench.engine.errors import ConfigError, RunError
 from kvbench.evals.cells import ask
-from kvbench.evals.submission.check import NOT_IN_ENTRIES, Checked, read_safely, same
+from kvbench.evals.submission.check import LEVELS, Checked, read_safely, same
 from kvbench.evals.submission.folder import Finding
 from kvbench.evals.submission.settings import settings_of
 from kvbench.results import SampleRow, read_samples
 
 EXACT = ("float32", "cpu")
+OF_THE_MACHINE = {"bytes_resident_device_actual", "bytes_prefill_peak"}  # of a line's ledger: what was allocated
 
 
-def reproduce(root: Path, one: Checked, n: int) -> None:
+def reproduce(root: Path, one: Checked, n: int, methods: Sequence[Path] = ()) -> None:
     """Answer `n` samples of a run again, drawn at random; what differs is found, or said where it proves nothing."""
     rows = read_samples(root / one.run)
     wanted = {row.sample_id for row in SystemRandom().sample(rows, min(n, len(rows)))}
     config = read_safely(root / one.run)
     try:
-        again = {row.id: row for row in answers(config, wanted, root)}
+        again = {row.id: row for row in answers(config, wanted, root, methods)}
     except (ConfigError, RunError) as error:
         one.why.append(f"it cannot be run on this machine: {' '.join(str(error).split())[:200]}")
         return
@@ -43,12 +44,12 @@ def reproduce(root: Path, one: Checked, n: int) -> None:
             one.why.append(
                 f"sample {row.id!r:.60} {why} when it is asked again, which {where} the rows beside it may do"
             )
-    one.facts["asked_again"] = len(wanted)
-    if not unlike and one.level == 2:
-        one.level = 3
+    one.n_again = len(wanted)
+    if not unlike:
+        one.level = LEVELS.index("reproduced")
 
 
-def answers(config: Mapping[str, Any], wanted: set[str], root: Path) -> Iterator[SampleRow]:
+def answers(config: Mapping[str, Any], wanted: set[str], root: Path, methods: Sequence[Path]) -> Iterator[SampleRow]:
     """The lines of some samples; no folder is made."""
     from kvbench.evals.answer import Answering
     from kvbench.evals.batch.reply import Reply
@@ -58,7 +59,7 @@ def answers(config: Mapping[str, Any], wanted: set[str], root: Path) -> Iterator
     from kvbench.evals.prepare import Preparation
     from kvbench.evals.screen.progress import Progress
 
-    settings = replace(settings_of(config), out=root / "again", is_sweep=True)
+    settings = replace(settings_of(config, methods), out=root / "again", is_sweep=True)
     (cell,) = ready_cells(ask([settings]))
     if unlike := sorted(key for key in config.keys() | cell.config.keys() if config.get(key) != cell.config.get(key)):
         raise ConfigError(f"its {', '.join(unlike)[:100]} are others here")
@@ -87,6 +88,6 @@ def difference(said: SampleRow, again: SampleRow) -> str:
         return "has another answer"
     if said.generated_tokens != again.generated_tokens or not same(said.score, again.score):
         return "has another length or score"
-    keys = said.ledger.keys() & again.ledger.keys() - NOT_IN_ENTRIES
+    keys = said.ledger.keys() & again.ledger.keys() - OF_THE_MACHINE
     unlike = sorted(key for key in keys if not same(said.ledger[key], again.ledger[key]))
     return f"has another {unlike[0]}" if unlike else ""

@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from kvbench.engine.budget import Frame
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.terminal import say
@@ -34,17 +33,7 @@ class Line:
     id: str
     prompt: str  # `prompt_hash`
     tokens: int  # of the prompt
-    context: int  # of them those before the question, where this is left out of what is compressed
-    frame: Frame
     asked: str  # digest of references and columns
-
-    @classmethod
-    def read(cls, row: Sequence[Any]) -> Self:
-        id, prompt, tokens, context, frame, asked = row
-        return cls(id, prompt, tokens, context, Frame(**{key: tuples(value) for key, value in frame.items()}), asked)
-
-    def row(self) -> list[Any]:
-        return [self.id, self.prompt, self.tokens, self.context, asdict(self.frame), self.asked]
 
 
 @dataclass(frozen=True)
@@ -64,7 +53,7 @@ class Benchmark:
     def read(cls, path: Path) -> Self:
         found = json.loads(path.read_text(encoding="utf-8"))
         shape = {key: tuples(value) for key, value in found["shape"].items()}
-        lines = tuple(map(Line.read, found["lines"]))
+        lines = tuple(Line(*row) for row in found["lines"])
         return cls(
             path.stem, found["asked"], ModelShape(**shape), found["dataset"], found["data_source"],
             tuple(found["columns"]), found["has_turns"], lines,
@@ -74,7 +63,7 @@ class Benchmark:
         keys = ("asked", "dataset", "data_source", "columns", "has_turns")
         head = {"shape": asdict(self.shape)} | {key: getattr(self, key) for key in keys}
         said = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
-        rows = ",\n".join("    " + json.dumps(line.row()) for line in self.lines)
+        rows = ",\n".join("    " + json.dumps([*vars(line).values()]) for line in self.lines)
         return f'{{\n{said}  "lines": [\n{rows}\n  ]\n}}\n'
 
 
@@ -126,9 +115,7 @@ def freeze(words: Sequence[str]) -> Benchmark:
             sample = one_question(one.sample, turn) if one.sample.conversation else one.sample
             own = json.loads(json.dumps(own_columns(sample)))
             columns |= own.keys()
-            prompt = one.packed
-            asked_for = digest(sample.references, own)
-            lines.append(Line(id, one.sha, len(prompt), len(prompt.context_ids), prompt.frame, asked_for))
+            lines.append(Line(id, one.sha, len(one.packed), digest(sample.references, own)))
     config = json.loads(json.dumps(cell.config))
     hashed = hashlib.sha256(json.dumps(asked_of(config), sort_keys=True).encode()).hexdigest()
     name = f"{config['task']['name']}-{config['model']['name']}-{hashed[:8]}"

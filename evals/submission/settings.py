@@ -3,22 +3,23 @@
 It is what a stranger wrote, so each part is built by the checks that a command line goes through, and the settings must
 say the same configuration again: nothing in it is overlooked.
 
-Not here: what is not in this repository, methods in files and whatever is of a package: none is imported here.
+Not here: whatever is of a package, which is not imported; a method's own file is where `methods` has it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from kvbench.engine.budget import BudgetRequest, parse_fraction, parse_memory
+from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.caches.blocks import BlockCacheSpec
+from kvbench.engine.declared import build
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.post_processing import Merging
 from kvbench.engine.sampling.spec import Sampling
+from kvbench.evals import outside
 from kvbench.evals.overrides import CONF
-from kvbench.evals.settings import USUAL, Choice, GivenPostProcessing, ModelSpec, Settings
-from kvbench.evals.typed import build
+from kvbench.evals.settings import USUAL, Choice, GivenPostProcessing, ModelSpec, Settings, read_key
 from kvbench.methods.allocator import Allocator
 
 VERSIONS = (  # of what answers depend on, which a configuration has besides the settings
@@ -40,8 +41,10 @@ def conf_of(group: str, name: str) -> dict[str, Any]:
     return taken | own
 
 
-def choice(group: str, part: Any) -> Choice:
+def choice(group: str, part: Any, methods: Sequence[Path] = ()) -> Choice:
     """A group's file with the parameters that a configuration has."""
+    if methods and isinstance(part, Mapping) and "digest" in part:
+        return foreign(part, methods)
     if isinstance(part, Mapping) and "package" in part:
         raise ConfigError(f"its {group} is of the package {part['package']!r:.80}, which is not imported here")
     if (
@@ -56,36 +59,45 @@ def choice(group: str, part: Any) -> Choice:
     return Choice(group, str(part["name"]), target, values | usual | dict(part["params"]))
 
 
-def settings_of(config: Mapping[str, Any]) -> Settings:
+def foreign(part: Mapping[str, Any], methods: Sequence[Path]) -> Choice:
+    """A method in a file of its own, which is imported."""
+    file = next((path for path in methods if outside.digest_of(path.read_bytes()) == part["digest"]), None)
+    if file is None:
+        raise ConfigError(f"no file of methods/ has the digest {part['digest']!r:.40} of its method")
+    kind = str(part.get("name")).removeprefix(file.stem).removeprefix("-")
+    name, node = outside.node_in(f"{file}:{kind}" if kind else str(file), ())
+    return Choice("method", name, node.pop("_target_"), node | dict(part["params"]))
+
+
+def settings_of(config: Mapping[str, Any], methods: Sequence[Path] = ()) -> Settings:
     """The settings of a run; `ConfigError` where its configuration is one that no run writes."""
     run = USUAL["run"] | dict(config)
-    share = {key: None if run.get(key) is None else parse_fraction(run[key], key) for key in ("ratio", "comm")}
-    memory = None if run["memory"] is None else parse_memory(run["memory"], "memory")
     sampling = {"temperature": 0, "top_p": 1, "top_k": None, "n_answers": 1}
     allocator = run["allocator"]
     counts = run["budget_counts"]
     found = Settings(
-        method=choice("method", run.get("method")),
+        method=choice("method", run.get("method"), methods),
         task=choice("task", run.get("task")),
         model=build(ModelSpec, USUAL["model"] | dict(run.get("model") or {}), "model"),
         prefill=None if run["prefill"] is None else choice("prefill", run["prefill"]),
         chunk=run["prefill_chunk"],
         evicts=run["prefill_evict"],
         budget=BudgetRequest(
-            share["ratio"], run.get("budget"), share["comm"], bool(run.get("compensate")),
-            memory=memory, counts=None if counts == "target" else counts,
+            read_key("ratio", run.get("ratio")), read_key("budget", run.get("budget")),
+            read_key("comm", run.get("comm")), bool(run.get("compensate")), memory=read_key("memory", run["memory"]),
+            counts=None if counts == "target" else read_key("budget_counts", counts),
         ),
-        sampling=Sampling(**{key: run.get(key, usual) for key, usual in sampling.items()}),
+        sampling=build(Sampling, {name: run.get(name, usual) for name, usual in sampling.items()}, ""),
         compose=None if run["compose"] is None else choice("method", run["compose"]),
         compose_order=run["compose_order"],
         allocator=None if allocator is None else build(Allocator, dict(allocator), "allocator"),
-        post_processing=GivenPostProcessing(
-            run["positions"], run["dropped"], build(Merging, dict(run["merging"]), "merging")
+        post_processing=build(
+            GivenPostProcessing, {name: run[name] for name in ("positions", "dropped", "merging")}, ""
         ),
         cache=build(BlockCacheSpec, dict(run.get("cache") or {}), "cache"),
         scope=run.get("compression_scope", ""),
-        seed=run.get("seed", 0),
-        limit=run.get("limit"),
+        seed=read_key("seed", run.get("seed", 0)),
+        limit=read_key("limit", run.get("limit")),
         offset=run["offset"],
         dtype=run.get("dtype", ""),
         device=run.get("device", ""),

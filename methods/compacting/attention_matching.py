@@ -37,7 +37,7 @@ from torch import Tensor
 from kvbench.engine.books.footprint import Footprint
 from kvbench.engine.books.spans import span
 from kvbench.engine.budget import ELEMENT_BYTES, NO_FRAME, Budget, BudgetRequest, Frame, token_bytes
-from kvbench.engine.checks import each_one_of, whole_number, whole_numbers
+from kvbench.engine.declared import each_one_of, whole_number, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import Observation, SpacedQueries
 from kvbench.engine.passes.repetition import RepeatedQueries

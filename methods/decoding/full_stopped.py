@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvbench.engine.budget import EVERYTHING, Budget, BudgetRequest, resolve
-from kvbench.engine.checks import whole_number, whole_numbers
+from kvbench.engine.declared import whole_number, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Whole
 from kvbench.engine.sampling.cues import Cue

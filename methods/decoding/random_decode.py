@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.declared import each_one_of, whole_numbers
 from kvbench.kernels.jit import upload
 from kvbench.kernels.topk import top_stable
 from kvbench.methods.decoding.cutting import CuttingMethod, in_place, with_last

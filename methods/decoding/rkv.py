@@ -29,7 +29,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kvbench.engine.checks import each_one_of, share, votes
+from kvbench.engine.declared import each_one_of, share, votes
 from kvbench.engine.softmax import Softmax
 from kvbench.methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
 from kvbench.methods.decoding.schedule import WhenToCut

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from kvbench.engine.budget import Budget, BudgetRequest, show
-from kvbench.engine.checks import one_of, whole_number, word
+from kvbench.engine.declared import one_of, whole_number, word
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.rules import Rules

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.engine.checks import tokens
+from kvbench.engine.declared import tokens
 from kvbench.methods.decoding.cutting import CuttingMethod, with_last
 from kvbench.methods.decoding.schedule import WhenToCut
 

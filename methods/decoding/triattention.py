@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.engine.checks import each_one_of, whole_number
+from kvbench.engine.declared import each_one_of, whole_number
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import Observation
 from kvbench.engine.shapes import Checkpoint

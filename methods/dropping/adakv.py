@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest, show
-from kvbench.engine.checks import each_one_of
+from kvbench.engine.declared import each_one_of
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.allocator import Allocator

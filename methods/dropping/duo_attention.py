@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest, show
-from kvbench.engine.checks import each_one_of, tokens, whole_number
+from kvbench.engine.declared import each_one_of, tokens, whole_number
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Placement, Ragged, Rolls, Whole
 from kvbench.engine.shapes import Checkpoint, ModelShape

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.checks import each_one_of, refuse_cap, share, tokens, whole_number
+from kvbench.engine.declared import each_one_of, refuse_cap, share, tokens, whole_number
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.model import Model
 from kvbench.engine.observe import Observation, QueryStatistics

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, split
-from kvbench.engine.checks import each_one_of, share, tokens
+from kvbench.engine.declared import each_one_of, share, tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import ColumnSums, Observation
 from kvbench.engine.placement import Kept, Stay

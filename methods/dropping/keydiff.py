@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import BudgetRequest
-from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.declared import each_one_of, whole_numbers
 from kvbench.engine.placement import Change, Evict, Kept, Placement
 from kvbench.kernels.gather import gather_tokens
 from kvbench.methods.dropping.allocators import Counts

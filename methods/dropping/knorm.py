@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget
-from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.declared import each_one_of, whole_numbers
 from kvbench.engine.placement import Change, Evict, Kept, Placement
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.dropping.allocators import Counts

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest, Frame
-from kvbench.engine.checks import whole_number
+from kvbench.engine.declared import whole_number
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.repetition import Repetition
 from kvbench.engine.passes.second_pass import SecondPass

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.checks import each_one_of, tokens, whole_numbers
+from kvbench.engine.declared import each_one_of, tokens, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Change, Evict, Kept, Placement

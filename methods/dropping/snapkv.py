@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, key_bytes
-from kvbench.engine.checks import each_one_of, votes
+from kvbench.engine.declared import each_one_of, votes
 from kvbench.engine.observe import LastQueries, Observation, window_scores
 from kvbench.engine.placement import Stay
 from kvbench.engine.selection import Cost

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvbench.engine.attend import Part
 from kvbench.engine.budget import Budget
-from kvbench.engine.checks import tokens
+from kvbench.engine.declared import tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Kept, Stay
 from kvbench.engine.shapes import Checkpoint, ModelShape

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.checks import each_one_of
+from kvbench.engine.declared import each_one_of
 from kvbench.engine.observe import MeanWeights, Observation
 from kvbench.engine.placement import Kept, Placement, Stay
 from kvbench.engine.shapes import ModelShape

@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest, exact, show
-from kvbench.engine.checks import each_one_of
+from kvbench.engine.declared import each_one_of
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries, Observation
 from kvbench.engine.shapes import ModelShape

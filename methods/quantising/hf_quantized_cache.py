@@ -25,7 +25,7 @@ from kvbench.engine.attend import Part
 from kvbench.engine.budget import Budget, BudgetRequest
 from kvbench.engine.caches.quantized import QuantizedCache
 from kvbench.engine.caches.token_code import TokenCode
-from kvbench.engine.checks import one_of, whole_number
+from kvbench.engine.declared import one_of, whole_number
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.placement import Quantize

@@ -28,7 +28,7 @@ from kvbench.engine.attend import Part
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
 from kvbench.engine.caches.quantized import LatestTokens, Packing, Packings, QuantizedCache
 from kvbench.engine.caches.token_code import TokenCode
-from kvbench.engine.checks import whole_number
+from kvbench.engine.declared import whole_number
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.placement import Quantize

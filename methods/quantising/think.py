@@ -30,7 +30,7 @@ from kvbench.engine.attend import Part
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
 from kvbench.engine.caches.asked import Reordered
 from kvbench.engine.caches.quantized import QuantizedCache
-from kvbench.engine.checks import one_of, tokens, whole_number
+from kvbench.engine.declared import one_of, tokens, whole_number
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.observe import LastQueries, Observation

@@ -33,7 +33,7 @@ from kvbench.engine.books.footprint import Footprint
 from kvbench.engine.budget import Budget, BudgetRequest
 from kvbench.engine.caches.asked import Rotated
 from kvbench.engine.caches.quantized import Packing, Packings, QuantizedCache
-from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.declared import each_one_of, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.placement import Quantize

@@ -31,13 +31,13 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget
-from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.declared import each_one_of, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Placement
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.dropping.allocators import Counts
+from kvbench.methods.named import Scorer
 from kvbench.methods.over import OverScorer, kind_of, refuse_query_heads
-from kvbench.methods.rules import Scorer
 from kvbench.methods.scorers import keep_top
 from kvbench.methods.scoring import ScoringMethod
 from kvbench.methods.traits import Traits

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.engine.checks import share
+from kvbench.engine.declared import share
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.model import Model
 from kvbench.engine.observe import ModelFact, Observation
@@ -42,8 +42,8 @@ from kvbench.kernels.scratch import at_once
 from kvbench.kernels.topk import top_stable
 from kvbench.methods.allocator import Allocator
 from kvbench.methods.dropping.allocators import Counts, n_safe
+from kvbench.methods.named import Scorer
 from kvbench.methods.over import OverScorer, refuse_query_heads
-from kvbench.methods.rules import Scorer
 from kvbench.methods.scorers import keep_top
 from kvbench.methods.traits import Traits
 

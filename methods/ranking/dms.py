@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import BudgetRequest
-from kvbench.engine.checks import tokens
+from kvbench.engine.declared import tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Change, Delayed, Judged, Placement, Ragged
+from kvbench.methods.named import Scorer
 from kvbench.methods.over import OverScorer, refuse_query_heads
-from kvbench.methods.rules import Scorer
 from kvbench.methods.traits import Traits
 
 

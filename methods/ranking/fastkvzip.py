@@ -27,7 +27,7 @@ from fractions import Fraction
 import torch
 
 from kvbench.engine.budget import Budget
-from kvbench.engine.checks import one_of, share, tokens
+from kvbench.engine.declared import one_of, share, tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.allocator import Allocator

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.declared import each_one_of, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries, Observation, window_scores
 from kvbench.engine.placement import Placement

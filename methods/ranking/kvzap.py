@@ -18,18 +18,16 @@ Figures   drop for any question: #9388AE, right, -.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.checks import tokens
-from kvbench.engine.errors import ConfigError
+from kvbench.engine.declared import Filled, Tokens
 from kvbench.engine.observe import Observation
 from kvbench.engine.shapes import Checkpoint, ModelShape
-from kvbench.methods.allocator import Allocator
+from kvbench.methods.allocator import Allocator, Alpha
 from kvbench.methods.dropping.snapkv import fit_window
 from kvbench.methods.gates.files import AUTO, DRAWN, check_model, check_shapes, digest_of, read
 from kvbench.methods.gates.networks import GateScores
@@ -97,15 +95,9 @@ class KVzap(Gated):
 
     @dataclass(frozen=True)
     class Params:
-        gate: str
-        window: int
-        alpha: Fraction
-
-        def __post_init__(self) -> None:
-            tokens("method.window", self.window)
-            if not self.gate.strip():
-                raise ConfigError("method.gate is empty; give a file, a hub name or auto")
-            replace(Allocator("head_protect"), alpha=self.alpha)
+        gate: Annotated[str, Filled("a file, a hub name or auto")]
+        window: Tokens
+        alpha: Alpha
 
     @dataclass(frozen=True)
     class Plan:

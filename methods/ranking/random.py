@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.declared import each_one_of, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.scoring import ScoringMethod

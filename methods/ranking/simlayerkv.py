@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.checks import each_one_of, whole_numbers
+from kvbench.engine.declared import each_one_of, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import MeanWeights, Observation
 from kvbench.engine.placement import Kept, Placement, Whole

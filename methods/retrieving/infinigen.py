@@ -51,7 +51,7 @@ from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
-from kvbench.engine.checks import each_one_of, whole_number
+from kvbench.engine.declared import each_one_of, whole_number
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import ChannelSums, Observation
 from kvbench.engine.placement import Offloaded

@@ -44,7 +44,7 @@ from kvbench.engine.attend import Part
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
 from kvbench.engine.caches.eviction import Update
-from kvbench.engine.checks import refuse_cap, tokens
+from kvbench.engine.declared import refuse_cap, tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import BandLogits, BandSums, Observation
 from kvbench.engine.placement import Change, Offloaded, Release

@@ -42,7 +42,7 @@ from torch import Tensor
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.books.spans import span
 from kvbench.engine.budget import Budget, BudgetRequest, find_bytes, key_bytes, show, token_bytes
-from kvbench.engine.checks import whole_numbers
+from kvbench.engine.declared import whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries, Observation
 from kvbench.engine.placement import Offloaded

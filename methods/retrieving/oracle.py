@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import Budget, key_bytes, split
-from kvbench.engine.checks import each_one_of, share, tokens
+from kvbench.engine.declared import each_one_of, share, tokens
 from kvbench.engine.placement import Offloaded
 from kvbench.engine.search import Launch, Units, products
 from kvbench.engine.selection import Cost

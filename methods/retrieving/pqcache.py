@@ -60,7 +60,7 @@ from kvbench.engine.books.spans import span
 from kvbench.engine.books.stopwatch import synchronize
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, show, split
 from kvbench.engine.caches.blocks import BlockCacheSpec
-from kvbench.engine.checks import each_one_of, share, whole_numbers
+from kvbench.engine.declared import each_one_of, share, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.streams import sent_so_far
 from kvbench.engine.placement import Offloaded, Placement

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
-from kvbench.engine.checks import each_one_of, refuse_cap, whole_numbers
+from kvbench.engine.declared import each_one_of, refuse_cap, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Offloaded, Release
 from kvbench.engine.search import Launch, Units

@@ -48,7 +48,7 @@ from torch import Tensor
 from kvbench.engine.books.footprint import DIGITS, Footprint, held, largest, too_small
 from kvbench.engine.books.spans import span
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
-from kvbench.engine.checks import one_of, whole_numbers
+from kvbench.engine.declared import one_of, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import OffloadedValues
 from kvbench.engine.search import KernelSearch, Units

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
-from kvbench.engine.checks import each_one_of, share, tokens
+from kvbench.engine.declared import each_one_of, share, tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.streams import sent_home
 from kvbench.engine.passes.trace import Trace

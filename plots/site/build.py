@@ -36,7 +36,7 @@ from kvbench.results import METRICS
 from kvbench.results.files import unsealed
 
 SAID = ("submitter", "licence", "hardware")
-SELF_REPORTED, ONLY_REPORTED = "self-reported", "only reported"
+REPORTED = "reported"  # of a run that nobody has verified
 QUESTIONS = {"full_prompt": "shown", "context_only": "hidden"}
 # The site opens on the model that came out last; one that is not named here counts as older than all of them.
 RELEASED = {
@@ -190,8 +190,8 @@ class Site:
 
     def about(self, run: Run) -> dict[str, Any]:
         """What the site says of a run besides its scores: who made it where, and how far it is believed."""
-        id, usual = self.ids[run.folder], ONLY_REPORTED if isinstance(run, Kept) else SELF_REPORTED
-        judged = self.handed.verdicts.get(id, {"verdict": usual, "why": [], "findings": []})
+        id = self.ids[run.folder]
+        judged = self.handed.verdicts.get(id, {"verdict": REPORTED, "why": [], "findings": []})
         return {
             "machine": machine(run), "verdict": judged["verdict"],
             "why": "; ".join([*judged["why"], *judged["findings"]]),

@@ -16,6 +16,7 @@ from kvbench.engine.caches.forks import fork, select_rows
 from kvbench.engine.causal import Chunk, causal
 from kvbench.engine.checkpoints import kinds, load
 from kvbench.engine.checkpoints.kinds import shape_of, survey
+from kvbench.engine.declared import build
 from kvbench.engine.errors import ConfigError, LengthError
 from kvbench.engine.model import register_attention
 from kvbench.engine.passes import agreement
@@ -330,9 +331,9 @@ def test_a_checkpoint_is_compared_once_and_not_where_it_is_asked_not_to_be(
 
 def test_a_model_is_compared_or_never() -> None:
     spec = {"name": "m", "id": "m", "revision": None, "trust_remote_code": False, "chat": "auto", "system_prompt": ""}
-    assert ModelSpec(**spec, check="never").check == "never"
+    assert build(ModelSpec, spec | {"check": "never"}, "model").check == "never"
     with pytest.raises(ConfigError, match=r"model\.check"):
-        ModelSpec(**spec, check="often")
+        build(ModelSpec, spec | {"check": "often"}, "model")
 
 
 def folder_of(name: str, changes: dict[str, Any], folder: Path) -> str:

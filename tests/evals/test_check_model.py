@@ -169,7 +169,7 @@ def test_without_a_prompt_and_memory_nothing_is_said_of_them() -> None:
         (["model=llama-3.1-8b-instruct", "tokens=x"], "tokens=x is no number of tokens"),
         (["model=llama-3.1-8b-instruct", "tokens=0"], "tokens=0 is no number of tokens"),
         (["model=llama-3.1-8b-instruct", "memory=4XB"], "memory=4XB is neither"),
-        (["model=llama-3.1-8b-instruct", "memory=3/2"], "memory=1.5 is out of range"),
+        (["model=llama-3.1-8b-instruct", "memory=3/2"], "memory=3/2 is out of range"),
         (["tokens=32k"], "tokens=32k is of a model's prompt"),
     ],
 )

@@ -173,8 +173,8 @@ def test_how_a_sweep_is_run_is_no_part_of_its_identity() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["sweep.max_variants=0"], "use auto or a whole number from 1"),
-        (["sweep.max_variants=few"], "use auto or a whole number from 1"),
+        (["sweep.max_variants=0"], "it is a whole number from 1, or auto"),
+        (["sweep.max_variants=few"], "use a whole number from 1, or auto"),
         (["hydra/launcher=ray", "hydra.launcher.shards=0"], "hydra.launcher.shards=0 is out"),
         (["hydra/launcher=ray", "hydra.launcher.cpus=x"], "hydra.launcher.cpus=x is not a whole"),
         (["hydra/launcher=submitit_slurm", "hydra.launcher.cluster=pbs"], "use slurm or local"),

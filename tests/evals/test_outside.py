@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hydra import compose
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.evals.composing import composing
 from kvbench.evals.overrides import check_overrides
 from kvbench.evals.settings import Settings, load_class, settings
-from kvbench.evals.typed import build_params
 from kvbench.results import read_runs
 from kvbench.run import main
 from kvbench.tests.tiny_run import CONF, example_file, save_tiny
@@ -178,7 +178,6 @@ def test_files_that_are_not_there_or_are_called_like_another_are_refused(tmp_pat
     two = f"method={write(tmp_path, text)},{write(tmp_path / 'other', text)}"
     with pytest.raises(ConfigError, match="has the name of another method, mine"):
         check_overrides(["-m", two])
-    assert "puts a group in another place" in refused(f"method@task={tmp_path}/other/mine.py")
     assert "is a sweep; add -m" in refused(f"method=snapkv,{tmp_path}/other/mine.py")
     composed(f"method={tmp_path}/other/mine.py")  # in a command of its own it is the only one
     assert "no method 'mine'" in refused("method=mine")

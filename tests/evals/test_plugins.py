@@ -14,6 +14,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.evals import outside
 from kvbench.evals.submission.settings import settings_of
 from kvbench.evals.submit import main as submit
+from kvbench.evals.verify import main as verify
 from kvbench.plots.read import load
 from kvbench.plots.site.origin import words
 from kvbench.results import read_config, read_runs
@@ -309,11 +310,13 @@ def test_answers_are_scored_again_by_the_package(site: Site, runs: Runs) -> None
     assert b"is of the package kvbench-smallest-keys==0.1, which is not installed" in done.stderr
 
 
-def test_a_submission_takes_no_run_of_a_package(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_a_package_is_reported(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(runs.out), "--out", str(tmp_path / "in"), "--submitter", "us", "--licence", "CC0-1.0"]
-    assert submit(words) == 2
-    assert "of the package kvbench-smallest-keys==0.1; a submission is of tasks that are in" in capsys.readouterr().err
-    assert not (tmp_path / "in").exists()
+    assert submit(words) == 0
+    verify([str(tmp_path / "in"), "--again", "1"])
+    shown = capsys.readouterr().out
+    assert "task is of the package 'kvbench-smallest-keys==0.1', which is not imported" in shown
+    assert "reproduced" not in shown
 
 
 def test_a_class_from_outside_is_known_by_its_target() -> None:

@@ -12,11 +12,11 @@ from hydra import compose
 
 import kvbench.tasks
 from kvbench.engine.budget import Bytes
+from kvbench.engine.declared import PathText, build_params, reader
 from kvbench.engine.errors import ConfigError
 from kvbench.evals.composing import composing
 from kvbench.evals.overrides import CONF
 from kvbench.evals.settings import Choice, Settings, load_class, settings
-from kvbench.evals.typed import build_params, convert
 
 
 def composed(*words: str) -> Settings:
@@ -293,20 +293,20 @@ NAN, INF = float("nan"), float("inf")
     ids=str,
 )
 def test_no_number_is_infinite(value: Any, hint: Any) -> None:
-    assert "method.x=" in refused(lambda: convert(value, hint, "method.x"))
+    assert "method.x=" in refused(lambda: reader(hint)(value, "method.x"))
 
 
 def test_numbers_have_an_end_in_time() -> None:
-    assert "out of range" in refused(lambda: convert(1e30, int, "cache.tokens"))
+    assert "out of range" in refused(lambda: reader(int)(1e30, "cache.tokens"))
     for text in ("1e-99999999", "1e99999999", "1/" + "9" * 1000):
-        assert "is not a number" in refused(lambda text=text: convert(text, Fraction, "ratio"))
+        assert "is not a number" in refused(lambda text=text: reader(Fraction)(text, "ratio"))
 
 
 @pytest.mark.parametrize("key", ["out", "data_dir", "model.id", "task.path", "hydra.launcher.folder"])
 @pytest.mark.parametrize("text", ["", "  ", "~nobody-has-this-name/x", "/x/" + "a" * 256])
 def test_a_path_is_one_that_can_be_looked_for(key: str, text: str) -> None:
-    hint = Path if key == "out" else str
-    assert refused(lambda: convert(text, hint | None, key)).startswith(key)
+    hint: Any = Path if key == "out" else PathText
+    assert refused(lambda: reader(hint | None)(text, key)).startswith(key)
 
 
 def test_an_empty_folder_is_not_the_current_one() -> None:

@@ -123,15 +123,15 @@ def test_verdicts_and_manifests_that_are_none_are_refused(runs: Path, tmp_path: 
 def test_verdicts_are_those_of_the_runs_own_digests(runs: Path, tmp_path: Path) -> None:
     results = sorted(runs.rglob("result.json"))
     id = hashlib.sha256(results[0].read_bytes()).hexdigest()[:16]
-    proven = {"verdict": "budget proven", "why": [], "findings": []}
-    told = {"runs": {id: proven, "0" * 16: proven | {"verdict": "reproduced"}}}
+    rescored = {"verdict": "rescored", "why": [], "findings": []}
+    told = {"runs": {id: rescored, "0" * 16: rescored | {"verdict": "reproduced"}}}
     (tmp_path / "verdicts.json").write_text(sealed(json.dumps(told)))
     asked = [str(runs), "--out", str(tmp_path / "site"), "--verdicts", str(tmp_path / "verdicts.json")]
     assert main(asked) == 0
     listed = json.loads((tmp_path / "site" / "runs.json").read_text())
-    assert [one["verdict"] for one in listed.values()].count("budget proven") == 1
-    assert {one["verdict"] for one in listed.values()} == {"budget proven", "self-reported"}
-    (tmp_path / "verdicts.json").write_text((tmp_path / "verdicts.json").read_text().replace("proven", "PROVEN"))
+    assert [one["verdict"] for one in listed.values()].count("rescored") == 1
+    assert {one["verdict"] for one in listed.values()} == {"rescored", "reported"}
+    (tmp_path / "verdicts.json").write_text((tmp_path / "verdicts.json").read_text().replace("rescored", "reproduced"))
     assert main(asked) == 2, "its seal is broken"
 
 
@@ -191,7 +191,7 @@ def test_a_bare_clone_has_a_site_of_all_kept_scores_that_opens_on_the_largest_be
     assert start["methods"] > 30 and start["answers"] > 4000
     assert sum(one["answers"] for one in index["benchmarks"]) > 29_000
     overview = content(of_repository / "data" / start["id"] / "data-overview.js")
-    assert set(overview["runs"]["verdict"]) == {"only reported"} and all(overview["runs"]["kept"])
+    assert set(overview["runs"]["verdict"]) == {"reported"} and all(overview["runs"]["kept"])
     costs, audit = overview["parts"]["cost"], overview["runs"]["audit"]
     assert all(costs["device"]) and not any(costs["moved"]) and not any(costs["resident"]), "host bytes were not kept"
     assert not any(audit["within_budget"])
@@ -228,7 +228,7 @@ def test_a_folder_cannot_pass_for_kept_scores(tmp_path: Path) -> None:
     (origins,) = [content(file) for file in (tmp_path / "site").rglob("data-origins.js")]
     assert [one["command"].split()[:2] for one in origins] == [["python", "run.py"]]
     assert [one["verdict"] for one in json.loads((tmp_path / "site" / "runs.json").read_text()).values()] == [
-        "self-reported"
+        "reported"
     ]
 
 
@@ -236,7 +236,7 @@ def test_the_site_of_the_repository_has_its_scores_and_verdicts(of_repository: P
     listed = json.loads((of_repository / "runs.json").read_text()).values()
     assert len(listed) > 500
     found = Counter(one["verdict"] for one in listed)
-    assert found["reproduced"] >= 5 and sum(n for verdict, n in found.items() if verdict != "only reported") >= 15
+    assert found["reproduced"] >= 5 and sum(n for verdict, n in found.items() if verdict != "reported") >= 15
     assert sum(path.stat().st_size for path in of_repository.rglob("*") if path.is_file()) < 2e6
 
 
@@ -282,7 +282,7 @@ def test_the_table_ranks_what_can_be_ranked(page: Page, site: Path) -> None:
     page.open(f"#bench={id}&budget=ratio+0.5")
     rows = [re.sub(r"\s+", " ", text) for text in page.texts("#board tbody tr")]
     assert len(rows) == 3 and "Full" in rows[0] and "reference" in rows[0]
-    assert "only reported" in rows[1]
+    assert "reported" in rows[1]
     page.open(f"#bench={id}&track=speed")
     heads = " ".join(page.texts("#board thead th"))
     assert "s/token" in heads and "score" not in heads, "never one number over both"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.typed import build_params
 from kvbench.tasks.agent_traces import made
 from kvbench.tasks.agent_traces.actions import action_of, agree, agreement, points_of
 from kvbench.tasks.agent_traces.task import AgentTraces, age_bin

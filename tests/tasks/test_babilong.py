@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.typed import build_params
 from kvbench.tasks.babilong import prompts, worlds
 from kvbench.tasks.babilong.scores import LABELS, is_right
 from kvbench.tasks.babilong.task import BabiLong

@@ -14,6 +14,7 @@ import yaml
 from torch import Tensor
 
 from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.declared import build_params
 from kvbench.engine.decode import decode
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.model import Model
@@ -22,7 +23,6 @@ from kvbench.engine.prefill import prefill
 from kvbench.engine.shapes import ModelShape
 from kvbench.evals import models, runner
 from kvbench.evals.screen.table import sheet
-from kvbench.evals.typed import build_params
 from kvbench.methods.base import SelectiveAttention
 from kvbench.methods.calibration.prose import embedded_prose
 from kvbench.methods.dropping.h2o import H2O

@@ -11,10 +11,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.evals.settings import choice, load_class
-from kvbench.evals.typed import build_params
 from kvbench.tasks import prompt
 from kvbench.tasks.reasoning import grade
 from kvbench.tasks.reasoning.judge import Graded, Judge

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.typed import build_params
 from kvbench.tasks import download, gsm8k, sources
 from kvbench.tasks.gsm8k import Gsm8k
 from kvbench.tasks.prompt import encode

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.typed import build_params
 from kvbench.tasks.helmet import scores
 from kvbench.tasks.helmet.task import Helmet, drawn_pool, many_shot, rounds
 from kvbench.tests.golden_metrics import TOLERANCE, metrics_3

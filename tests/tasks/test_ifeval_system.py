@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.workers.limited import Limited
-from kvbench.evals.typed import build_params
 from kvbench.tasks import sources
 from kvbench.tasks.ifeval_system import checks, grade, leakage
 from kvbench.tasks.ifeval_system import task as task_file

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.typed import build_params
 from kvbench.tasks import download, sources
 from kvbench.tasks.infinitebench import task as infinitebench
 from kvbench.tasks.infinitebench.prompts import ground_truth

@@ -15,11 +15,11 @@ import pytest
 import torch
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.decode import decode
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.prefill import prefill
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.typed import build_params
 from kvbench.methods.full import Full
 from kvbench.tasks import download, sources
 from kvbench.tasks.ending import Ending

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvbench.evals.typed import build_params
+from kvbench.engine.declared import build_params
 from kvbench.tasks.longbench import embedded, prompts
 from kvbench.tasks.longbench import task as longbench
 from kvbench.tasks.longbench.datasets import EMBEDDED, LISTS

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.typed import build_params
 from kvbench.tasks.longbench_v2.task import LongBenchV2, accuracies, chosen_letter
 from kvbench.tasks.prompt import middle_truncate
 from kvbench.tests.golden_metrics import metrics_folder

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.typed import build_params
 from kvbench.tasks import sources
 from kvbench.tasks.longproc import countdown, scores
 from kvbench.tasks.longproc.task import LongProc, filled, judged

@@ -19,9 +19,9 @@ import pytest
 import torch
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.shapes import ModelShape
 from kvbench.evals.settings import choice, load_class
-from kvbench.evals.typed import build_params
 from kvbench.tasks.base import Sample
 from kvbench.tasks.forced import ForcedContinuation
 from kvbench.tasks.oolong.made import KINDS

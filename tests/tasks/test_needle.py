@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.typed import build_params
 from kvbench.tasks import sources
 from kvbench.tasks.needle import haystack, heatmap
 from kvbench.tasks.needle import task as needle

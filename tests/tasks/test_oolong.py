@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.typed import build_params
 from kvbench.tasks.oolong import made, scores
 from kvbench.tasks.oolong.task import Oolong
 from kvbench.tasks.turns.questions import one_question

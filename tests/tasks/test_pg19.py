@@ -10,10 +10,10 @@ import pytest
 import torch
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.evals import models, runner
-from kvbench.evals.typed import build_params
 from kvbench.methods.calibration.prose import embedded_prose
 from kvbench.results import SampleRow, combined, combined_ci95
 from kvbench.tasks.pg19 import PG19, curve

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError, RunError
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.workers import limited
-from kvbench.evals.typed import build_params
 from kvbench.results.summary import chance_of_one
 from kvbench.tasks.aime.task import Aime
 from kvbench.tasks.gsm8k import Gsm8k

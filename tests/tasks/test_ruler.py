@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.typed import build_params
 from kvbench.tasks import sources
 from kvbench.tasks.prompt import encode
 from kvbench.tasks.ruler import synthetic as ruler_synthetic

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.evals.settings import from_words
-from kvbench.evals.typed import build_params
 from kvbench.tasks.serving import KEYS, Serving
 
 

@@ -39,7 +39,7 @@ function facts(run, part) {
     ["budget", part.over ? "! exceeded" : null],
     ["layers", run.whole_layers ? `the first ${run.whole_layers} are not compressed and lie outside the budget` : null],
     ["search", run.unpriced ? "reads all keys, outside every budget: a reference, on no front" : null],
-    ["believed", run.kept ? `${believed(run.verdict)}: only scores are kept, no answers` : `${believed(run.verdict)}${run.why ? `: ${run.why}` : ""}`],
+    ["believed", run.kept ? `${run.verdict}: only scores are kept, no answers` : `${run.verdict}${run.why ? `: ${run.why}` : ""}`],
     ["memory", run.n_oom ? `${run.n_oom} samples ran out of memory` : null],
   ].filter(([, value]) => value);
 }

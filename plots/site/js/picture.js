@@ -12,11 +12,8 @@ const X_AXES = {
 };
 const Y_AXES = { quality: "quality kept", score: "score" };
 const costOf = (run, part, axis) => (axis === "tpot" ? run.audit.tpot_s : part.cost[axis]);
-const VERDICTS = ["only reported", "self-reported", "rescored", "budget proven", "reproduced"];
-// As readers say it: verified where scores follow from the answers, reproduced where they were answered again.
-const BELIEVED = { "self-reported": "only reported", rescored: "verified: rescored", "budget proven": "verified: budget proven" };
-const believed = (verdict) => BELIEVED[verdict] || verdict;
-const verdictOf = (run) => el("span", { class: `badge ${run.verdict.split(" ").pop()}`, title: run.why || (run.kept ? "scores are kept, no answers" : null) }, believed(run.verdict));
+const VERDICTS = ["reported", "rescored", "reproduced"];
+const verdictOf = (run) => el("span", { class: `badge ${run.verdict}`, title: run.why || (run.kept ? "scores are kept, no answers" : null) }, run.verdict);
 const oldMark = (run) => (run.superseded_by ? el("span", { class: "badge old" }, `superseded by ${run.superseded_by}`) : null);
 const ranked = (part) => (part.rank ? (part.rank[0] === part.rank[1] ? String(part.rank[0]) : `${part.rank[0]}–${part.rank[1]}`) : null);
 const MOST_STANDING = 8;
@@ -105,7 +102,7 @@ function pointsOf({ rows, dataset }, x, y) {
       size: is(time) ? sizeOf(time) : null, faint: lit() ? !isLit(run.method) : Boolean(only) && !only.has(run.method), isFront: part.front.includes(x),
       text: [run.variant, `${y === "quality" ? "quality kept" : part.metric} ${number(value, n)}${is(low) ? ` (95 %: ${range([low, high], n)})` : ""}`,
         `${X_AXES[x].title}: ${cost < 10 ? number(cost) : number(cost, 0)}`, part.paired ? `Δ to full attention ${difference(part)}, p ${pWords(part.paired.holm, part.paired.holm_is_bound)}` : "",
-        `n ${part.n}${is(time) ? `, a step takes ${number(time, 2)} of full attention's time` : ""}; ${believed(run.verdict)}`].filter(Boolean).join("\n"),
+        `n ${part.n}${is(time) ? `, a step takes ${number(time, 2)} of full attention's time` : ""}; ${run.verdict}`].filter(Boolean).join("\n"),
       pick: (from) => openCard(run, run.parts.find((one) => one.dataset === dataset), from) }];
   });
 }
@@ -154,7 +151,7 @@ function notesOf(rows, points, { about, isSpread }) {
   const hollow = [...outside].map(([why, names]) => `${unique(names).join(", ")} ${why}`).join("; ");
   const unpriced = named(([run]) => run.unpriced);
   const only = standingOut(rows);
-  const counts = unique(VERDICTS.map(believed)).map((words) => [words, rows.filter(([run]) => believed(run.verdict) === words).length]).filter(([, n]) => n);
+  const counts = VERDICTS.map((words) => [words, rows.filter(([run]) => run.verdict === words).length]).filter(([, n]) => n);
   const bars = "Bars are 95 % intervals (of quality: of the paired difference to full attention); lines join a method's budgets";
   return [
     about,
@@ -187,7 +184,7 @@ const TRACKS = {
     ...BYTES, verified]],
   speed: ["speed", [
     audit("s/token", "tpot_s", (value) => number(value, 4)), audit("rows in its batch", "batch_rows_mean", (value) => number(value, 1)), audit("prefill, s", "prefill_s", (value) => number(value, 2)),
-    ...BYTES, { key: "verified", title: "times", value: null, cell: ({ run }) => el("td", {}, el("span", { class: "badge" }, "self-reported"), " ", oldMark(run)) }]],
+    ...BYTES, { key: "verified", title: "times", value: null, cell: ({ run }) => el("td", {}, el("span", { class: "badge" }, "reported"), " ", oldMark(run)) }]],
   budgets: ["budgets, asked and measured", [
     audit("budget, tokens", "tokens_budget_mean", (value) => number(value, 1)), audit("attended, tokens", "tokens_attended_mean", (value) => number(value, 1)), audit("share of the cache", "effective_ratio"),
     audit("comm, KB/step", "comm_bytes", KB), audit("index read, KB/step", "bytes_find_per_step", KB), audit("searched, KB/step", "bytes_searched_per_step", KB), audit("KV moved, KB/step", "bytes_moved_kv_per_step", KB),

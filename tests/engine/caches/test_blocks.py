@@ -1,10 +1,12 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from kvbench.engine.caches.blocks import BlockCache, BlockCacheSpec
+from kvbench.engine.declared import build
 from kvbench.engine.errors import ConfigError
 from kvbench.tests.vectors import Check, differs, first, load
 
@@ -17,7 +19,7 @@ def run_vectors(path: Path) -> list[Check]:
     return [(f"{path.stem}/{policy}", run_policy(policy, meta, x)) for policy in ("lfu", "lru")]
 
 
-def run_policy(policy: str, meta: dict, x: dict[str, np.ndarray]) -> str | None:
+def run_policy(policy: Any, meta: dict, x: dict[str, np.ndarray]) -> str | None:
     spec = BlockCacheSpec(meta["capacity_blocks"] * meta["block"], meta["block"], meta["k_cache"], policy)
     cache = BlockCache(spec)
     for t, indices in enumerate(x["middle_indices"]):
@@ -79,4 +81,4 @@ def test_a_block_evicted_within_one_step_costs_no_fill() -> None:
 )
 def test_impossible_caches_are_refused(arguments: tuple, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        BlockCacheSpec(*arguments)
+        build(BlockCacheSpec, dict(zip(("tokens", "block_len", "k_cache", "policy"), arguments, strict=True)), "cache")

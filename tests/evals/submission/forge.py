@@ -1,9 +1,8 @@
 """A true submission of a tiny model's runs, and what somebody who knows its files can change in it.
 
-Whatever is changed is sealed again, and manifest.json says the new digests: only what does not follow is left to find.
+Whatever is changed is sealed again: only what does not follow is left to find.
 """
 
-import hashlib
 import json
 import zlib
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.evals.submission.manifest import MANIFEST, RUN_FILES, Manifest
+from kvbench.evals.submission.manifest import RUN_FILES
 from kvbench.results import RunFacts, RunResult, SampleRow, config_hash, read_samples, summarise
 from kvbench.results.files import sealed, unsealed
 from kvbench.results.ledger import pyarrow
@@ -31,16 +30,6 @@ class Forge:
         """The run of a method."""
         (found,) = [path for path in (self.root / "runs").iterdir() if f"-{method}-" in path.name]
         return found
-
-    def sign(self) -> None:
-        """manifest.json as whoever hands this in would write it."""
-        manifest = Manifest(**json.loads((self.root / MANIFEST).read_text()))
-        files = {
-            path.relative_to(self.root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted(self.root.rglob("*"))
-            if path.is_file() and path.name != MANIFEST
-        }
-        (self.root / MANIFEST).write_text(replace(manifest, files=files).to_json())
 
     def result(self, method: str, /, **changes: Any) -> None:
         """Change keys of result.json, whatever lines say."""

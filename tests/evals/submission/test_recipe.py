@@ -61,7 +61,7 @@ def test_what_does_not_hold_ends_the_step(repository: Path) -> None:
     file = next((repository / "submissions" / "second").rglob("samples.jsonl"))
     file.write_text(file.read_text().replace("0", "1"))
     done = run(repository, "verify")
-    assert done.returncode == 1 and "SHA-256" in done.stdout
+    assert done.returncode == 1 and "crc32" in done.stdout
     assert (repository / "verdicts" / "first.json").is_file(), "the others are verified all the same"
 
 

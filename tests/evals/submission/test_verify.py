@@ -1,19 +1,17 @@
 """Submissions that are not what they say: each is named, and a true one passes."""
 
-import gzip
 import json
 import os
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.workers.limited import Limited
 from kvbench.evals import verify
 from kvbench.evals.submission import folder as bounds
 from kvbench.evals.submission import frozen
@@ -22,48 +20,46 @@ from kvbench.evals.submission.folder import Finding
 from kvbench.evals.submission.manifest import MANIFEST
 from kvbench.evals.submit import main as submit_main
 from kvbench.results.files import sealed
-from kvbench.results.ledger import pyarrow
 from kvbench.tests.evals.submission.forge import Forge, Row
 from kvbench.tests.test_embedded import known_conversion
-from kvbench.tests.tiny_run import example_file
-from kvbench.tests.warm import python
-
-NOISY = "import socket\nsocket.create_connection(('192.0.2.1', 80), 1)\n"
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[Limited]:
-    found = Limited(verify.CHECKER, 20.0)
-    yield found
-    found.close()
 
 
 @pytest.fixture
-def forge(true: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Forge:
+def forge(true: Path, tmp_path: Path) -> Forge:
     shutil.copytree(true, tmp_path / "in")
-    monkeypatch.setattr(verify, "conform", lambda source, name: ("", ""))  # which takes seconds, and is tested alone
     return Forge(tmp_path / "in")
 
 
-def found_in(forge: Forge, registry: Path, worker: Limited) -> verify.Verification:
-    found = verify.Verification(forge.root, registry, worker)
+def found_in(forge: Forge, registry: Path) -> verify.Verification:
+    found = verify.Verification(forge.root, registry)
     found.run()
     return found
 
 
 def test_a_true_submission_passes_in_time(
-    true: Path, registry: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    true: Path, registry: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(verify, "conform", lambda source, name: ("", ""))
     began = sum(os.times()[:4])  # of this process and of those that it waited for
     words = [str(true), "--registry", str(registry), "--again", "2", "--out", str(tmp_path / "verdicts.json")]
     assert verify.main(words) == 0, capsys.readouterr().out
     assert sum(os.times()[:4]) - began < 10
     told = capsys.readouterr().out.splitlines()
     assert sum(": reproduced (score" in line for line in told) == 4
-    assert "1 rescored, 4 reproduced, 0 findings" in told[-1] and "honest" in told[-1]
+    assert "1 reported, 4 reproduced, 0 findings" in told[-2] and "honest" in told[-2]
+    assert "run in a container alone" in told[-1] and "--network none" in told[-1] and f"-v {true}:/in:ro" in told[-1]
+    (own,) = [line for line in told if "is a file of its own" in line]
+    assert "smallest_keys" in own and "smallest_keys" not in {*sys.modules}
     verdicts = json.loads((tmp_path / "verdicts.json").read_text())
-    assert sorted(one["verdict"] for one in verdicts["runs"].values()) == ["reproduced"] * 4 + ["rescored"]
+    assert sorted(one["verdict"] for one in verdicts["runs"].values()) == ["reported", *["reproduced"] * 4]
+
+
+def test_a_methods_own_file_is_answered_again_where_it_is_let(
+    true: Path, registry: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in the container that the command above is for."""
+    assert verify.main([str(true), "--registry", str(registry), "--again", "1", "--foreign"]) == 0
+    told = capsys.readouterr().out
+    assert "5 reproduced, 0 findings" in told and "docker" not in told
 
 
 # --- what somebody may forge ---
@@ -87,13 +83,6 @@ def answer_of_full(forge: Forge) -> None:
     forge.rows("quest", change)
 
 
-def scaled(column: str, by: float) -> Callable[[dict[str, list[Any]]], None]:
-    def change(columns: dict[str, list[Any]]) -> None:
-        columns[column] = [int(value * by) for value in columns[column]]
-
-    return change
-
-
 def summaries(key: str, by: float) -> Callable[[list[Row]], None]:
     def change(rows: list[Row]) -> None:
         for row in rows:
@@ -102,40 +91,11 @@ def summaries(key: str, by: float) -> Callable[[list[Row]], None]:
     return change
 
 
-def both_ledgers(forge: Forge) -> None:
-    forge.ledger("snapkv", scaled("attended", 0.5))
-    forge.rows("snapkv", summaries("tokens_attended_mean", 0.5))
-
-
-def every_ledger(forge: Forge) -> None:
-    """Each count of the entries halved, and all that follows from them."""
-    for column in ("attended", "resident_kv_bytes", "tokens"):
-        forge.ledger("snapkv", scaled(column, 0.5))
-
-
-def whole_books(forge: Forge) -> None:
-    """Entries and lines scaled alike, the tokens that there were left alone."""
-    forge.ledger("snapkv", scaled("attended", 0.5))
-    keys = ("tokens_attended_mean", "effective_ratio", "peak_entries")
-
-    def change(rows: list[Row]) -> None:
-        for row in rows:
-            row["ledger"] |= {key: row["ledger"][key] / 2 for key in keys}
-
-    forge.rows("snapkv", change)
-
-
 def ratio(value: str) -> Callable[[Forge], None]:
     def change(forge: Forge) -> None:
         forge.config("snapkv", lambda config: config.update(ratio=value), ratio_exact=value, ratio=float(value))
 
     return change
-
-
-def not_over(forge: Forge) -> None:
-    """More tokens than the budget allows, and a line that says otherwise."""
-    ratio("0.1")(forge)
-    forge.rows("snapkv", summaries("tokens_budget", 1 / 3))
 
 
 def without(n: int) -> Callable[[list[Row]], list[Row]]:
@@ -184,24 +144,8 @@ def archive(forge: Forge) -> None:
         file.writestr("samples.jsonl", b"0" * (1 << 24))
 
 
-def packed_readme(forge: Forge) -> None:
-    (forge.root / "README.md").write_bytes(gzip.compress(b"0" * (1 << 24)))
-    forge.sign()
-
-
-def ledger_bomb(forge: Forge) -> None:
-    """A million rows in some kilobytes."""
-
-    def change(columns: dict[str, Any]) -> None:
-        n = 1_000_000 // len(columns["step"])
-        for name, values in columns.items():
-            columns[name] = pyarrow()[0].repeat(values[0], len(values) * n)
-
-    forge.ledger("snapkv", change)
-
-
 def large(forge: Forge) -> None:
-    os.truncate(forge.run("quest") / "samples.jsonl", bounds.LARGEST["samples.jsonl"] + 1)  # of holes alone
+    os.truncate(forge.run("quest") / "samples.jsonl", bounds.LARGE + 1)  # of holes alone
 
 
 def many_runs(forge: Forge) -> None:
@@ -211,7 +155,6 @@ def many_runs(forge: Forge) -> None:
 
 def deep(forge: Forge) -> None:
     (forge.run("quest") / "result.json").write_text("[" * 100_000)
-    forge.sign()
 
 
 def yaml_bomb(forge: Forge) -> None:
@@ -232,13 +175,6 @@ def other_manifest(**changes: Any) -> Callable[[Forge], None]:
     return change
 
 
-def listed_outside(forge: Forge) -> None:
-    path = forge.root / MANIFEST
-    data = json.loads(path.read_text())
-    data["files"]["../../etc/passwd"] = "0" * 64
-    path.write_text(json.dumps(data))
-
-
 def no_full(forge: Forge) -> None:
     shutil.rmtree(forge.run("full"))
 
@@ -257,34 +193,8 @@ def cut(columns: dict[str, list[Any]], n: int) -> None:
         columns[name] = [values[i] for i in keep]
 
 
-def no_method(forge: Forge) -> None:
-    shutil.rmtree(forge.root / "methods")
-
-
-def other_method(forge: Forge) -> None:
-    path = forge.root / "methods" / "smallest_keys.py"
-    path.write_text(path.read_text() + "\n# changed since\n")
-
-
-def unused_method(forge: Forge) -> None:
-    (forge.root / "methods" / "more.py").write_text(NOISY)
-
-
 def no_ledger(forge: Forge) -> None:
     (forge.run("quest") / "ledger.parquet").unlink()
-
-
-def half_ledger(forge: Forge) -> None:
-    path = forge.run("quest") / "ledger.parquet"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def negative(columns: dict[str, list[Any]]) -> None:
-    columns["moved_meta_bytes"][0] = -(10**9)
-
-
-def swapped_steps(columns: dict[str, list[Any]]) -> None:
-    columns["step"][0] = 7
 
 
 def stolen(forge: Forge) -> None:
@@ -296,26 +206,15 @@ def stolen(forge: Forge) -> None:
     forge.sums("snapkv")
 
 
-def stolen_and_renamed(forge: Forge) -> None:
-    """The same, where each line says the variant that was asked for."""
-    own = [json.loads(line) for line in (forge.run("snapkv") / "samples.jsonl").read_text().splitlines()]
-    stolen(forge)
-    forge.rows("snapkv", lambda rows: [row | {"variant": own[0]["variant"]} for row in rows])
-
-
 def of_rows(change: Callable[[list[Row]], Any], method: str = "quest", sums: bool = True) -> Callable[[Forge], None]:
     return lambda forge: forge.rows(method, change, sums)
-
-
-def of_ledger(change: Callable[[dict[str, list[Any]]], None]) -> Callable[[Forge], None]:
-    return lambda forge: forge.ledger("snapkv", change)
 
 
 def of_result(**changes: Any) -> Callable[[Forge], None]:
     return lambda forge: forge.result("quest", **changes)
 
 
-SIGNED: dict[str, tuple[Callable[[Forge], None], str, str]] = {  # what is changed: kind and words of what is found
+FORGED: dict[str, tuple[Callable[[Forge], None], str, str]] = {  # what is changed: kind and words of what is found
     "a score": (of_rows(first(score=0.77)), "score", "says 0.77"),
     "every score": (of_rows(lambda rows: [row | {"score": 0.9} for row in rows]), "score", "says 0.9"),
     "a sample left out": (of_rows(without(1)), "samples", "left out"),
@@ -330,21 +229,8 @@ SIGNED: dict[str, tuple[Callable[[Forge], None], str, str]] = {  # what is chang
     "a column": (of_rows(first(depth=99)), "prompts", "columns"),
     "the metric": (of_rows(first(metric="recall")), "score", "'recall'"),
     "measures": (of_rows(first(measures={"exact": 1.0})), "score", "measures"),
-    "a sum of the ledger": (of_rows(summaries("bytes_resident_device", 0.5), "snapkv"), "ledger", "bytes_resident"),
-    "moved bytes": (of_rows(summaries("bytes_moved_kv_per_step", 0.1)), "ledger", "bytes_moved_kv_per_step"),
-    "the ledger": (of_ledger(scaled("attended", 0.5)), "ledger", "tokens_attended_mean"),
-    "the ledger and one sum": (both_ledgers, "ledger", "effective_ratio"),
-    "every count of the ledger": (every_ledger, "ledger", "tokens at step"),
-    "entries and sums alike": (whole_books, "ledger", "strip"),
     "no ledger": (no_ledger, "file", "ledger.parquet"),
-    "half a ledger": (half_ledger, "ledger", "damaged"),
-    "a negative count": (of_ledger(negative), "ledger", "no run writes"),
-    "steps": (of_ledger(swapped_steps), "ledger", "steps of the same layers"),
-    "a bomb in the ledger": (ledger_bomb, "ledger", "999,936 rows"),
     "the budget of the result": (of_result(ratio_exact="0.1", ratio=0.1), "budget", "ratio_exact"),
-    "the budget everywhere": (ratio("0.1"), "budget", "tokens_budget"),
-    "the budget and its lines": (not_over, "budget", "within_budget"),
-    "a larger budget": (ratio("0.6"), "budget", "tokens_budget"),
     "comm": (of_result(comm_exact="1/64", comm=1 / 64), "budget", "comm_exact"),
     "within its budget": (of_result(within_budget=None), "budget", "within_budget"),
     "an interval": (of_result(score_ci95=[0.5, 0.51]), "interval", "score_ci95"),
@@ -357,27 +243,14 @@ SIGNED: dict[str, tuple[Callable[[Forge], None], str, str]] = {  # what is chang
     "a parameter": (of_result(params={}), "configuration", "params"),
     "the seed": (of_result(seed=3), "configuration", "seed"),
     "the device": (of_result(device="cuda"), "configuration", "device"),
-    "another method's run": (stolen, "configuration", "says another variant"),
-    "another method's run, renamed": (stolen_and_renamed, "budget", "within_budget"),
     "a result nested deeply": (deep, "damaged", "result.json"),
     "a bomb of YAML": (yaml_bomb, "damaged", "lists and objects"),
     "lines without seals": (unsealed_lines, "damaged", "cannot be believed"),
-    "an archive for a text": (packed_readme, "file", "packed with gzip"),
     "no full attention": (no_full, "full attention", "no run of full attention"),
     "full attention on fewer": (full_of_others, "full attention", "has not answered 1"),
     "a run twice": (lambda forge: [forge.add("quest", "copy"), None][1], "twice", "the same run"),
-    "no file of the method": (no_method, "method", "no file of methods/"),
-    "a changed file of the method": (other_method, "method", "no file of methods/"),
-    "a method that nobody ran": (unused_method, "method", "no run was made"),
-}  # fmt: skip
-UNSIGNED: dict[str, tuple[Callable[[Forge], None], str, str]] = {  # as above, and the manifest stays
-    "a file since": (label, "manifest", "SHA-256"),
-    "a file more": (lambda forge: [forge.add("quest", "copy"), None][1], "manifest", "not in manifest.json"),
-    "a file less": (no_full, "manifest", "is not there"),
     "no licence": (other_manifest(licence=" "), "manifest", "licence"),
-    "another format": (other_manifest(format=2), "manifest", "format"),
     "a correction of nothing": (other_manifest(supersedes={"runs/x": "0" * 16}), "manifest", "supersedes"),
-    "a path that leads out": (listed_outside, "manifest", "no plain path"),
     "a file that is linked": (linked_file, "link", "symbolic link"),
     "a folder that is linked": (link_to("/etc", "runs/etc"), "link", "symbolic link"),
     "a file with two names": (hard_link, "link", "hard link"),
@@ -385,46 +258,49 @@ UNSIGNED: dict[str, tuple[Callable[[Forge], None], str, str]] = {  # as above, a
     "a zip bomb": (archive, "file", "no place here"),
     "a huge file": (large, "size", "more than"),
     "a million runs": (many_runs, "size", "more than 5,000 runs"),
+}  # fmt: skip
+UNSEEN: dict[str, Callable[[Forge], None]] = {  # what follows from itself, so that only answering again shows it
+    "answers and scores": answer_of_full,
+    "bytes": of_rows(summaries("bytes_resident_device", 0.5)),
+    "moved bytes": of_rows(summaries("bytes_moved_kv_per_step", 0.1)),
+    "a smaller budget": ratio("0.1"),
+    "a larger budget": ratio("0.6"),
+    "another method's run": stolen,
 }
 
 
-@pytest.mark.parametrize("name", [*SIGNED, *UNSIGNED])
-def test_a_forged_submission_is_named(forge: Forge, registry: Path, worker: Limited, name: str) -> None:
-    change, kind, words = (SIGNED | UNSIGNED)[name]
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_submission_is_named(forge: Forge, registry: Path, name: str) -> None:
+    change, kind, words = FORGED[name]
     change(forge)
-    if name in SIGNED:
-        forge.sign()
-    found = found_in(forge, registry, worker)
+    found = found_in(forge, registry)
     told = [str(finding) for finding in found.every]
     assert any(finding.kind == kind and words in finding.words for finding in found.every), told
     assert all(one.level == 0 for one in found.runs if one.findings)
 
 
-def test_a_change_of_answer_and_score_is_found_when_it_is_asked_again(
-    forge: Forge, registry: Path, worker: Limited
-) -> None:
-    """Nothing in the folder shows it: files and figures follow from each other."""
-    answer_of_full(forge)
-    forge.sign()
-    found = found_in(forge, registry, worker)
-    assert found.every == [] and {LEVELS[one.level] for one in found.runs} == {"rescored", "budget proven"}
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_follows_from_itself_is_found_when_it_is_asked_again(forge: Forge, registry: Path, name: str) -> None:
+    UNSEEN[name](forge)
+    found = found_in(forge, registry)
+    assert found.every == [] and {LEVELS[one.level] for one in found.runs} == {"reported", "rescored"}
     found.again(3)
     assert [finding.kind for finding in found.every] == ["answer"] * 3
-    assert "has another answer when it is asked again" in found.every[0].words
+    assert "when it is asked again" in found.every[0].words
+    assert [LEVELS[one.level] for one in found.runs].count("reproduced") == 3
 
 
-def test_a_benchmark_that_is_not_frozen_leaves_a_run_self_reported(
-    forge: Forge, tmp_path: Path, worker: Limited
-) -> None:
-    found = found_in(forge, tmp_path, worker)
+def test_a_benchmark_that_is_not_frozen_leaves_a_run_reported(forge: Forge, tmp_path: Path) -> None:
+    found = found_in(forge, tmp_path)
     assert {one.level for one in found.runs} == {0} and "no frozen benchmark" in found.runs[0].why[0]
 
 
-def test_what_takes_too_long_to_look_at_is_named(forge: Forge, registry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Limited, "ask", lambda self, question, limit_s=None: ("timeout", None))
-    found = verify.Verification(forge.root, registry)
+def test_another_file_than_the_methods_is_not_asked_in_its_place(forge: Forge, registry: Path) -> None:
+    path = forge.root / "methods" / "smallest_keys.py"
+    path.write_text(path.read_text() + "\n# changed since\n")
+    found = verify.Verification(forge.root, registry, foreign=True)
     found.run()
-    assert found.every and all(finding.kind == "size" and "seconds" in finding.words for finding in found.every)
+    assert ["no file of methods/ has the digest" in str(finding) for finding in found.every] == [True]
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -435,47 +311,12 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_names_and_findings_reach_the_terminal_as_text(
-    forge: Forge, registry: Path, capsys: pytest.CaptureFixture[str], worker: Limited
+    forge: Forge, registry: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     forge.rows("quest", lambda rows: [*rows, rows[0] | {"id": "\x1b[2J\u202emine"}])
-    forge.sign()
-    assert verify.report(found_in(forge, registry, worker), None) == 1
+    assert verify.report(found_in(forge, registry)) == 1
     told = capsys.readouterr().out
     assert "\x1b" not in told and "\u202e" not in told and "mine" in told
-
-
-# --- methods in files of their own ---
-
-REACHES = {
-    "the network": NOISY,
-    "another program": "import subprocess\nsubprocess.run(['true'])\n",
-    "another process": "import os\nos.fork()\n",
-    "ended the conformance kit": "import os\nos._exit(0)\n",
-    "Read-only file system": "import pathlib\npathlib.Path('/var/tmp/kvbench-was-here').write_text('x')\n",
-    "No such file": "open('/nowhere/at/all')\n",
-}
-
-
-def in_warm_process(command: list[str], *, input: bytes, cwd: str, env: dict[str, str], **_: Any) -> Any:
-    return python(*command[1:], cwd=cwd, env=env, given=input)
-
-
-@pytest.mark.parametrize("what", REACHES)
-def test_a_method_that_reaches_out_is_named(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.evals.verify.subprocess.run", in_warm_process)
-    source = REACHES[what] + example_file(tmp_path).read_text()
-    kind, words = verify.conform(source.encode(), "mine.py")
-    if kind == "unable":
-        pytest.skip(words)
-    assert kind == "method" and what in words, words
-    assert not Path("/var/tmp/kvbench-was-here").exists()
-
-
-def test_a_method_that_holds_passes_the_kit_without_a_network(tmp_path: Path) -> None:
-    kind, words = verify.conform(example_file(tmp_path).read_bytes(), "smallest_keys.py")
-    if kind == "unable":
-        pytest.skip(words)
-    assert (kind, words) == ("", "")
 
 
 # --- making one ---

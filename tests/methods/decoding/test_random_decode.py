@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.evals.settings import from_words
-from kvbench.evals.typed import build_params
 from kvbench.methods.decoding.random_decode import RandomDecode, kept
 from kvbench.methods.decoding.schedule import Schedule
 from kvbench.methods.decoding.streamingllm_decode import StreamingLLMDecode

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from kvbench.engine.declared import reader
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries
 from kvbench.engine.softmax import Softmax
 from kvbench.evals.settings import own_class
-from kvbench.evals.typed import convert, scorer_fields, values_of
 from kvbench.methods.dropping.snapkv import SnapKV
+from kvbench.methods.named import Scorer, scorer_fields, values_of
 from kvbench.methods.ranking.chunkkv import ChunkKV, entropies, in_order, published_chunks, shares, worth
-from kvbench.methods.rules import Scorer
 from kvbench.results.names import own_methods
 from kvbench.tests.vectors import Check, built, differs, first, load, request, row_of, trace_of
 
@@ -55,7 +55,7 @@ def run_vectors(path: Path) -> list[Check]:
 
 def scorer(name: str, **values: Any) -> Scorer:
     """A method of conf/method as a scorer."""
-    return convert({"name": name} | values, Scorer, "method.scorer")
+    return reader(Scorer)({"name": name} | values, "method.scorer")
 
 
 def cut_differs(meta: dict[str, Any], x: dict[str, Any], numbers: torch.Tensor, kept: torch.Tensor) -> str | None:
@@ -146,7 +146,7 @@ def test_names_that_are_no_scorers_are_refused(name: str, says: str) -> None:
 def test_numbers_of_a_file_are_read_as_a_run_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "one.yaml").write_text("eps: 1e-4\nother: 2\n")
     (tmp_path / "two.yaml").write_text("defaults:\n  - one\n  - _self_\n\nother: 1/3\n")
-    monkeypatch.setattr("kvbench.evals.typed.METHODS", tmp_path)
+    monkeypatch.setattr("kvbench.methods.named.METHODS", tmp_path)
     assert values_of("two") == {"eps": 0.0001, "other": "1/3"}
 
 

@@ -7,17 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvbench.engine.declared import reader
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries
 from kvbench.engine.passes.trace import Known, Trace
 from kvbench.engine.prefill import prefill
 from kvbench.engine.softmax import Softmax
-from kvbench.evals.typed import convert
 from kvbench.methods.allocator import Allocator
 from kvbench.methods.dropping.allocators import head_protect
 from kvbench.methods.dropping.snapkv import SnapKV
+from kvbench.methods.named import Scorer
 from kvbench.methods.ranking.criticalkv import CriticalKV, OutputProjection, output_norms
-from kvbench.methods.rules import NoParams, Scorer
+from kvbench.methods.rules import NoParams
 from kvbench.methods.scoring import ScoringMethod
 from kvbench.tests.tiny import prompt, tiny
 from kvbench.tests.vectors import Check, built, differs, first, load, request, row_of, trace_of
@@ -135,7 +136,7 @@ def test_heads_share_by_the_scores_alone() -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "glm", "opt"])
 def test_values_are_weighed_by_the_models_own_projection(name: str) -> None:
     model = tiny(name)
-    params = replace(PARAMS, scorer=convert("knorm", Scorer, "method.scorer"))
+    params = replace(PARAMS, scorer=reader(Scorer)("knorm", "method.scorer"))
     variant = CriticalKV.variant_for(params, request(ratio="0.4"), model.shape, 60)
     with model.hooked():
         trace = prefill(model, prompt(60), variant.observations)
@@ -166,7 +167,7 @@ def test_norms_are_means_of_a_group_in_blocks_of_tokens(monkeypatch: pytest.Monk
         ({"first_share": Fraction(3, 2)}, "method.first_share=1.5 is out of range"),
         ({"alpha": Fraction(-1)}, "method.alpha=-1 is out of range"),
         ({"eps": -1.0}, "method.eps=-1.0 is out of range"),
-        ({"scorer": convert("expected_attention", Scorer, "method.scorer")}, "weighs tokens by their values itself"),
+        ({"scorer": reader(Scorer)("expected_attention", "method.scorer")}, "weighs tokens by their values itself"),
         ({"scorer": Scorer(SnapKV, SnapKV.Params(8, 5, "avg", "query_head"))}, "CriticalKV chooses for KV heads"),
     ],
 )

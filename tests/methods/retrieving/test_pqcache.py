@@ -3,7 +3,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from threading import Event, current_thread, main_thread
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -476,7 +476,7 @@ def test_a_block_cache_changes_books_and_no_output() -> None:
     tokens = random_tokens(330)
     sizes, books = PQCache.Plan(4, 9, 30, 2, 4), {}
     for policy, n_tokens in (("lfu", 0), ("lfu", 64), ("lru", 64)):
-        cache = BlockCacheSpec(n_tokens, 16, 4, policy)
+        cache = BlockCacheSpec(n_tokens, 16, 4, cast(Any, policy))
         row = variant(tokens, 300, sizes, cache=cache)
         result = outs(row, tokens, 300, 330)
         books[policy, n_tokens] = (result, row.store.ledger.entries, row.report())
