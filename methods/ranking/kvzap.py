@@ -18,7 +18,7 @@ Figures   drop for any question: #9388AE, right, -.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from torch import Tensor
