@@ -58,28 +58,25 @@ class Case:
                 yield why if trait == "turns_queries" else f"{one.rules.title} {why}"
 
 
+Reasons = Sequence[tuple[Callable[[Case], Any], str]]  # of which the first that holds stands in a sentence
+
+
 class Row(NamedTuple):
-    """A combination that is refused. `says` has fields of the case, of `WORDS`, and `{why}`: what `when` returns."""
+    """A combination that is refused. `says` has fields of the case and of `WORDS`."""
 
     when: Callable[[Case], Any]
-    says: str
+    says: str  # `{why}` is what `when` returns, or the first of the reasons that holds
     stage: str = COMMAND
     names_cell: bool = False  # the sentence begins with the method and its budget
+    reasons: Reasons = ()  # it is refused where one of them holds
 
 
-Reasons = Sequence[tuple[Callable[[Case], Any], str]]  # ends of sentences
 WORDS: dict[str, Callable[[Case], Any]] = {
     "title": lambda c: c.rules.title,
     "model": lambda c: repr(c.shape.name),
     "task": lambda c: c.settings.task.name,
     "sampled": lambda c: "{}={}".format(*next(iter(c.sampling.identity().items()))),
-    "answer_bytes": lambda c: declared.gigabytes(
-        c.sampling.n_answers
-        * len(c.shape.kept_layers)
-        * c.shape.h_kv
-        * c.shape.width
-        * (4 if c.dtype == "float32" else 2)
-    ),  # fmt: skip
+    "answer_bytes": lambda c: answer_bytes(c),
     "n_choosing": lambda c: len(c.shape.choosing_layers),
     "n_readers": lambda c: len(c.shape.readers),
     "last_layer": lambda c: max(c.shape.attention_layers),
@@ -101,14 +98,14 @@ class _Fields(dict[str, Any]):
         return WORDS[field](self.case) if field in WORDS else getattr(self.case, field)
 
 
-def in_general(row: Row) -> str:
-    """A row's sentence with names in place of what a case has."""
+def in_general(says: str) -> str:
+    """A sentence with the names of fields in place of what a case has there."""
 
     def name(field: str) -> str:
-        words = [word for word in field.split(".") if word not in ("name", "title", "rules", "settings")]
-        return (words[-1] if words else "title").upper() if field != "why" else "…"
+        words = [word for word in field.split(".") if word not in ("name", "title", "rules")]
+        return "…" if field == "why" else (words or ["method"])[-1].upper()
 
-    return "".join(text + (name(field) if field else "") for text, field, *_ in Formatter().parse(row.says))
+    return "".join(text + (name(field) if field else "") for text, field, *_ in Formatter().parse(says))
 
 
 def why(reasons: Reasons, case: Case) -> str:
@@ -120,7 +117,8 @@ def refusals(rows: Sequence[Row], case: Case, stage: str | None = None) -> Itera
     """The rows that refuse a case, at one stage or any, each with its sentence."""
     for row in rows:
         if row.stage == (stage or row.stage) and (found := row.when(case)):
-            yield row, said(row.says, case, found)
+            if not row.reasons or (found := why(row.reasons, case)):
+                yield row, said(row.says, case, found)
 
 
 def refuse(rows: Sequence[Row], case: Case, stage: str | None = None) -> None:
@@ -131,7 +129,7 @@ def refuse(rows: Sequence[Row], case: Case, stage: str | None = None) -> None:
 
 # fmt: off
 
-# --- why what a method keeps cannot be packed, changed, or chosen while a prompt is read ----------
+# --- reasons: why what a method keeps cannot be packed, changed, or chosen while a prompt is read -
 
 UNCODABLE: Reasons = (
     (lambda c: c.is_divided, "allocator={allocator.name} gives layers or heads other numbers of tokens"),
@@ -168,11 +166,31 @@ UNREADABLE: Reasons = (
      "positions and dropped change keys and values that an exact pass leaves"),
 )
 
+UNDRAWN: Reasons = (
+    (lambda c: c.task.is_timed, "takes times"),
+    (lambda c: c.task.is_forced, "reads a continuation"),
+    (lambda c: c.asking, "asks several questions greedily"),
+)
+UNSERVED: Reasons = (
+    (lambda c: c.prefill, "prefill="),
+    (lambda c: c.evicts, "prefill.evict"),
+    (lambda c: c.chunk, "prefill.chunk"),
+    (lambda c: c.compose, "compose="),
+    (lambda c: c.cache.tokens, "cache.tokens"),
+    (lambda c: c.budget.memory, "memory="),
+    (lambda c: c.budget.counts, "budget_counts="),
+    (lambda c: not c.sampling.is_greedy, "temperature="),
+    (lambda c: c.settings.post_processing.positions, "positions="),
+    (lambda c: c.settings.post_processing.dropped, "dropped="),
+    (lambda c: c.scope != "full_prompt", "compression_scope=context_only"),
+    (lambda c: c.weights == "random", "weights=random"),
+)
+
 # --- the rows, by what is asked for ---------------------------------------------------------------
 
 KEPT = (
-    Row(lambda c: c.traits.has_budget and c.post_processing.changes and why(UNCHANGEABLE, c),
-        "method={method.name} cannot have {post_processing.asked}: {why}"),
+    Row(lambda c: c.traits.has_budget and c.post_processing.changes,
+        "method={method.name} cannot have {post_processing.asked}: {why}", reasons=UNCHANGEABLE),
     Row(lambda c: c.post_processing.changes and c.shape.is_latent,
         "{post_processing.asked} changes keys and values of each head, and the model {model} keeps one latent per "
         "token for all of them; leave it out", SHAPE, True),
@@ -185,7 +203,7 @@ KEPT = (
 )
 NO_CHUNKS = "prefill.evict=true drops tokens between chunks of the prompt, and "
 CHUNKS = (
-    Row(lambda c: c.evicts and why(UNREADABLE, c), NO_CHUNKS + "method={method.name} cannot: {why}"),
+    Row(lambda c: c.evicts, NO_CHUNKS + "method={method.name} cannot: {why}", reasons=UNREADABLE),
     Row(lambda c: not c.evicts and c.traits.reads_in_chunks,
         "method={method.name} with these parameters reads a prompt in chunks; give prefill.evict=true beside it"),
     Row(lambda c: c.evicts and c.shape.hybrid_layers,
@@ -226,7 +244,7 @@ COMPOSITION = (
         "compose_order={compose_order} means nothing without compose; give compose=kivi"),
     Row(lambda c: c.quantizer and not c.quantizer.rules.traits.composes,
         "compose={compose.name} makes no codes of what another method keeps; use compose=kivi"),
-    Row(lambda c: c.quantizer and why(UNCODABLE, c), UNCOMPOSED + "{why}"),
+    Row(lambda c: c.quantizer, UNCOMPOSED + "{why}", reasons=UNCODABLE),
     Row(lambda c: c.quantizer and not c.traits.drops and c.quantizer.token_code() is None,
         UNCOMPOSED + "{quantizer.rules.title} makes no codes of single tokens, which a step could fetch"),
     Row(lambda c: c.quantizer and c.quantizer.first and not c.traits.drops,
@@ -260,8 +278,8 @@ TASKS = (
     Row(lambda c: c.asking and c.scope != "full_prompt",
         "compression_scope={scope} has no meaning for task={task} with several turns, where task.mode says what is "
         "compressed; leave it away"),
-    Row(lambda c: c.task and c.sampling.identity() and why(UNDRAWN, c),
-        "{sampled} means nothing for task={task}, which {why}; leave it out"),
+    Row(lambda c: c.task and c.sampling.identity(),
+        "{sampled} means nothing for task={task}, which {why}; leave it out", reasons=UNDRAWN),
     Row(lambda c: c.asking and c.traits.of_answers,
         "method={method.name} compresses a prompt and one answer, and task={task} asks several questions in turn; use "
         "another method with it"),
@@ -271,11 +289,6 @@ TASKS = (
     Row(lambda c: c.sampling.n_answers > MOST_ANSWERS,
         f"n_answers={{sampling.n_answers}} is out of range; it is at most {MOST_ANSWERS}: with model {{model}} each "
         "generated token of so many answers takes {answer_bytes} of keys and values", SHAPE),
-)
-UNDRAWN: Reasons = (
-    (lambda c: c.task.is_timed, "takes times"),
-    (lambda c: c.task.is_forced, "reads a continuation"),
-    (lambda c: c.asking, "asks several questions greedily"),
 )
 LATENT = "the model {model} keeps one latent per token for all heads, and "
 KINDS = (  # what of a model a method makes no sense of, or who reads what it keeps
@@ -298,25 +311,10 @@ KINDS = (  # what of a model a method makes no sense of, or who reads what it ke
         "method.full_layers={params.full_layers} leaves no layer of {shape.name} to compress; use at most "
         "{last_layer}", SHAPE, True),
 )
-UNSERVED = tuple(
-    Row(when, "{why} is not served by vLLM, whose prefill and pages are one for all; leave it out", SERVING)
-    for when in (
-        lambda c: c.prefill and "prefill=",
-        lambda c: c.evicts and "prefill.evict",
-        lambda c: c.chunk and "prefill.chunk",
-        lambda c: c.compose and "compose=",
-        lambda c: c.cache.tokens and "cache.tokens",
-        lambda c: c.budget.memory and "memory=",
-        lambda c: c.budget.counts and "budget_counts=",
-        lambda c: not c.sampling.is_greedy and "temperature=",
-        lambda c: c.settings.post_processing.positions and "positions=",
-        lambda c: c.settings.post_processing.dropped and "dropped=",
-        lambda c: c.scope != "full_prompt" and "compression_scope=context_only",
-        lambda c: c.weights == "random" and "weights=random",
-    )
-)
 RUNG = "{title} cannot be served on rung={rung}: it "
 RUNGS = (
+    Row(lambda c: True, "{why} is not served by vLLM, whose prefill and pages are one for all; leave it out", SERVING,
+        reasons=UNSERVED),
     Row(lambda c: c.traits.reads_inputs,
         "{title} reads the attention's input, which vLLM does not hand out; leave it out", SERVING),
     Row(lambda c: c.rung == "dropping" and not c.traits.drops and c.traits.has_budget,
@@ -336,10 +334,16 @@ RUNGS = (
 )
 GROUPS = {
     "positions, dropped": KEPT, "prefill.evict": CHUNKS, "allocator": ALLOCATION, "prefill": PREFILL,
-    "compose": COMPOSITION, "budget": BUDGETS, "task": TASKS, "model": KINDS, "serving": (*UNSERVED, *RUNGS),
+    "compose": COMPOSITION, "budget": BUDGETS, "task": TASKS, "model": KINDS, "serving": RUNGS,
 }
 # fmt: on
 TABLE = tuple(row for rows in GROUPS.values() for row in rows)
+
+
+def answer_bytes(c: Case) -> str:
+    """What a token of so many answers takes."""
+    element, shape = 4 if c.dtype == "float32" else 2, c.shape
+    return declared.gigabytes(c.sampling.n_answers * len(shape.kept_layers) * shape.h_kv * shape.width * element)
 
 
 def no_growth(c: Case) -> str:

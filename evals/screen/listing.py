@@ -30,6 +30,7 @@ from kvbench.evals.plugins import Plugin
 from kvbench.evals.screen.check import where
 from kvbench.evals.screen.fits import shipped
 from kvbench.evals.settings import Choice, choice, load_class, refuse_missing
+from kvbench.methods import combinations
 from kvbench.results.names import card_of, known, own_methods
 from kvbench.results.sheet import ABSENT, Sheet, show
 from kvbench.tasks import sources
@@ -38,6 +39,7 @@ from kvbench.tasks.base import Data
 TASK_HEADS = ["task", "what it asks", "data here"]
 METHOD_HEADS = ["method", "published as: what it does", "presets"]
 PACKAGED_HEADS = [*METHOD_HEADS[:2], "package"]
+REFUSED_HEADS = ["with", "what is refused, and why"]
 MODEL_HEADS = ["model", "hub name", "weights", "layers", "window", "KV per\ntoken"]
 FAMILY = re.compile(r"^Figures +(.+): #", re.MULTILINE)
 T = TypeVar("T")
@@ -46,7 +48,7 @@ REFERENCES = "references"  # the family of what has no place in figures of one
 
 def main(words: Sequence[str]) -> int:
     """Print the list that is named."""
-    lists = {"tasks": tasks, "methods": methods, "models": models, "experiments": experiments}
+    lists = {"tasks": tasks, "methods": methods, "models": models, "experiments": experiments, "combinations": refused}
     if len(words) != 1:
         raise ConfigError(f"--list wants one of {', '.join(lists)}; give python run.py --list methods")
     if words[0] not in lists:
@@ -162,6 +164,18 @@ def models() -> Iterator[Sheet]:
         "what a model has, and which methods run on it: python run.py --check model=NAME",
     ]
     yield Sheet(MODEL_HEADS, rows, notes=notes, n_keys=2, n_wrapped=2)
+
+
+def refused() -> Iterator[Sheet]:
+    """List what cannot be asked together, by what is given beside a method."""
+    rows = [[key, sentence(row)] for key, rows in combinations.GROUPS.items() for row in rows]
+    yield Sheet(REFUSED_HEADS, rows, n_keys=2, n_wrapped=2)
+
+
+def sentence(row: combinations.Row) -> str:
+    """A row in general, with its reasons behind it."""
+    reasons = [one for _, says in row.reasons if (one := combinations.in_general(says)) != "…"]
+    return combinations.in_general(row.says) + (f" (…: {'; '.join(reasons)})" if reasons else "")
 
 
 def here(data: Data | None) -> str:
