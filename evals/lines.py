@@ -20,7 +20,7 @@ from kvbench.evals.batch.reply import Reply, TurnReply
 from kvbench.evals.cells import Cell
 from kvbench.evals.prepare import PreparedSample
 from kvbench.evals.screen.progress import Standing
-from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.base import SelectiveAttention, reported
 from kvbench.results import (
     EVICT,
     EXACT,
@@ -68,7 +68,7 @@ def answer_line(sample: Sample, prompt: Prompt, sha: str, reply: Reply, row: Sel
         ledger["within_budget"] = False
     second_passes = row.variant.second_passes
     probe_s = sum(row.trace.second_passes[what].seconds for what in second_passes) if second_passes else None
-    report = row.reported()
+    report = reported(row)
     score, measures = cell.task.verdict_now(sample, reply.text) if outcome is None else (outcome.score, {})
     return SampleRow(
         id=draw_id(sample.id, cell.draw),

@@ -51,6 +51,11 @@ FORMER = {
     "Change(cost=…)",
     r"def (log_weights|made_keys|stand_ins|step_rows)\(": "select returns Selection(positions, bias=…, keys=…, "
     "stand_ins=…) now",
+    r"def (comparable_over|extends|unreadable|asks_question|adapts|turns_queries|uncodable|unchangeable|evicts|"
+    r"own_allocator|own_post_processing)\(": "traits_of returns it among others now, from the parameters",
+    r"def (skipped_layers|n_whole)\(": "whole_layers(params, shape) returns such layers now",
+    r"fetches_more =": "extends = True says so now",
+    r"def (select_rows|resident_rows)\(": "search and resident are asked now",
 }
 NAME = re.compile(r"[A-Za-z]\w*(-\w+)*", re.ASCII)  # of a method: it names folders
 
@@ -240,7 +245,10 @@ def choose(kinds: dict[str, Any], name: str | None, path: Path) -> Any:
 
 def refuse_incomplete(group: str, kind: Any, where: str) -> None:
     lacking = sorted(kind.__abstractmethods__)
-    lacking += [word for word, hint in SAY[group].items() if not isinstance(getattr(kind, word, None), hint)]
+    says = {word: getattr(kind, word, None) for word in SAY[group]}
+    if group == "method":
+        says["drops"] = kind.traits.drops
+    lacking += [word for word, hint in SAY[group].items() if not isinstance(says[word], hint)]
     if lacking:
         raise ConfigError(f"{kind.__name__} of {where} has no {' and no '.join(lacking)}; see docs/adding-a-method.md")
 

@@ -35,10 +35,9 @@ from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Change, Placement, Quantize, Release, Stay, Whole
 from kvbench.engine.post_processing import AS_THEY_ARE, PostProcessing
 from kvbench.engine.sampling.cues import Cue
-from kvbench.engine.search import Search, Searches
+from kvbench.engine.search import Search
 from kvbench.engine.selection import FeedSelection, Found
 from kvbench.engine.shapes import ModelShape
-from kvbench.kernels.jit import constants
 from kvbench.kernels.scratch import Scratch
 from kvbench.methods.allocator import UNIFORM, Allocator
 from kvbench.methods.rules import Quantizer, Rules, planned
@@ -53,7 +52,6 @@ if TYPE_CHECKING:  # slow to import, and a refused command needs none of them
 
 CHECKS_ALL = "KVBENCH_CHECK"  # in the environment: every row is checked, and not those alone whose method is not ours
 HOOKS = ("after_attention", "behind", "resident")
-CLASSWIDE = ("resident_rows", "after_rows")
 
 
 @dataclass(frozen=True)
@@ -252,26 +250,6 @@ class SelectiveAttention(Rules, ABC):
         """Positions to fetch for this query (1, h, 1, d_h): (1, h_kv or h, k) without repeats, or a `Selection`."""
         return None
 
-    @classmethod
-    def select_rows(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
-        """`select` for all rows of this class at once; q is (n, h, 1, d_h)."""
-        kinds = cls.kinds(rows, layer)
-        if len(kinds) == 1:
-            return cls.search(rows, layer, q)
-        found: list[Found] = [None] * len(rows)
-        for alike in kinds:
-            for i, one in zip(alike, cls.search([rows[i] for i in alike], layer, q[alike]), strict=True):
-                found[i] = one
-        return found
-
-    @classmethod
-    def kinds(cls, rows: Sequence[Self], layer: int) -> list[list[int]]:
-        """Which rows are searched together."""
-        places: dict[Hashable, list[int]] = {}
-        for i, row in enumerate(rows):
-            places.setdefault(row.kind(layer), []).append(i)
-        return [*places.values()]
-
     def kind(self, layer: int) -> Hashable:
         """Rows of which this is the same are searched together."""
         return None
@@ -282,29 +260,13 @@ class SelectiveAttention(Rules, ABC):
         return [row.select(layer, q[i : i + 1]) for i, row in enumerate(rows)]
 
     @classmethod
-    def search_rows(
-        cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch, ahead: int
-    ) -> Search | None:  # fmt: skip
-        """How a search these rows have just made goes on at steps to come, if they do nothing after attention.
-
-        There are `ahead` of them at most.
-        """
-        kinds = cls.kinds(rows, layer)
-        if len(kinds) == 1:
-            return cls.search_again(rows, layer, q, scratch, ahead)
-        each: list[tuple[Search, Sequence[int], Tensor]] = []
-        for alike in kinds:
-            search = cls.search_again([rows[i] for i in alike], layer, q[alike], scratch, ahead)
-            if search is None:
-                return None
-            each.append((search, alike, constants(tuple(alike), q.device)))
-        return Searches(each)
-
-    @classmethod
     def search_again(
         cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch, ahead: int
     ) -> Search | None:  # fmt: skip
-        """The next search of rows of one kind, as `search_rows` answers; None where each step is planned anew."""
+        """The next search of rows of one kind, if they do nothing after attention, for `ahead` steps to come at most.
+
+        None where each step is planned anew.
+        """
         return None
 
     def resident(self, layer: int, q: Tensor) -> list["Part"]:
@@ -315,12 +277,7 @@ class SelectiveAttention(Rules, ABC):
     def is_stored(self) -> bool:
         """Whether what is attended to without a fetch is what the store holds, whatever the query."""
         kind, base = type(self), SelectiveAttention
-        return kind.resident is base.resident and kind.resident_rows.__func__ is base.resident_rows.__func__
-
-    @classmethod
-    def resident_rows(cls, rows: Sequence[Self], layer: int, q: Tensor) -> list[list["Part"]]:
-        """`resident` for all rows of this class at once; q is (n, h, 1, d_h)."""
-        return [row.resident(layer, q[i : i + 1]) for i, row in enumerate(rows)]
+        return kind.resident is base.resident
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """The layer's output (1, h, 1, d_h), for methods that correct it, by weights (1, h, s) if they want them."""
@@ -379,22 +336,6 @@ class SelectiveAttention(Rules, ABC):
         """Facts of this sample, as JSON; nobody asks full attention."""
         return {}
 
-    def reported(self) -> dict[str, Any]:
-        """The sample's `method_report`, where there is anything to report."""
-        return {} if self.variant.is_full else self.shortened() | self.report()
-
-    def overall_ratio(self, share: Fraction | float) -> float:
-        """A share of the tokens over all layers, where it is that of the layers that are not skipped."""
-        n_layers, n_full = len(self.trace.shape.attention_layers), len(self.skipped)
-        return float((n_full + (n_layers - n_full) * share) / n_layers)
-
-    def shortened(self) -> dict[str, Any]:
-        """The number of sinks for `method_report`, where the budget left room for fewer than asked."""
-        wanted, n_sink = getattr(self.params, "n_sink", None), getattr(self.plan, "n_sink", None)
-        if wanted is None or n_sink is None or n_sink >= wanted or self.variant.is_full:
-            return {}
-        return {"n_sink": n_sink}
-
     # Contexts that are asked many times.
 
     @property
@@ -403,12 +344,8 @@ class SelectiveAttention(Rules, ABC):
         kind = type(self)
         return self.variant.is_full or (
             all(getattr(kind, name) is getattr(SelectiveAttention, name) for name in HOOKS)
-            and all(getattr(kind, name).__func__ is getattr(SelectiveAttention, name).__func__ for name in CLASSWIDE)
+            and kind.after_rows.__func__ is SelectiveAttention.after_rows.__func__
         )
-
-    def is_still_at(self, layer: int) -> bool:
-        """Whether a step of a layer that fetches nothing only adds its token."""
-        return self.is_still or layer in self.skipped
 
     @property
     def repeats(self) -> bool:
@@ -429,7 +366,7 @@ class SelectiveAttention(Rules, ABC):
         if at.can_fetch:
             takes = not on_gpu and self.selects_feeds(layer)
         else:
-            takes = self.is_still_at(layer)
+            takes = self.is_still or layer in self.skipped
         # A query sees at least one of the window's tokens before the feed.
         most = at.capacity - (at.n_window if on_gpu else 1)
         return max(1, min(m, most)) if takes else 1
@@ -470,3 +407,25 @@ class SelectiveAttention(Rules, ABC):
     def read_feed(self, layer: int, feed: "Feed") -> Tensor | None:
         """Take in tokens of which `at_once` allows as many; their outputs (1, h, m, d_h). None: as any row does."""
         return None
+
+
+# What a sample's `method_report` has.
+
+
+def reported(row: SelectiveAttention) -> dict[str, Any]:
+    """All of it, where there is anything to report."""
+    return {} if row.variant.is_full else shortened(row) | row.report()
+
+
+def shortened(row: SelectiveAttention) -> dict[str, Any]:
+    """The number of sinks, where the budget left room for fewer than asked."""
+    wanted, n_sink = getattr(row.params, "n_sink", None), getattr(row.plan, "n_sink", None)
+    if wanted is None or n_sink is None or n_sink >= wanted or row.variant.is_full:
+        return {}
+    return {"n_sink": n_sink}
+
+
+def overall_ratio(row: SelectiveAttention, share: Fraction | float) -> float:
+    """A share of the tokens over all layers, where it is that of the layers that are not skipped."""
+    n_layers, n_full = len(row.trace.shape.attention_layers), len(row.skipped)
+    return float((n_full + (n_layers - n_full) * share) / n_layers)

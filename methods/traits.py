@@ -13,13 +13,15 @@ from typing import Any, Literal
 from kvbench.engine.post_processing import AS_THEY_ARE, PostProcessing
 from kvbench.methods.allocator import Allocator
 
+UNSAID: Any = None  # of a method that has to say it
+
 
 @dataclass(frozen=True)
 class Traits:
     """Each has the value that most methods have."""
 
     # Its budget.
-    drops: bool = False  # dropped tokens are gone, and `comm` is paid back as tokens; False: it retrieves
+    drops: bool = UNSAID  # dropped tokens are gone, and `comm` is paid back as tokens; False: it retrieves
     takes: tuple[str, ...] = ("ratio", "memory")  # a share of tokens; of bytes; "answer": prompt and answer
     has_budget: bool = True  # False: ratio, budget, comm and cache mean nothing to it; it runs once per sweep
     adapts: bool = False  # how much stays follows from each prompt alone: ratio, budget and comm mean nothing to it

@@ -98,7 +98,8 @@ SEARCHES_A_COPY = (
 COUNTS_A_BYTE = (
     FETCHES
     + """
-    def select_rows(rows, layer, q):
+    @classmethod
+    def search(cls, rows, layer, q):
         return [Selection(row.select(layer, q[i : i + 1]), Cost(moved_bytes=1)) for i, row in enumerate(rows)]
 """
 )

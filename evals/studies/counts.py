@@ -30,7 +30,7 @@ from kvbench.engine.selection import Found
 from kvbench.engine.shapes import DRAWN, ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.step import attend_group, cut
-from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.methods.base import SelectiveAttention, Variant, reported
 
 AT = (2048, 4096)  # prompts that counts are taken at
 CHOSEN = ("attended_bytes", "moved_kv_bytes")  # counts of chosen tokens
@@ -124,7 +124,7 @@ def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest
             attend_group(counting, [row], LAYER, *new, softmax)
             cut(row)
     last = mean_of(row.store.ledger.entries[-period:])
-    build = float(row.reported().get("build_flops", 0.0))
+    build = float(reported(row).get("build_flops", 0.0))
     found = from_entry(last, shape, s, build, any(isinstance(what, ColumnSums) for what in variant.observations))
     return replace(found, searched_numbers=numbers.n, second_pass_tokens=read)
 
@@ -163,11 +163,11 @@ class Numbers(TorchDispatchMode):
     def of_search(self, kind: type[SelectiveAttention]) -> type[SelectiveAttention]:
         """The class, with a search whose numbers are counted here."""
 
-        def select_rows(rows: Sequence[SelectiveAttention], layer: int, q: torch.Tensor) -> Sequence[Found]:
+        def search(rows: Sequence[SelectiveAttention], layer: int, q: torch.Tensor) -> Sequence[Found]:
             with self:
-                return kind.select_rows(rows, layer, q)
+                return kind.search(rows, layer, q)
 
-        return type(f"Counting{kind.__name__}", (kind,), {"select_rows": staticmethod(select_rows)})
+        return type(f"Counting{kind.__name__}", (kind,), {"search": staticmethod(search)})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -35,6 +35,7 @@ from kvbench.engine.budget import Budget
 from kvbench.engine.declared import each_one_of, whole_numbers
 from kvbench.engine.placement import Change, Evict, Kept, Placement
 from kvbench.engine.shapes import ModelShape
+from kvbench.methods.base import overall_ratio
 from kvbench.methods.dropping.allocators import Counts
 from kvbench.methods.scorers import lowest_slots
 from kvbench.methods.scoring import ScoringMethod
@@ -129,7 +130,7 @@ class Knorm(ScoringMethod):
     def report(self) -> dict[str, Any]:
         share = self.plan.tokens / self.trace.s_prompt
         spread = torch.stack(self.trace.gathered(self.spreads)).mean().item()
-        return super().report() | {"overall_ratio": self.overall_ratio(share), "norm_spread": spread}
+        return super().report() | {"overall_ratio": overall_ratio(self, share), "norm_spread": spread}
 
 
 def official_count(budget: Budget) -> int:

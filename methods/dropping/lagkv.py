@@ -43,6 +43,7 @@ from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Change, Evict, Kept, Placement
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.gather import gather_tokens, move_both
+from kvbench.methods.base import shortened
 from kvbench.methods.dropping.allocators import Counts
 from kvbench.methods.scorers import keep_top, lowest_slots
 from kvbench.methods.scoring import ScoringMethod
@@ -289,7 +290,7 @@ class LagKV(ScoringMethod):
         n_flat = int(torch.stack(self.trace.gathered(self.flat)).sum()) if self.flat else 0
         return (
             super().report()
-            | self.shortened()
+            | shortened(self)
             | ({"lag": self.plan.lag} if self.plan.lag < self.params.lag else {})
             | ({"flat_channels": n_flat} if n_flat else {})
             | ({"attended_max": self.attended_max} if self.cuts else {})

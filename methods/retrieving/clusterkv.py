@@ -59,6 +59,7 @@ from kvbench.kernels.clusters import cluster_keys_triton, cluster_order, cluster
 from kvbench.kernels.kmeans import draw_points, kmeans
 from kvbench.kernels.scratch import Scratch, empty, finer, finest
 from kvbench.kernels.topk import sort_keys_triton
+from kvbench.methods.base import overall_ratio
 from kvbench.methods.indexed import Indexed
 
 TOKENS_PER_CLUSTER = 80  # paper: 400 clusters of 32,000 tokens, 4 of 320
@@ -360,7 +361,7 @@ class ClusterKV(Indexed):
         report: dict[str, Any] = {
             "comm_mode": self.params.comm_mode,
             "n_clusters": self.plan.n_clusters,
-            "overall_ratio": self.overall_ratio(Fraction(self.budget.tokens, self.budget.s_prompt)),
+            "overall_ratio": overall_ratio(self, Fraction(self.budget.tokens, self.budget.s_prompt)),
         }
         for layer in self.hits:
             self.fold_hits(layer)

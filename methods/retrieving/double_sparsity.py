@@ -48,6 +48,7 @@ from kvbench.engine.declared import each_one_of, refuse_cap, whole_numbers
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import Observation
 from kvbench.engine.shapes import ModelShape
+from kvbench.methods.base import overall_ratio
 from kvbench.methods.calibration.known import Calibrated, NeedsCalibration
 from kvbench.methods.retrieving.labels import Labels, LabelSearch, stored
 from kvbench.methods.traits import Traits
@@ -285,7 +286,7 @@ class DoubleSparsity(NeedsCalibration, LabelSearch):
             "granularity": "query_head" if self.plan.per_head else "kv_head",
             "n_labels": self.labels_of_heads(layers),
             "achieved_ratio": share,
-            "overall_ratio": self.overall_ratio(share),
+            "overall_ratio": overall_ratio(self, share),
         }
 
     def labels_of_heads(self, layers: Sequence[int]) -> float:

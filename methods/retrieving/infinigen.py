@@ -60,6 +60,7 @@ from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.clock import Since
 from kvbench.kernels.rows.logits import channel_keys
+from kvbench.methods.base import overall_ratio
 from kvbench.methods.indexed import Indexed
 
 CHOICES = {
@@ -312,5 +313,5 @@ class InfiniGen(Indexed):
             "k_mean": k_mean,
             "budget_bound_share": self.n_capped / n if self.n_selections else 1.0,
             "achieved_ratio": share,
-            "overall_ratio": self.overall_ratio(share),
+            "overall_ratio": overall_ratio(self, share),
         }

@@ -62,7 +62,7 @@ from kvbench.kernels.rows.collisions import (
     pack_codes,
 )
 from kvbench.kernels.scratch import at_once, finer, finest
-from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.base import SelectiveAttention, overall_ratio
 
 ENTRY_BYTES, BOUND_BYTES, NORM_BYTES = 4, 8, 4  # of a token in a table, of a bucket, of a token's norm
 MOST_BITS = 15  # a code is a 16-bit whole number with a sign
@@ -370,7 +370,7 @@ class MagicPIG(SelectiveAttention):
         report: dict[str, Any] = {
             "budget_holds_in": "mean",
             "tables": [index.n_tables for index in indexes],
-            "overall_ratio": self.overall_ratio(self.budget.tokens / self.budget.s_prompt),
+            "overall_ratio": overall_ratio(self, self.budget.tokens / self.budget.s_prompt),
             "index_host_bytes": sum(self.index_bytes(layer) for layer in self.indexes),
             "cache_host_bytes": token_bytes(self.trace.shape) * self.trace.s_prompt * n_layers,
         }

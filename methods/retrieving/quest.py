@@ -45,7 +45,7 @@ from kvbench.engine.search import Launch, Units
 from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.pages import page_bounds, page_keys_triton, page_scores
-from kvbench.methods.base import Variant
+from kvbench.methods.base import Variant, overall_ratio
 from kvbench.methods.indexed import Indexed
 from kvbench.methods.traits import Traits
 
@@ -256,7 +256,7 @@ class Quest(Indexed):
             "n_pages": ceil(s / page_len),
             "k_pages": k,
             "achieved_ratio": share,
-            "overall_ratio": self.overall_ratio(share),
+            "overall_ratio": overall_ratio(self, share),
         }
 
 

@@ -15,6 +15,7 @@ from kvbench.engine.budget import resolve
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries
 from kvbench.methods import scorers
+from kvbench.methods.base import reported
 from kvbench.methods.dropping.snapkv import SnapKV, fit_window
 from kvbench.methods.scorers import keep_top, pool_scores, reduce_group, window_votes
 from kvbench.tests.vectors import Check, at, built, differs, first, load, request, row_for, row_of, step, trace_of
@@ -146,7 +147,7 @@ def test_a_window_as_large_as_the_budget_shrinks_to_half_of_it_and_is_reported()
     row = snapkv_row(tokens(60), PARAMS, 7)
     assert row.plan == SnapKV.Plan(7, 3)
     assert row.report() == {"window": 3}
-    assert snapkv_row(tokens(60), PARAMS, 9).reported() == {}
+    assert reported(snapkv_row(tokens(60), PARAMS, 9)) == {}
 
 
 def test_a_prompt_shorter_than_the_window_is_halved_too() -> None:

@@ -23,6 +23,7 @@ from kvbench.engine.softmax import Softmax
 from kvbench.engine.step import step_rows
 from kvbench.kernels.clusters import cluster_order, cluster_tokens
 from kvbench.kernels.kmeans import draw_points, kmeans, nearest
+from kvbench.methods.base import reported
 from kvbench.methods.full import Full
 from kvbench.methods.indexed import merged
 from kvbench.methods.retrieving import clusterkv
@@ -301,7 +302,7 @@ def test_a_prompt_within_the_budget_is_dense_and_needs_no_clusters(n_tokens: int
     for (_, ours), (_, theirs) in zip(walk(mine, 4), walk(full, 4), strict=True):
         assert torch.equal(ours, theirs)
         assert mine.store.attended(0).all()
-    assert (mine.index, mine.pending, mine.reported()) == ({}, {}, {})
+    assert (mine.index, mine.pending, reported(mine)) == ({}, {}, {})
 
 
 # --- Clusters of generated tokens -------------------------------------------------------------

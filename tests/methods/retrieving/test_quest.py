@@ -18,7 +18,7 @@ from kvbench.engine.search import Units, best_tokens
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.step import attend_group
-from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.base import SelectiveAttention, reported
 from kvbench.methods.full import Full
 from kvbench.methods.indexed import merged
 from kvbench.methods.retrieving.quest import (
@@ -188,7 +188,7 @@ def test_the_whole_budget_is_full_attention_though_it_is_no_multiple_of_a_page()
         full = built(row_for(Full, Full.Params(), request("1"), trace_of(k, v, 6, 63), 64))
         for (out, _), (expected, _) in zip(run(row, q, k, v, 63, 75), run(full, q, k, v, 63, 75), strict=True):
             assert torch.equal(out, expected)
-        assert row.reported() == {}
+        assert reported(row) == {}
 
 
 @pytest.mark.parametrize("seed", range(3))
