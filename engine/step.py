@@ -97,7 +97,7 @@ def attend_groups(
         return plan.take_step(q, k, v, softmax)
     with span("append", layer):
         append_rows([row.store[layer] for row in rows], k, v)
-        resident = residents(groups, rows, layer, q)
+        resident = residents(rows, layer, q)
     fetched = [part for kind, at in groups for part in fetched_rows(kind, rows[at], layer, q[at])]
     with span("attention", layer):
         parts = [[*own, *more] for own, more in zip(resident, fetched, strict=True)]
