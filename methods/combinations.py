@@ -286,6 +286,8 @@ TASKS = (
     Row(lambda c: c.traits.asks_question and (c.scope != "full_prompt" or c.asking),
         "method={method.name} chooses tokens by the question, which is not in the context that is compressed here; use "
         "compression_scope=full_prompt and a task with one question, or method.window=64"),
+)
+ANSWERS = (
     Row(lambda c: c.sampling.n_answers > MOST_ANSWERS,
         f"n_answers={{sampling.n_answers}} is out of range; it is at most {MOST_ANSWERS}: with model {{model}} each "
         "generated token of so many answers takes {answer_bytes} of keys and values", SHAPE),
@@ -333,8 +335,16 @@ RUNGS = (
         RUNG + "divides its budget once it has seen all layers, which a request that is read again has not", SERVING),
 )
 GROUPS = {
-    "positions, dropped": KEPT, "prefill.evict": CHUNKS, "allocator": ALLOCATION, "prefill": PREFILL,
-    "compose": COMPOSITION, "budget": BUDGETS, "task": TASKS, "model": KINDS, "serving": RUNGS,
+    "n_answers": ANSWERS,
+    "model": KINDS,
+    "positions, dropped": KEPT,
+    "prefill.evict": CHUNKS,
+    "allocator": ALLOCATION,
+    "prefill": PREFILL,
+    "compose": COMPOSITION,
+    "budget": BUDGETS,
+    "task": TASKS,
+    "serving": RUNGS,
 }
 # fmt: on
 TABLE = tuple(row for rows in GROUPS.values() for row in rows)
