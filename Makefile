@@ -117,8 +117,8 @@ paper-smoke: $(DONE) ## every experiment in small, then all tables and figures; 
 	$(BIN)/python -m kvbench.plots.tables runs/smoke --out outputs/smoke/tables
 	$(BIN)/python -m kvbench.plots.figures runs/smoke --out outputs/smoke/figures
 
-clean-cache: $(DONE) ## what the cache folder holds and could be freed; ARGS=--yes frees it; runs/ stays
-	$(BIN)/python -m kvbench.evals.screen.caches $(ARGS)
+clean-cache: $(DONE) ## what the cache folder holds, and the command that frees it; runs/ stays
+	$(BIN)/python -m kvbench.evals.screen.caches
 
 clean: ## remove .venv, .venv-serving and all caches of this folder; runs/ stays
 	rm -rf .venv .venv-serving .pytest_cache .ruff_cache .hypothesis kvbench.egg-info build

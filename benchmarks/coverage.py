@@ -238,43 +238,36 @@ result.json, of the terminal's table, of all tables, figures and the report.
   Thomas, 2020). Its lower end is where the mean lies below with a chance of 2.5 % under flat random weights of the
   samples and of one more sample at the lower bound; the upper end likewise. It assumes nothing but the bounds. Of hits
   and misses it is Clopper and Pearson's exact interval. Samples that all agree have a width: of eight scores of 0.6 it
-  is 0.38 to 0.75, as one of eight unseen others may be anything. No formula changes at any n, so no bar jumps.
-- **Draws of a prompt and turns of a conversation** count as one sample, with their mean, wherever an `n` is
-  printed or written. **An average over datasets**
+  is 0.38 to 0.75, as one of eight unseen others may be anything.
+- **Draws of a prompt and turns of a conversation** count as one sample, with their mean. **An average over datasets**
   takes each dataset for one sample; a difference of averages is of the datasets at hand, as its test is.
-- **Numbers without a bound** (losses, seconds, output errors) have Student's t, and none where all samples agree: no
-  rule covers all of those. The last two rows below say what that costs.
+- **Numbers without a bound** (losses, seconds, output errors) have Student's t, and none where all samples agree.
 - **One sample** has no interval.
 
 A difference is marked by the paired sign-flip test, corrected for all variants that were asked the same samples (a
 column), not by its interval. Where that test finds nothing the interval holds 0. The reverse need not be: of many small
-differences that all point one way the test, which takes up and down to be equally likely by chance, shows one, while
-the interval still allows for a rare large loss. `samples_needed` says how few samples can show anything: 6 for one
-comparison, 8 for four, 9 for twelve.
+differences that all point one way the test shows one, while the interval still allows for a rare large loss.
+`samples_needed` says how few samples can show anything: 6 for one comparison, 8 for four, 9 for twelve.
 
-The test's p is the share of all signs of the differences whose mean is as far from 0 as theirs, equal means among them
-(sums that differ by less than a billionth of the differences' sizes are equal). Samples without a difference say
-nothing and are left out. **It is exact where the differences are of one size**, such as hits against misses (the
-binomial test), **and where there are up to 32**: all signs are counted. Of more, a million signs are drawn from seed 0,
-and p is (b + 1) / 1,000,001, where b of them are as far from 0: at p = 0.01 another seed moves it by 0.0001. Where none
-is, all that is known is that p is lower, and it is written "p < 1e-06"; so is an exact one below that. Holm's
-correction multiplies p by up to as many as there were comparisons. What follows from such a bound is a bound, too: of
-19 comparisons "p < 1.9e-05". Tables for programs say so in a column beside the number.
+The test's p is the share of all signs of the differences whose mean is as far from 0 as theirs, equal means among them.
+Samples without a difference are left out. **It is exact where the differences are of one size**, such as hits against
+misses (the binomial test), **and where there are up to 32**. Of more, a million signs are drawn from seed 0, and p is
+(b + 1) / 1,000,001, where b of them are as far from 0: at p = 0.01 another seed moves it by 0.0001. Where none is, all
+that is known is that p is lower, and it is written "p < 1e-06"; so is an exact one below that. Holm's correction
+multiplies p by up to as many as there were comparisons, and such a bound with it: of 19 comparisons "p < 1.9e-05".
+Tables for programs say so in a column beside the number.
 
 [register.md](register.md) also asks whether a loss is smaller than a margin: it is shown where the lower end lies above
 the margin with the p-value that the correction leaves, so the rows "differences" below are the coverage of that rule
 too. Gaffke's coverage is measured there and conjectured in general; nobody has proven it for every distribution.
 
-Runs made before this rule have Wilson's, Student's or the bootstrap's interval in result.json; tables, figures and the
-report compute theirs from the samples.
+Tables, figures and the report compute intervals from the samples, whatever an older result.json has.
 
 ## Coverage
 
 The share of intervals that hold the true mean, in %, over {most} draws of n samples each ({least} from n = 100 on): a
-standard error of 0.5 (0.7) points. All numbers, with the widths, are in
-[coverage.csv](../benchmarks/coverage.csv). Made by
-
-    python -m kvbench.benchmarks.coverage
+standard error of 0.5 (0.7) points. `python -m kvbench.benchmarks.coverage` makes all numbers; they are, with the
+widths, in [coverage.csv](../benchmarks/coverage.csv).
 
 Ours:
 """
@@ -282,10 +275,9 @@ WORST = """
 The lowest share of any shape with bounds ({n_shapes} above), by rule. Wilson's is of hits and draws alone, with draws
 taken for independent:
 """
-WIDTHS = """
-Mean widths, ours beside Student's t (cut at the bounds). What is paid for the coverage is paid where samples are few
-and nearly alike. From n = 50 on ours is wider by less than a half, but for small differences, far from what their
-bounds allow: there it is several times as wide, and the test says more.
+END = """
+What is paid for the coverage is width, where samples are few and nearly alike. From n = 50 on ours is wider than
+Student's t by less than a half, but for small differences, far from what their bounds allow: there the test says more.
 """
 
 
@@ -310,18 +302,7 @@ def page(lines: Sequence[Line]) -> str:
         at = [[found[k] for shape in bounded if (k := (shape.kind, shape.name, n, rule)) in found] for n in ns]
         rows.append([rule, *(f"{100 * min(each.coverage for each in of):.1f}" for of in at)])
     parts += pipes(["", *(f"n = {n}" for n in ns)], rows)
-    parts.append(WIDTHS)
-    parts += pipes(
-        ["", *(f"n = {n}" for n in ns)],
-        [
-            [
-                title(shape),
-                *(" / ".join(f"{found[shape.kind, shape.name, n, r].width:.2f}" for r in (OURS, STUDENT)) for n in ns),
-            ]
-            for shape in bounded
-        ],
-    )
-    return "\n".join(parts) + "\n"
+    return "\n".join([*parts, END])
 
 
 def title(shape: Shape) -> str:

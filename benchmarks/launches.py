@@ -7,8 +7,7 @@ is one of a class that is there already. Waits are those of a whole step, whatev
 A step is counted without CUDA graphs: one that is replayed is one launch.
 
 Exit code 1 says that a method is above its budget, which is what it needed when it was last lowered; `--goal` holds it
-to the goal instead. `--lines METHOD` lists the lines of code that launch, wait and send, and `--markdown` prints the
-table of docs/gpus.md, of all methods.
+to the goal instead. `--lines METHOD` lists the lines of code that launch, wait and send.
 
 `--uploads` counts instead what the host sends to the device, in copies and bytes of a compressed layer with one row and
 with two: at the first step, which says where everything lies, and at the fifth, which goes on from there if it can.
@@ -20,8 +19,8 @@ import argparse
 import csv
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -68,7 +67,6 @@ class Cost:
     waits: float  # of the whole step, the more of one and several rows
 
 
-COLUMNS = "layer", "further row", "waits"
 GOAL = Cost(45, 3, 1)  # the model itself has 37, and 5 more a layer where embedding and head are shared out among four
 GOAL_WITH_WEIGHTS = Cost(55, 6, 1)  # of methods that evict by weights
 ABOVE = {
@@ -239,13 +237,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--goal", action="store_true", help="exit with 1 above the goal instead of the budget")
     parser.add_argument("--uploads", action="store_true", help="count what the host sends to the device instead")
     parser.add_argument("--lines", metavar="METHOD", help="list the lines of code that ask the device, and end")
-    parser.add_argument("--markdown", action="store_true", help="print the table of docs/gpus.md")
     asked = parser.parse_args(words)
     torch.set_num_threads(1)
     with pretended() as machine:
-        if asked.markdown:
-            print(*lines_for({method: cost_of(machine, method) for method in asked.methods}), sep="\n")
-            return 0
         if asked.lines is not None:
             lines_of(machine, asked.lines)
             return 0
@@ -268,23 +262,6 @@ def run(machine: Machine, methods: Sequence[str], is_goal: bool) -> int:
         table.writerow([method, *numbers, text(BUDGETS.get(method)), text(goal), verdict])
         sys.stdout.flush()
     return int(any(found))
-
-
-def lines_for(found: Mapping[str, Cost]) -> Iterator[str]:
-    """The table of docs/gpus.md: methods by what they cost, the cheapest first."""
-    yield "| methods | launches of a layer | of a further row | waits of a step | above the goal |"
-    yield "|---|---:|---:|---:|---|"
-    together: dict[tuple[Cost, Cost], list[str]] = {}
-    for method, cost in found.items():
-        together.setdefault((cost, goal_of(method)), []).append(method)
-    for (cost, goal), methods in sorted(together.items(), key=lambda each: astuple(each[0][0])):
-        above = [
-            f"{name}, of {most:g}"
-            for name, x, most in zip(COLUMNS, astuple(cost), astuple(goal), strict=True)
-            if x > most
-        ]
-        numbers = " | ".join(f"{x:g}" for x in astuple(cost))
-        yield f"| {', '.join(sorted(methods))} | {numbers} | {'; '.join(above)} |"
 
 
 def exceeds(cost: Cost, limit: Cost) -> bool:

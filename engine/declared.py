@@ -70,13 +70,21 @@ class Odd:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """A share where it is below 1, else a whole number."""
+
+    def holds(self, value: Fraction) -> bool:
+        return value < 1 or value.denominator == 1
+
+
+@dataclass(frozen=True)
 class Filled:
-    """A text with more than blanks."""
+    """A text with more than blanks, or a list that has something."""
 
     words: str  # what to give
 
-    def holds(self, value: str) -> bool:
-        return bool(value.strip())
+    def holds(self, value: str | tuple[Any, ...]) -> bool:
+        return bool(value.strip() if isinstance(value, str) else value)
 
     def refusal(self, key: str, value: Any) -> str:
         return f"{key} is empty; give {self.words}"
@@ -185,19 +193,18 @@ def build(cls: type, tree: Any, group: str) -> Any:
     """A dataclass from a mapping with exactly its fields, each value as the field declares it."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{group}={word(tree)} is a group of keys; set them like {group}.key=value")
-    hints = hints_of(cls)
     same_names(group, tree, [field.name for field in fields(cls)])
-    at = f"{group}." if group else ""
-    typed = {name: reader(hints[name])(value, f"{at}{name}") for name, value in tree.items()}
+    at, readers = f"{group}." if group else "", readers_of(cls)
+    typed = {name: readers[name](value, f"{at}{name}") for name, value in tree.items()}
     return cls(**typed)
 
 
 def check(made: Any, group: str) -> Any:
     """A dataclass that is made already, where its values are as its fields declare them."""
-    hints = hints_of(type(made))
+    readers = readers_of(type(made))
     for field in fields(made):
         if not is_dataclass(value := getattr(made, field.name)) and not isinstance(value, Path | Bytes):
-            reader(hints[field.name])(value, f"{group}.{field.name}" if group else field.name)
+            readers[field.name](value, f"{group}.{field.name}" if group else field.name)
     return made
 
 
@@ -208,6 +215,12 @@ def hints_of(cls: type) -> dict[str, Any]:
     if is_plain:  # which is ten times as fast
         return {name: hint for kind in reversed(cls.__mro__[:-1]) for name, hint in get_annotations(kind).items()}
     return get_type_hints(cls, include_extras=True)
+
+
+@cache
+def readers_of(cls: type, exact: bool = False) -> dict[str, Reader]:
+    """A reader of each field. Kept by class, not by type: `Literal["a", "b"]` is equal to `Literal["b", "a"]`."""
+    return {name: reader(hint, exact) for name, hint in hints_of(cls).items()}
 
 
 def same_names(group: str, given: Iterable[str], wanted: Iterable[str]) -> None:
@@ -231,7 +244,6 @@ def unknown_key(group: str, name: str, allowed: Iterable[str], choice: str = "")
     return unknown_name(f"{group} key" if group else "key", name, allowed)
 
 
-@cache
 def reader(hint: Any, exact: bool = False) -> Reader:
     """What reads values of a type, where that loses nothing; `exact`: of JSON, where nothing is converted."""
     origin, args = get_origin(hint), get_args(hint)
@@ -377,8 +389,8 @@ def declared_reader(hint: Any, exact: bool) -> Reader:
 def union_reader(hint: Any, exact: bool) -> Reader:
     """The first type of a union that fits; where none does, the sentence of one that is of the value's kind."""
     every = get_args(hint)
-    readers = [reader(one, exact) for one in every if one is not NoneType]
-    takes_none, is_text = NoneType in every, bool({str, Path} & set(map(base_of, every)))
+    readers = [(reader(one, exact), base_of(one) in (str, Path)) for one in every if one is not NoneType]
+    takes_none, is_text = NoneType in every, any(is_text for _, is_text in readers)
 
     def one(value: Any, key: str) -> Any:
         if value is None and takes_none:
@@ -386,7 +398,9 @@ def union_reader(hint: Any, exact: bool) -> Reader:
         if is_text and not exact and isinstance(value, str) and not value.strip():
             raise ConfigError(f"{key} is empty; give a value, or leave {key} out")
         errors: list[ConfigError] = []
-        for read in readers:
+        for read, of_text in readers:
+            if of_text and any(isinstance(error, Refused) and error.is_range for error in errors):
+                continue  # a number out of its range is not meant as a text
             try:
                 return read(value, key)
             except ConfigError as error:
@@ -398,7 +412,7 @@ def union_reader(hint: Any, exact: bool) -> Reader:
             raise Refused(out_of_range(key, value, hint), is_kind=True)
         if near is None and isinstance(value, str) and {*map(base_of, every)} & {int, float, Fraction}:
             raise ConfigError(f"{key}={word(value)} is not a number; use {words(hint)}")
-        raise near or errors[0]
+        raise near or ConfigError(f"{key}={word(value)} is not allowed; use {words(hint)}")
 
     return one
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from traceback import extract_tb
 
 LISTED = ("method", "task", "model", "experiment")  # kinds that have a command which lists them
-FEW = 12  # names that a sentence lists besides near misses
+FEW, MANY = 12, 30  # names that a sentence lists besides near misses, and where it has none
 
 
 class ConfigError(Exception):

@@ -7,7 +7,6 @@ Not here: whether the words of a command line are right (`evals/overrides.py`), 
 (`evals/settings.py`).
 """
 
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -30,19 +29,16 @@ class FilesReadOnce(CachingConfigRepository):
     def __init__(self, files: IConfigRepository) -> None:
         super().__init__(files)
         self.delegate = files  # itself, as a copy would not see what is stored later
-        self.read = dict[str, bytes]()  # a pickle is copied in a sixth of the time of what it holds
 
     def __deepcopy__(self, memo: dict[int, object]) -> "FilesReadOnce":
         return self  # Hydra copies its repository for each configuration
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         """A copy: Hydra makes a configuration of it."""
-        if config_path not in self.read:
-            found = self.delegate.load_config(config_path=config_path)
-            if found is None or found.provider == "schema":
-                return deepcopy(found)
-            self.read[config_path] = pickle.dumps(found)
-        return pickle.loads(self.read[config_path])
+        found = super().load_config(config_path)
+        if found is None or found.provider == "schema":
+            del self.cache[f"config_path={config_path}"]
+        return deepcopy(found)
 
 
 @cache

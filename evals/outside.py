@@ -1,8 +1,9 @@
-"""Classes from outside this repository: a method in a file of the user's own, methods and tasks of installed packages.
+"""Classes from outside this repository: methods and tasks in files of the user's own, and those of installed packages.
 
 The defaults of the class's `Params` take the place of a file in `conf/`. `method=path/to/mine.py` is called after its
 file. What the file holds identifies a run, so that an edited file never goes on with old answers: `Choice.target` is
-`PATH:CLASS@DIGEST`, and a worker that finds another file under the path refuses it.
+`PATH:CLASS@DIGEST`, and a worker that finds another file under the path refuses it. A task may be a YAML file instead
+(`tasks/own/task.py`), whose target is `PATH@DIGEST`.
 
 A user's file may look up in torch what it likes while it is imported, so torch is loaded before it.
 
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Collection, Iterable
 from dataclasses import MISSING, fields, is_dataclass
 from fractions import Fraction
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -35,34 +37,21 @@ KINDS = {  # what a group's classes are
     "prefill": "kvbench.engine.sparse.base.SparsePrefill",
     "logger": "kvbench.evals.logger.Logger",
 }
+# What a file of the user's own holds, and the page that shows one; the class is the one of KINDS.
+CONF = Path(__file__).resolve().parents[1] / "conf"
+PAGES = {"method": "docs/adding-a-method.md", "task": "docs/adding-a-task.md"}
 SAY = {"method": {"title": str, "drops": bool}, "task": {"name": str, "version": int, "Params": type}}  # of itself
 
 FILE = re.compile(r"(?P<path>.*\.py)(:(?P<name>\w+))?", re.DOTALL)  # path/to/mine.py or path/to/mine.py:Class
-TARGET = re.compile(r"(?P<path>.*\.py):(?P<name>\w+)@(?P<digest>[0-9a-f]{16})", re.DOTALL)
+ROWS = re.compile(r".*\.ya?ml", re.DOTALL)  # of a task alone
+TARGET = re.compile(r"(?P<path>.*\.(py|ya?ml))(:(?P<name>\w+))?@(?P<digest>[0-9a-f]{16})", re.DOTALL)
 LIVE: dict[str, type] = {}  # classes of a notebook's cells, by what stands for their files
-# What methods called or defined before they returned values, and what they return now (engine/placement.py).
-FORMER = {
-    r"store\.(keep|keep_until_full|keep_reached|keep_all|keep_ragged|replace|keep_searchable|keep_coded)\(": "arrange "
-    "returns where the tokens go now: Kept(positions, n_window), Whole(), Ragged, Made, Searched or Coded",
-    r"store\.(offload|offload_values|keep_recent)\(": "arrange returns Offloaded(n_sink, n_window) now",
-    r"\]\.(evict|drop_but|retain|release|roll)\(": "behind(layer, weights) returns Evict(slots), Stay(slots) or "
-    "Release(n) now",
-    r"\.meter\.\w+\(|count_rebuilt\(": "select returns Selection(positions, Cost(moved_bytes=n)) now, and behind "
-    "Change(cost=…)",
-    r"def (log_weights|made_keys|stand_ins|step_rows)\(": "select returns Selection(positions, bias=…, keys=…, "
-    "stand_ins=…) now",
-    r"def (comparable_over|extends|unreadable|asks_question|adapts|turns_queries|uncodable|unchangeable|evicts|"
-    r"own_allocator|own_post_processing)\(": "traits_of returns it among others now, from the parameters",
-    r"def (skipped_layers|n_whole)\(": "whole_layers(params, shape) returns such layers now",
-    r"fetches_more =": "extends = True says so now",
-    r"def (select_rows|resident_rows)\(": "search and resident are asked now",
-}
 NAME = re.compile(r"[A-Za-z]\w*(-\w+)*", re.ASCII)  # of a method: it names folders
 
 
-def is_file(text: str) -> bool:
-    """Whether `method=text` names a file and not a method of ours."""
-    return FILE.fullmatch(text) is not None
+def is_file(group: str, text: str) -> bool:
+    """Whether `method=text` or `task=text` names a file and not one of ours."""
+    return group in PAGES and bool(FILE.fullmatch(text) or (group == "task" and ROWS.fullmatch(text)))
 
 
 def is_target(target: str) -> bool:
@@ -74,7 +63,10 @@ def origin(target: str) -> dict[str, str]:
     """What identifies a class from outside in addition to its name; {} for ours."""
     if plugins.is_target(target):
         return plugins.origin(target)
-    return {"digest": match["digest"]} if (match := TARGET.fullmatch(target)) else {}
+    if (match := TARGET.fullmatch(target)) is None:
+        return {}
+    file = Path(match["path"]).name
+    return {"digest": match["digest"]} | ({"file": file} if ROWS.fullmatch(file) else {})
 
 
 def file_of(target: str) -> str:
@@ -84,36 +76,51 @@ def file_of(target: str) -> str:
     return match["path"] if (match := TARGET.fullmatch(target)) else ""
 
 
-def register(text: str, taken: Iterable[str]) -> str:
-    """Let Hydra find the defaults of the method in a file: its name, which is none of those `taken`."""
-    name, node = node_in(text, taken)
-    store("method", name, node)
+def register(group: str, text: str, taken: Iterable[str]) -> str:
+    """Let Hydra find the values of what is in a file: its name, which is none of those `taken`."""
+    name, node = node_in(group, text, taken)
+    store(group, name, node)
     return name
 
 
-def node_in(text: str, taken: Iterable[str]) -> tuple[str, dict[str, Any]]:
-    """The name of the method in a file, and what a file in `conf/` would say of it."""
-    match = FILE.fullmatch(text)
-    assert match is not None, text
+def node_in(group: str, text: str, taken: Iterable[str]) -> tuple[str, dict[str, Any]]:
+    """The name of what is in a file, and what a file in `conf/` would say of it."""
     if (kind := LIVE.get(text)) is not None:
         if (name := kind.__name__) in taken:
             raise ConfigError(f"the class {name} has the name of another method; rename it")
         target = f"{text}:{name}@{Path(text).parent.name}"
         return name, {"_target_": target} | defaults("method", kind, f"the class {name}", {text})
-    source, path = read(text, match["path"])
-    digest = digest_of(source)
-    kinds = methods_of(module_of(source, path, digest))
-    kind = choose(kinds, match["name"], path)
-    name = path.stem if len(kinds) == 1 else f"{path.stem}-{kind.__name__}"
+    name, node = node_of_rows(text) if group == "task" and ROWS.fullmatch(text) else node_of_file(group, text)
     if not NAME.fullmatch(name):
         raise ConfigError(
-            f"method={text} would be called {name!r}, which folders cannot be named by; rename the file so that it has "
+            f"{group}={text} would be called {name!r}, which folders cannot be named by; rename it so that it has "
             "letters, digits and _ only, and a letter in front"
         )
     if name in taken:
-        raise ConfigError(f"method={text} has the name of another method, {name}; rename the file")
-    target = f"{path}:{kind.__name__}@{digest}"
-    return name, {"_target_": target} | defaults("method", kind, str(path), {str(path)})
+        raise ConfigError(f"{group}={text} has the name of another {group}, {name}; rename it")
+    return name, node
+
+
+def node_of_file(group: str, text: str) -> tuple[str, dict[str, Any]]:
+    """The name of the class in a Python file, and what a file in `conf/` would say of it."""
+    match = FILE.fullmatch(text)
+    assert match is not None, text
+    source, path = read(f"{group}={text}", match["path"], f"Python file that holds a {group}")
+    digest = digest_of(source)
+    kinds = kinds_of(group, module_of(source, path, digest))
+    kind = choose(group, kinds, match["name"], path)
+    name = path.stem if len(kinds) == 1 else f"{path.stem}-{kind.__name__}"
+    return name, {"_target_": f"{path}:{kind.__name__}@{digest}"} | defaults(group, kind, str(path), {str(path)})
+
+
+def node_of_rows(text: str) -> tuple[str, dict[str, Any]]:
+    """The name of the task in a YAML file, and its values; OmegaConf is not to look up what stands in `${…}`."""
+    from kvbench.tasks.own.task import read_task
+
+    source, path = read(f"task={text}", text, "YAML file that holds a task")
+    name, values = read_task(path)
+    escaped = {k: v.replace("${", r"\${") if isinstance(v, str) else v for k, v in values.items()}
+    return name, {"_target_": f"{path}@{digest_of(source)}"} | escaped
 
 
 def word_of(kind: type) -> str:
@@ -150,9 +157,9 @@ def node_of(plugin: Plugin) -> dict[str, Any]:
             f"{plugin} has a name that no folder can have; use letters, digits and _, with a letter in front"
         )
     kind, target = plugin.load()
-    module, _, name = KINDS[plugin.group].rpartition(".")
-    if not (inspect.isclass(kind) and issubclass(kind, getattr(import_module(module), name))):
-        raise ConfigError(f"{plugin} is no class that inherits from {name}; name one in its entry point")
+    base = base_of(plugin.group)
+    if not (inspect.isclass(kind) and issubclass(kind, base)):
+        raise ConfigError(f"{plugin} is no class that inherits from {base.__name__}; name one in its entry point")
     refuse_incomplete(plugin.group, kind, str(plugin))
     files = {str(file) for file in plugins.sources(kind.__module__).values()}
     return {"_target_": target} | defaults(plugin.group, kind, str(plugin), files)
@@ -166,21 +173,29 @@ def load(target: str) -> Any:
     assert match is not None, target
     if match["path"] in LIVE:
         return LIVE[match["path"]]
-    source, path = read(match["path"], match["path"])
+    source, path = read(match["path"], match["path"], "file that the command was given with")
     if digest_of(source) != match["digest"]:
         raise ConfigError(f"{path} is not what it was when the command was given; give the command again")
-    return methods_of(module_of(source, path, match["digest"]))[match["name"]]
+    if match["name"] is None:
+        return task_of(path, match["digest"])
+    return vars(module_of(source, path, match["digest"]))[match["name"]]
 
 
-def read(text: str, file: str) -> tuple[bytes, Path]:
+@cache
+def task_of(path: Path, digest: str) -> Any:
+    """The class of a YAML file's task; the same one whenever the file holds the same."""
+    from kvbench.tasks.own.task import class_of, read_task
+
+    return class_of(path, read_task(path)[0])
+
+
+def read(word: str, file: str, what: str) -> tuple[bytes, Path]:
     try:
         path = Path(file).expanduser().resolve()
         return path.read_bytes(), path
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"method={text} cannot be read ({reason}); give the path of a Python file that holds a method"
-        ) from None
+        raise ConfigError(f"{word} cannot be read ({reason}); give the path of a {what}") from None
 
 
 def digest_of(source: bytes) -> str:
@@ -189,9 +204,6 @@ def digest_of(source: bytes) -> str:
 
 def module_of(source: bytes, path: Path, digest: str) -> ModuleType:
     """The file as a module; the same one whenever its source is the same."""
-    for former, now in FORMER.items():
-        if found := re.search(former, source.decode(errors="replace")):
-            raise ConfigError(f"{path} has {found[0]!r}, which is gone: {now} (docs/adding-a-method.md)")
     name = f"outside.{path.stem}_{digest}"
     return sys.modules.get(name) or new_module(name, source, path)
 
@@ -216,30 +228,46 @@ def new_module(name: str, source: bytes, path: Path, package: str = "") -> Modul
     return module
 
 
-def methods_of(module: ModuleType) -> dict[str, Any]:
-    """The methods that are defined in the module, unfinished ones left out where there are others."""
-    from kvbench.methods.base import SelectiveAttention
-
+def kinds_of(group: str, module: ModuleType) -> dict[str, Any]:
+    """The methods or tasks that are defined in the module, unfinished ones left out where there are others."""
+    base = base_of(group)
     found = {
         kind.__name__: kind
         for kind in vars(module).values()
-        if inspect.isclass(kind) and issubclass(kind, SelectiveAttention) and kind.__module__ == module.__name__
+        if inspect.isclass(kind) and issubclass(kind, base) and kind.__module__ == module.__name__
     }
     return {name: kind for name, kind in found.items() if not inspect.isabstract(kind)} or found
 
 
-def choose(kinds: dict[str, Any], name: str | None, path: Path) -> Any:
+def is_task(text: str) -> bool:
+    """Whether this names a task or a file of one, and no method."""
+    if not is_file("task", text):
+        names = [path.stem for path in (CONF / "task").glob("*.yaml")]
+        return text in (*names, *plugins.names("task"))
+    if (match := FILE.fullmatch(text)) is None:
+        return True
+    source, path = read(text, match["path"], "Python file that holds a method or a task")
+    module = module_of(source, path, digest_of(source))
+    return bool(kinds_of("task", module)) and not kinds_of("method", module)
+
+
+def base_of(group: str) -> type:
+    module, _, name = KINDS[group].rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def choose(group: str, kinds: dict[str, Any], name: str | None, path: Path) -> Any:
     """The class that is asked for, complete; without a name the only one."""
     if not kinds:
         raise ConfigError(
-            f"{path} holds no method; write a class that inherits from SelectiveAttention (docs/adding-a-method.md)"
+            f"{path} holds no {group}; write a class that inherits from {base_of(group).__name__} ({PAGES[group]})"
         )
     if name is None and len(kinds) > 1:
-        raise ConfigError(f"{path} holds {len(kinds)} methods; say which: method={path.name}:{' or :'.join(kinds)}")
+        raise ConfigError(f"{path} holds {len(kinds)} {group}s; say which: {group}={path.name}:{' or :'.join(kinds)}")
     if name is not None and name not in kinds:
-        raise ConfigError(f"{path} holds no method {name}; it has {' and '.join(kinds)}")
+        raise ConfigError(f"{path} holds no {group} {name}; it has {' and '.join(kinds)}")
     kind = kinds[name or next(iter(kinds))]
-    refuse_incomplete("method", kind, str(path))
+    refuse_incomplete(group, kind, str(path))
     return kind
 
 
@@ -250,7 +278,7 @@ def refuse_incomplete(group: str, kind: Any, where: str) -> None:
         says["drops"] = kind.traits.drops
     lacking += [word for word, hint in SAY[group].items() if not isinstance(says[word], hint)]
     if lacking:
-        raise ConfigError(f"{kind.__name__} of {where} has no {' and no '.join(lacking)}; see docs/adding-a-method.md")
+        raise ConfigError(f"{kind.__name__} of {where} has no {' and no '.join(lacking)}; see {PAGES[group]}")
 
 
 def defaults(group: str, kind: Any, where: str, files: Collection[str]) -> dict[str, Any]:

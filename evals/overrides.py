@@ -207,9 +207,9 @@ def with_outside(override: Override, names: list[str]) -> Override:
         outside.store(group, text, outside.node_of(plugin))
     if not given.keys() <= {*names}:
         names += plugins.names(group)  # one that is misspelt may be near
-    files = {text: "" for text in given if group == "method" and outside.is_file(text)}
+    files = {text: "" for text in given if outside.is_file(group, text)}
     for text in files:
-        files[text] = outside.register(text, {*own, *found, *files.values()})
+        files[text] = outside.register(group, text, {*own, *found, *files.values()})
         names.append(files[text])
     if found or files:
         composition.cache_clear()  # another class may have had this name
@@ -265,8 +265,9 @@ def choices(overrides: Iterable[Override], groups: Mapping[str, list[str]]) -> d
         chosen[group] = values_of(override, groups[group])
         for name in chosen[group]:
             if name.endswith(".py"):
-                how = "bring it as a package (docs/adding-a-method.md)" if group in plugins.GROUPS else "give a name"
-                raise ConfigError(f"{group}={name} is a file, and only methods are taken from one; {how}")
+                raise ConfigError(
+                    f"{group}={name} is a file, and only methods and tasks are taken from one; give a name"
+                )
             if name not in groups[group]:
                 raise unknown_name(group, name, groups[group])
     return chosen

@@ -110,6 +110,10 @@ def judge_of(folder: Path) -> tuple[Task, dict[str, Any]]:
     try:
         config = read_config(folder)
         name, params = config["task"]["name"], config["task"]["params"]
+        if "digest" in config["task"] and "package" not in config["task"]:
+            raise ConfigError(
+                f"{folder}: task={name} is a file of the user's own, which a run does not keep; run it again"
+            )
         defaults = node_of_package(name, config["task"]["package"]) if "package" in config["task"] else conf_of(name)
         kind: Any = load_class(Choice("task", name, defaults.pop("_target_"), params))
         if not (kind.is_forced or kind.is_timed):

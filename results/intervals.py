@@ -21,6 +21,7 @@ Not here: tests of differences and corrections for many of them (`plots/stats.py
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, fsum, inf, isfinite, log, log2, sqrt
 from typing import Any
 
@@ -67,7 +68,7 @@ def interval(
     values, counts = together(scores, [1.0] * n if weights is None else weights)
     mean = min(max(fsum(c * v for v, c in zip(values, counts, strict=True)) / fsum(counts), values[0]), values[-1])
     if isfinite(high - low):
-        ends = bounded_ends(values, counts, bounds)
+        ends = bounded_ends(tuple(values), tuple(counts), bounds)
     elif values[0] == values[-1]:
         return None
     else:
@@ -89,8 +90,9 @@ def share_interval(hits: int, n: int) -> Interval | None:
 # --- scores with bounds ---
 
 
-def bounded_ends(values: Sequence[float], weights: Sequence[float], bounds: Bounds) -> tuple[float, float]:
-    """Gaffke's interval of ascending scores.
+@lru_cache(maxsize=4096)
+def bounded_ends(values: tuple[float, ...], weights: tuple[float, ...], bounds: Bounds) -> tuple[float, float]:
+    """Gaffke's interval of ascending scores, kept since a page says it of the same samples in several places.
 
     The sample that is added weighs as much as the heaviest one. The upper end is the lower end of the mirrored scores.
     """

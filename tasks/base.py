@@ -104,6 +104,10 @@ class Task(ABC):
         """The verdict on an answer that was just given; no score where it is given later."""
         return (None, {}) if self.scores_later else self.verdict(sample, prediction)
 
+    def right_answer(self, sample: Sample) -> str:
+        """An answer that is worth the whole score; its references on lines, where the task reads no other form."""
+        return "\n".join(sample.references)
+
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:  # noqa: B027
         """Write the task's own pictures and tables into a finished run's folder; `rows` are its samples.
 

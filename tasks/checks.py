@@ -1,4 +1,4 @@
-"""Checks of parameters that several tasks share: choices, counts, names of datasets, room for a prompt.
+"""Parameters that several tasks share: their types, names of datasets, and room for a prompt.
 
 Each raises `ConfigError` with the key, the value and what is allowed.
 
@@ -6,11 +6,17 @@ Not here: types (`evals/settings.py`), and what a single task asks for (its own 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import Ge
+
+from kvbench.engine.declared import Once
 from kvbench.engine.errors import ConfigError, unknown_name
 from kvbench.engine.shapes import ModelShape
 
+OnBadRow = Literal["refuse", "skip"]  # what becomes of a row that cannot be used
+Prompts = Literal["auto", "official", "own"]  # auto: upstream's wording if it is there
+Lengths = Annotated[tuple[Annotated[int, Ge(500)], ...], Once()]  # in tokens
 SLACK = 100  # tokens kept free for a chat wrapper, and for what a second tokenising may add
 
 
@@ -54,8 +60,12 @@ def chosen(datasets: str | tuple[str, ...], lists: Mapping[str, tuple[str, ...]]
 class OfDatasets:
     """Parameters of a task that has several datasets."""
 
+    source: str
     datasets: str | tuple[str, ...]  # names, or that of a list of them
     lists: ClassVar[Mapping[str, tuple[str, ...]]]
+    drawn: ClassVar[Sequence[str] | None] = (
+        None  # those that source=embedded draws; None: all, or there is no such source
+    )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,6 +76,15 @@ class OfDatasets:
     def listed(self) -> str:
         """One name for the chosen datasets together."""
         return self.datasets if isinstance(self.datasets, str) else "+".join(self.names)
+
+    def __post_init__(self) -> None:
+        if self.source == "embedded" and self.drawn is not None:
+            if other := next((name for name in self.names if name not in self.drawn), None):
+                drawn = f"{', '.join(self.drawn[:-1])} and {self.drawn[-1]}"
+                raise ConfigError(
+                    f"task.source=embedded draws {drawn} only, not {other}; leave it out of task.datasets, or choose "
+                    "another source"
+                )
 
 
 def check_datasets(names: Sequence[str], known: Sequence[str], lists: Iterable[str]) -> None:

@@ -1,14 +1,15 @@
 """Upstream's own files, downloaded into the data folder: pinned and checked.
 
-Each benchmark is a tuple of `Piece`s in `SOURCES`: a file at a fixed commit of a hub dataset or of a GitHub repository,
-its place below the data folder, and its checksum. Where no checksum is pinned, the hub's own is taken, which it states
-for every large file at a commit. What has arrived is noted in `<benchmark>/fetched.json`, so that a second call finds
-it; a download that broke off is resumed.
+Each benchmark is a tuple of `Piece`s: a file at a fixed commit of a hub dataset or of a GitHub repository, its place
+below the data folder, and its checksum. Where no checksum is pinned, the hub's own is taken, which it states for every
+large file at a commit.
+
+Files of the hub come through its own client and lie in its cache, so that a download that broke off goes on, and what
+has arrived is found without a network. The data folder has copies, an archive's members, or rows of Parquet as JSON
+lines. Each has the time of the file that it is made of; what has another time is made anew.
 
 The folder is $KVBENCH_DATA, or kvbench/data in the user's cache, where `tasks/sources.py` looks for files anyway.
 $HF_ENDPOINT and $KVBENCH_GITHUB name mirrors of the two sites.
-
-To add a benchmark: a line in `SOURCES`.
 
 Not here: the command (`kvbench fetch`), what the files mean (each task), which of several folders is read
 (`tasks/sources.py`).
@@ -23,21 +24,17 @@ import tempfile
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any
-
-from filelock import FileLock
 
 from kvbench.engine.errors import ConfigError, unknown_name
 from kvbench.tasks.known import own_data
 
 HUB = "https://huggingface.co"
 GITHUB = "https://raw.githubusercontent.com"
-RECORD = "fetched.json"
-UNZIPPING = ".unzip-"  # before the names of folders that members are unpacked in
 PATIENCE = 5  # seconds until a hub that says nothing counts as unreachable
 BLOCK = 1 << 20
 
@@ -87,12 +84,8 @@ def fetch(
     if name not in known:
         raise unknown_name("benchmark", name, tuple(known))
     root = cache_root() if root is None else root
-    pieces = [one for one in known[name] if wanted(one, only)]
-    folder = root / name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock"):
-            return [path for piece in pieces for path in have(piece, root, folder / RECORD, say)]
+        return [path for piece in known[name] if wanted(piece, only) for path in have(piece, root, say)]
     except OSError as error:
         raise ConfigError(
             f"the files of {name} cannot be kept in {root} ({error.strerror or error}); name another folder with "
@@ -108,63 +101,75 @@ def wanted(piece: Piece, only: Sequence[str]) -> bool:
     )
 
 
-def have(piece: Piece, root: Path, record: Path, say: Callable[[str], None]) -> list[Path]:
-    """The piece's files below `root`; what an earlier call has written down is not checked again."""
-    done = read_record(record, say)
-    known = done.get(piece.name)
-    if known and known["files"] and all((root / file).is_file() for file in known["files"]):
-        say(f"{piece.name}: here already")
-        return [root / file for file in known["files"]]
+def have(piece: Piece, root: Path, say: Callable[[str], None]) -> list[Path]:
+    """The piece's files below `root`."""
     target = root / piece.target
-    if piece.members is None and piece.sha256 and target.is_file() and sha256_of(target) == piece.sha256:
+    if is_here(piece, target):
         say(f"{piece.name}: here already, by its checksum")
-        return write_down(piece, piece.sha256, True, [target], root, record, done)
-    say(f"{piece.name}: downloading")
-    unfinished = record.parent / ".downloads" / piece.revision
-    unfinished.mkdir(parents=True, exist_ok=True)
-    load = download_hub if piece.site == "hub" else download_github
-    file, stated = load(piece, unfinished)
+        return [target]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if piece.site == "github":
+        say(f"{piece.name}: downloading")
+        with replaced(target) as file:
+            download_github(piece, file)
+            check(piece, file, None)
+        return [target]
+    source = hub_file(piece, say)
+    time, files = source.stat().st_mtime_ns, dict(parts(piece, source, target))
+    for one, write in files.items():
+        if not one.exists() or one.stat().st_mtime_ns != time:
+            one.parent.mkdir(exist_ok=True)
+            with replaced(one) as file:
+                write(file)
+                os.utime(file, ns=(time, time))
+    return [*files]
+
+
+def is_here(piece: Piece, target: Path) -> bool:
+    """Whether a file is the pinned one, or one of GitHub that nobody has pinned; they are small, and are read."""
+    if piece.members or piece.path.endswith(".parquet") or not target.is_file():
+        return False
+    return piece.site == "github" if piece.sha256 is None else sha256_of(target) == piece.sha256
+
+
+@contextmanager
+def replaced(target: Path) -> Iterator[Path]:
+    """A file that takes the target's place when it is whole."""
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=target.parent) as scratch:
+        yield (file := Path(scratch) / target.name)
+        file.replace(target)
+
+
+def check(piece: Piece, file: Path, stated: str | None) -> None:
+    """Raise `ConfigError` for another content than the pinned or stated one, which is fetched anew then."""
     found, expected = sha256_of(file), piece.sha256 or stated
     if expected is not None and found != expected:
-        file.unlink()
+        file.resolve().unlink()
+        file.unlink(missing_ok=True)
         raise ConfigError(
             f"{piece.name} has arrived with the checksum {found[:12]}… instead of {expected[:12]}…, so it is damaged "
             "or another file; fetch it again, or from another mirror"
         )
-    files = put(piece, file, root)
-    file.unlink(missing_ok=True)  # an archive; a plain file was moved
-    return write_down(piece, found, expected is not None, files, root, record, done)
 
 
-def read_record(record: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """What earlier calls have written down; of a damaged record nothing, which fetches again what cannot be checked."""
-    if not record.exists():
-        return {}
-    try:
-        done = json.loads(record.read_text(encoding="utf-8"))
-        is_sound = all(is_below(file) for known in done.values() for file in known["files"])
-    except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
-        is_sound, done = False, {}
-    if not is_sound:
-        say(f"{record} is damaged and is made again")
-    return done if is_sound else {}
+def parts(piece: Piece, source: Path, target: Path) -> Iterator[tuple[Path, Callable[[Path], object]]]:
+    """What is made of a file of the hub, and what writes it."""
+    if piece.path.endswith(".parquet"):
+        yield target, lambda file: write_lines(piece, source, file)
+    elif piece.members is None:
+        yield target, lambda file: shutil.copyfile(source, file)
+    else:
+        with zipfile.ZipFile(source) as archive:
+            names = [one for one in archive.namelist() if fnmatchcase(one, piece.members) and "__MACOSX" not in one]
+            if not names:
+                raise ConfigError(f"{piece.name} holds no {piece.members}; its layout has changed upstream")
+            for name in sorted(names):
+                yield target / PurePosixPath(name).name, lambda file, name=name: unzip(source, name, file)
 
 
-def is_below(name: str) -> bool:
-    """Whether a path stays in the folder that it is taken from."""
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts
-
-
-def write_down(
-    piece: Piece, sha256: str, pinned: bool, files: list[Path], root: Path, record: Path,
-    done: dict[str, Any],
-) -> list[Path]:  # fmt: skip
-    """Note the piece's files for the next call, and return them."""
-    names = [file.relative_to(root).as_posix() for file in files]
-    done[piece.name] = {"sha256": sha256, "pinned": pinned, "files": names}
-    replace_text(record, json.dumps(done, indent=1) + "\n")
-    return files
+def unzip(source: Path, name: str, target: Path) -> None:
+    with zipfile.ZipFile(source) as archive, archive.open(name) as member, target.open("wb") as file:
+        shutil.copyfileobj(member, file, BLOCK)
 
 
 def write_lines(piece: Piece, source: Path, target: Path) -> None:
@@ -172,63 +177,36 @@ def write_lines(piece: Piece, source: Path, target: Path) -> None:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
-    scratch = target.with_name(f".{target.name}.new")
     try:
-        with ParquetFile(source) as file, scratch.open("w", encoding="utf-8") as lines:
+        with ParquetFile(source) as file, target.open("w", encoding="utf-8") as lines:
             for batch in file.iter_batches(batch_size=16):  # rows of MRCR have megabytes
                 lines.writelines(f"{json.dumps(row, default=str)}\n" for row in batch.to_pylist())
     except ArrowException as error:
         raise ConfigError(f"{piece.name} is no Parquet file that can be read ({error}); fetch it again") from None
-    scratch.replace(target)
-
-
-def put(piece: Piece, source: Path, root: Path) -> list[Path]:
-    """Move a file, or an archive's members, to their place; nothing half written is ever seen there."""
-    target = root / piece.target
-    if piece.members is None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if piece.path.endswith(".parquet"):
-            write_lines(piece, source, target)
-        else:
-            source.replace(target)
-        return [target]
-    target.mkdir(parents=True, exist_ok=True)
-    files = []
-    for rest in target.glob(f"{UNZIPPING}*"):  # of a call that was killed: this one holds the lock
-        shutil.rmtree(rest, ignore_errors=True)
-    with zipfile.ZipFile(source) as archive:
-        for member in sorted(archive.namelist()):
-            if not fnmatchcase(member, piece.members) or "__MACOSX" in member:
-                continue
-            file = target / PurePosixPath(member).name
-            with tempfile.TemporaryDirectory(prefix=UNZIPPING, dir=target) as scratch:
-                archive.extract(member, scratch)
-                (Path(scratch) / member).replace(file)
-            files.append(file)
-    if not files:
-        raise ConfigError(f"{piece.name} holds no {piece.members}; its layout has changed upstream")
-    return files
 
 
 # --- the two sites -----------------------------------------------------------------------------
 
 
-def download_hub(piece: Piece, folder: Path) -> tuple[Path, str | None]:
-    """A file of a hub dataset through the hub's own client, which goes on where it stopped; its stated checksum."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+def hub_file(piece: Piece, say: Callable[[str], None]) -> Path:
+    """A file of a hub dataset in the hub's cache, downloaded by the hub's own client where it is not there."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars
 
+    at, revision = (piece.repo, piece.path), piece.revision
+    found = try_to_load_from_cache(*at, revision=revision, repo_type="dataset")
+    if isinstance(found, str):
+        say(f"{piece.name}: here already")
+        return Path(found)
+    say(f"{piece.name}: downloading")
     if not sys.stderr.isatty():
         disable_progress_bars()
     endpoint = os.environ.get("HF_ENDPOINT") or HUB
     try:
-        url = hf_hub_url(piece.repo, piece.path, repo_type="dataset", revision=piece.revision, endpoint=endpoint)
-        stated = get_hf_file_metadata(url, endpoint=endpoint, timeout=PATIENCE).etag
-        file = hf_hub_download(
-            piece.repo, piece.path, repo_type="dataset", revision=piece.revision, endpoint=endpoint,
-            local_dir=folder,
-        )  # fmt: skip
+        url = hf_hub_url(*at, revision=revision, repo_type="dataset", endpoint=endpoint)
+        stated = get_hf_file_metadata(url, endpoint=endpoint, timeout=PATIENCE).etag  # one try; a download tries long
+        file = Path(hf_hub_download(*at, revision=revision, repo_type="dataset", endpoint=endpoint))
     except RemoteEntryNotFoundError as error:
         raise ConfigError(
             f"{piece.name} is not at {endpoint} any more; put the file into the data folder by hand ({piece.target})"
@@ -239,24 +217,22 @@ def download_hub(piece: Piece, folder: Path) -> tuple[Path, str | None]:
         if not type(error).__module__.startswith(("httpx", "httpcore")):
             raise
         raise unreachable(piece, endpoint, error) from error
-    return Path(file), stated if stated and len(stated) == 64 else None
+    check(piece, file, stated if stated and len(stated) == 64 else None)
+    return file
 
 
-def download_github(piece: Piece, folder: Path) -> tuple[Path, str | None]:
+def download_github(piece: Piece, file: Path) -> None:
     """A file of a GitHub repository; they are small."""
     site = os.environ.get("KVBENCH_GITHUB") or GITHUB
     url = f"{site.rstrip('/')}/{piece.repo}/{piece.revision}/{piece.path}"
-    file = folder / "file"
     try:
         with urllib.request.urlopen(url, timeout=30) as answer, file.open("wb") as out:
-            while block := answer.read(BLOCK):
-                out.write(block)
+            shutil.copyfileobj(answer, out, BLOCK)
     except urllib.error.HTTPError as error:
         error.close()
         raise unreachable(piece, site, error) from error
     except OSError as error:  # no network, no such host, a connection that broke
         raise unreachable(piece, site, error) from error
-    return file, None
 
 
 def unreachable(piece: Piece, site: str, error: Exception) -> ConfigError:
@@ -267,18 +243,6 @@ def unreachable(piece: Piece, site: str, error: Exception) -> ConfigError:
     )
 
 
-# --- files -------------------------------------------------------------------------------------
-
-
 def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def replace_text(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.new")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -25,13 +25,9 @@ PLACES = "part_tokens"  # field of a sample: which tokens of its answer are aver
 
 
 class FedTask(ForcedTask):
-    """Another task's samples, whose right answers are fed."""
+    """Another task's samples, whose right answers (`right_answer`) are fed."""
 
     part: ClassVar[str]  # name of the tokens that are averaged apart
-
-    def answer(self, sample: Sample) -> str:
-        """The answer that is fed."""
-        return sample.references[0]
 
     @abstractmethod
     def part_of(self, tokenizer: Any, sample: Sample, answer: str) -> Sequence[int]:
@@ -55,7 +51,7 @@ class Fed(LazySamples):
 
     def sample(self, i: int) -> Sample:
         one = self.places[i]
-        answer = self.task.answer(one)
+        answer = self.task.right_answer(one)
         *ids, last = first_ids(self.tokenizer, one.context + one.question)
         forced = (last, *answer_ids(self.tokenizer, answer))
         return replace(

@@ -32,10 +32,6 @@ class GraphWalksForced(FedTask, GraphWalks):
     version = 1
     part = "nodes"
 
-    def answer(self, sample: Sample) -> str:
-        """The nodes in the line that an answer ends with."""
-        return f"{CUE} [{', '.join(sample.references)}]"
-
     def part_of(self, tokenizer: Any, sample: Sample, answer: str) -> Sequence[int]:
         """The tokens between the brackets."""
         return places_of(tokenizer, answer, [(len(CUE) + 2, len(answer) - 1)])

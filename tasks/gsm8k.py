@@ -31,31 +31,22 @@ Not here: verifiers, several samples per question, and the training rows.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+from kvbench.engine.declared import Count
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import read_text
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks import sources
-from kvbench.tasks.base import Data, Sample, Task
-from kvbench.tasks.checks import check_choices, check_counts
+from kvbench.tasks.base import Data, Sample
+from kvbench.tasks.checks import OnBadRow, Prompts
 from kvbench.tasks.download import Piece
-from kvbench.tasks.reasoning.answers import (
-    PARTS,
-    TEMPLATES,
-    Grading,
-    Room,
-    check_grader,
-    fitted,
-    grader_notes,
-    question_text,
-    refuse_template,
-)
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows
-from kvbench.tasks.texts import digest
+from kvbench.tasks.published import Row
+from kvbench.tasks.reasoning.answers import AnswerPart, Template
+from kvbench.tasks.reasoning.task import LONGEST, Reasoning
+from kvbench.tasks.rows import BadRow
 
 TEST = "gsm8k/test.jsonl"
 TEST_SOURCE = "GitHub openai/grade-school-math (`kvbench fetch gsm8k`)"
@@ -84,7 +75,6 @@ NEXT_QUESTION = "\nQuestion: "
 NUMBER = re.compile(r"\d*\.?\d+")
 HASH4 = re.compile(r"#### (-?[0-9.,]+)")
 INVALID = "[invalid]"
-LONGEST = 100_000  # characters of a question or an answer; the longest published one has 1,228
 USUAL_TOKENS = {False: 256, True: 8192}  # of an answer, without and with thinking
 SLACK = 2  # tokens; a prompt in two parts (compression_scope=context_only) can have one more at the seam
 
@@ -207,19 +197,15 @@ def own_exemplars() -> list[str]:
     ]
 
 
+def asked(row: Row) -> str:
+    """A row's question as it follows the exemplars."""
+    return f"{NEXT_QUESTION}{row['question']}\n"
+
+
 def split_exemplars(path: Path) -> list[str]:
     """The solved questions of a file, blank lines between them."""
     text = read_text(path).strip("\n")
     return re.split(r"\n{2,}", text)
-
-
-def has_number(row: Mapping[str, Any]) -> None:
-    """Raise `BadRow` for a reference without a number, which no answer can equal, and for texts of absurd length."""
-    for name in ("question", "answer"):
-        if len(row[name]) > LONGEST:
-            raise BadRow(f"field {name!r} has {len(row[name])} characters, more than {LONGEST}")
-    if last_number(row["answer"]) is None:
-        raise BadRow(f"field 'answer' holds no number: {row['answer'][-60:]!r}")
 
 
 def final_number(answer: str) -> str:
@@ -227,40 +213,21 @@ def final_number(answer: str) -> str:
     return answer.rpartition("####")[2].strip().replace(",", "")
 
 
-def has_final_number(row: Mapping[str, Any]) -> None:
-    """Check `has_number`, and that the reference ends with a whole number."""
-    has_number(row)
-    if "####" not in row["answer"] or not re.fullmatch(r"-?\d+(\.\d+)?", final_number(row["answer"])):
-        raise BadRow(f"field 'answer' has no number behind ####: {row['answer'][-60:]!r}")
-
-
 @dataclass(frozen=True)
 class Params:
-    source: str  # where the questions come from
-    prompts: str  # auto: the official exemplars if they are there
-    exemplars: int | None  # the first so many; None: as many as fit
-    max_prompt_tokens: int | None  # None: what the window leaves besides the answer
-    max_new_tokens: int | None  # None: 256; with thinking 8,192, or what the window leaves
-    extraction: str
+    names: ClassVar[tuple[str, ...]] = ("test",)
+    source: Literal["auto", "hub", "local"]  # where the questions come from
+    prompts: Prompts  # auto: the official exemplars if they are there
+    exemplars: Count | None  # the first so many; None: as many as fit
+    max_prompt_tokens: Count | None  # None: what the window leaves besides the answer
+    max_new_tokens: Count | None  # None: 256; with thinking 8,192, or what the window leaves
+    extraction: Literal["cot", "hash4"]
     thinking: bool  # zero-shot with long answers; the four below are for it alone
-    template: str
-    grader: str
-    answer_part: str
-    max_total_tokens: int | None
-    on_bad_row: str
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self,
-            source=("auto", "hub", "local"),
-            prompts=("auto", "official", "own"),
-            extraction=EXTRACTIONS,
-            template=TEMPLATES,
-            grader=("math_verify", "rkv"),
-            answer_part=PARTS,
-            on_bad_row=ON_BAD_ROW,
-        )
-        check_counts(self, "exemplars", "max_prompt_tokens", "max_new_tokens", "max_total_tokens")
+    template: Template
+    grader: Literal["math_verify", "rkv"]
+    answer_part: AnswerPart
+    max_total_tokens: Count | None
+    on_bad_row: OnBadRow
 
     @property
     def new_tokens(self) -> int:
@@ -268,31 +235,28 @@ class Params:
         return self.max_new_tokens or USUAL_TOKENS[self.thinking]
 
 
-class Gsm8k(Task):
+class Gsm8k(Reasoning):
     """One sample per row of the test file, in its order."""
 
+    params: Params
     name = "gsm8k"
-    version = 2
     Params = Params
     data = Data((TEST, EXEMPLARS), "fetched when asked for", pieces=PIECES)
     packages: ClassVar[Mapping[str, str]] = {"math-verify": "with thinking"}
+    usual_tokens = USUAL_TOKENS[True]
+    place, upstream, fields = "gsm8k/{name}.jsonl", TEST_SOURCE, {"question": str, "answer": str}
+    words_first = False
     tokenizer: Any = None  # until `samples`; `kvbench.evals.rescore` has none
 
-    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
-        self.params, self.data_dir = params, data_dir  # nothing is drawn
-        self.data_source = "hub" if params.source == "hub" else "local"
-        self.dataset = f"test/think-{params.template}" if params.thinking else "test"
-        self.rows: Rows | None = None
-        self.prompt_room: int | None = None
-        self.window = 0
+    def title(self) -> str:
+        return f"test/think-{self.params.template}" if self.params.thinking else "test"
 
-    def check(self, shape: ModelShape) -> None:
+    def prepare(self, shape: ModelShape) -> None:
         if self.params.thinking:
-            self._check_thinking(shape)
+            super().prepare(shape)
             return
-        official = self._exemplar_file()
-        self.is_own = official is None
-        self.solved = own_exemplars() if official is None else split_exemplars(official)
+        self.words = self._exemplar_file()
+        self.solved = split_exemplars(self.words[0]) if self.words else own_exemplars()
         if self.params.exemplars is not None and self.params.exemplars > len(self.solved):
             raise ConfigError(
                 f"task.exemplars={self.params.exemplars} is more than there are; give {len(self.solved)} or fewer"
@@ -305,87 +269,56 @@ class Gsm8k(Task):
                 f"{shape.window} tokens; make them smaller"
             )
         self.prompt_room = self.params.max_prompt_tokens or room
-        (path,) = sources.obtain([TEST], self.params.source, self.data_dir, TEST_SOURCE)
-        self.data_digest = digest([path] if official is None else [path, official])
-        self.rows = read_rows(path, {"question": str, "answer": str}, self.params.on_bad_row, check=has_number)
 
-    def _check_thinking(self, shape: ModelShape) -> None:
-        """Check the task without exemplars, as `check` does with them."""
-        check_grader(self.params.grader)
-        given, self.window = self.params.max_new_tokens, shape.window
-        if given is not None and given >= shape.window:
-            raise ConfigError(
-                f"task.max_new_tokens={given} does not fit the window of {shape.name}, {shape.window} tokens; give less"
-            )
-        (path,) = sources.obtain([TEST], self.params.source, self.data_dir, TEST_SOURCE)
-        self.data_digest = digest([path])
-        self.rows = read_rows(path, {"question": str, "answer": str}, self.params.on_bad_row, check=has_final_number)
-        self.notes = [*grader_notes(self.params.grader, self.params.answer_part), *self.rows.notes]
-
-    def _exemplar_file(self) -> Path | None:
-        """The official exemplars; None where ours stand in."""
+    def _exemplar_file(self) -> list[Path]:
+        """The official exemplars; none where ours stand in."""
         source, prompts = self.params.source, self.params.prompts
         path = None if prompts == "own" else sources.find(EXEMPLARS, self.data_dir)
         if path is not None or prompts == "own" or (prompts == "auto" and source != "hub"):
-            return path
-        (path,) = sources.obtain([EXEMPLARS], source, self.data_dir, EXEMPLARS_SOURCE)
-        return path
+            return [path] if path else []
+        return sources.obtain([EXEMPLARS], source, self.data_dir, EXEMPLARS_SOURCE)
+
+    def check_row(self, name: str, row: Row) -> None:
+        """Refuse a reference without a number, which no answer can equal, and texts of absurd length."""
+        for key in ("question", "answer"):
+            if len(row[key]) > LONGEST:
+                raise BadRow(f"field {key!r} has {len(row[key])} characters, more than {LONGEST}")
+        if last_number(row["answer"]) is None:
+            raise BadRow(f"field 'answer' holds no number: {row['answer'][-60:]!r}")
+        ends = "####" in row["answer"] and re.fullmatch(r"-?\d+(\.\d+)?", final_number(row["answer"]))
+        if self.params.thinking and not ends:
+            raise BadRow(f"field 'answer' has no number behind ####: {row['answer'][-60:]!r}")
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        assert self.rows is not None, "check was not called"
-        self.tokenizer = tokenizer
         if self.params.thinking:
-            return self._thinking_samples(tokenizer)
-        fitting = self._as_many_as_fit()
+            return super().samples(tokenizer)
+        self.tokenizer, rows = tokenizer, self.rows["test"]
+        fitting = self._as_many_as_fit([asked(row) for _, row in rows])
         n = self.params.exemplars or fitting
         if n > fitting:
             raise ConfigError(
                 f"task.exemplars={n} and the longest question do not fit into {self.prompt_room} "
                 f"tokens; give {fitting} or fewer, or null for as many as fit"
             )
-        self.dataset = f"test/{n}-shot"
-        words = "own" if self.is_own else "official"
-        self.notes = [f"prompts: {words}", f"exemplars: {n} of {len(self.solved)}"]
-        self.notes += self.rows.notes
+        self.dataset, words = f"test/{n}-shot", "official" if self.words else "own"
+        shown = [f"prompts: {words}", f"exemplars: {n} of {len(self.solved)}"]
+        self.notes = [*shown, *(note for note in self.notes if note not in shown)]
         context = "\n\n".join(self.solved[:n])
-        return [self._sample(line, row, context, n) for line, row in self.rows.rows]
+        return [
+            Sample(
+                id=f"test-{line}",
+                context=context,
+                question=asked(row),
+                references=(row["answer"],),
+                max_new_tokens=self.params.new_tokens,
+                use_chat=False,
+                fields={"exemplars": n, "prompts": words},
+            )
+            for line, row in rows
+        ]
 
-    def _thinking_samples(self, tokenizer: Any) -> Sequence[Sample]:
-        assert self.rows is not None
-        params = self.params
-        refuse_template(params.template, tokenizer)
-        room = Room(USUAL_TOKENS[True], params.max_new_tokens, params.max_total_tokens, self.window)
-        asked = [self._thinking_sample(line, row) for line, row in self.rows.rows]
-        samples, notes = fitted(tokenizer, asked, room, lambda sample, n: replace(sample, max_new_tokens=n))
-        self.notes = [*(note for note in self.notes if note not in notes), *notes]
-        return samples
-
-    def _thinking_sample(self, line: int, row: Mapping[str, Any]) -> Sample:
-        return Sample(
-            id=f"test-{line}",
-            context=question_text(row["question"], self.params.template),
-            question="",
-            references=(row["answer"],),
-            use_chat=self.params.template == "chat",
-            thinks=True,
-            fields={"template": self.params.template},
-        )
-
-    def _sample(self, line: int, row: Mapping[str, Any], context: str, n: int) -> Sample:
-        return Sample(
-            id=f"test-{line}",
-            context=context,
-            question=f"{NEXT_QUESTION}{row['question']}\n",
-            references=(row["answer"],),
-            max_new_tokens=self.params.new_tokens,
-            use_chat=False,
-            fields={"exemplars": n, "prompts": "own" if self.is_own else "official"},
-        )
-
-    def _as_many_as_fit(self) -> int:
+    def _as_many_as_fit(self, questions: Sequence[str]) -> int:
         """How many exemplars the longest question leaves room for; one number for all rows."""
-        assert self.rows is not None and self.prompt_room is not None
-        questions = [f"{NEXT_QUESTION}{row['question']}\n" for _, row in self.rows.rows]
         longest = max(questions, key=self._count)
         for n in range(len(self.solved), 0, -1):
             needed = self._count("\n\n".join(self.solved[:n]) + longest)
@@ -404,10 +337,6 @@ class Gsm8k(Task):
         if self.params.thinking:
             return self.grading.verdict(prediction, final_number(answer))
         return EXTRACTIONS[self.params.extraction](prediction, answer), {}
-
-    @cached_property
-    def grading(self) -> Grading:
-        return Grading(self.params.grader, self.params.answer_part)
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         if self.params.thinking:

@@ -1,19 +1,21 @@
-"""Samples that are made when they are asked for, and generated samples that fill a length.
+"""Samples that are made when they are asked for, and drawn samples that fill a length.
 
-A size of a generated sample is a number of units (noise lines, records, words …), and each benchmark says what its
-units are. How many units fill a length depends on the tokenizer, so it is tried out.
+A drawn sample has a number of units (noise lines, records, words …). A task says what a unit is and draws a sample of n
+of them; how many fill a length depends on the tokenizer, so it is tried out here.
 
 Not here: what a sample holds (each task).
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 from kvbench.engine.errors import ConfigError
 from kvbench.tasks.base import Sample
 from kvbench.tasks.prompt import encode
+
+T = TypeVar("T")
 
 
 def in_turns(columns: Sequence[Sequence[Any]]) -> list[Any]:
@@ -59,6 +61,70 @@ class LazySamples(Sequence[Sample]):
     def __getitem__(self, i: Any) -> Any:
         numbers = range(len(self))[i]
         return self.sample(numbers) if isinstance(numbers, int) else [self.sample(j) for j in numbers]
+
+
+class Drawn(LazySamples):
+    """The first sample of every cell, then the second of every one, each with as many units as its length holds.
+
+    A cell is what its samples share; a length in tokens stands last in it.
+    """
+
+    fewest = 1  # units of a sample
+    of_fewest = "one unit"  # what a length is too short for, in words
+    per_unit = 40  # tokens that a unit takes, as a first guess
+
+    def __init__(self, task: Any, tokenizer: Any, cells: Sequence[tuple[Any, ...]], rows: int) -> None:
+        self.task, self.tokenizer = task, tokenizer
+        self.places = in_turns([[(*cell, number) for number in range(rows)] for cell in cells])
+        self.fitted: dict[Any, int] = {}  # units of the last sample of a length, which are near the next one's
+
+    def draw(self, *place_and_units: Any) -> Sample:
+        """The sample of a place, which is a cell and a number, with so many units; who fills otherwise has none."""
+        raise NotImplementedError
+
+    def size(self, sample: Sample) -> int:
+        """Tokens that count against the length."""
+        return n_tokens(self.tokenizer, sample) + sample.max_new_tokens
+
+    def sample(self, i: int) -> Sample:
+        place = self.places[i]
+        units = self.filling(place[-2], lambda n: self.size(self.draw(*place, n)), self.fewest)
+        if units is None:
+            raise ConfigError(f"task.lengths={place[-2]} is too short for {self.of_fewest}; give more tokens")
+        return self.draw(*place, units)
+
+    def filling(self, length: int, size: Callable[[int], int], fewest: int) -> int | None:
+        """The most units that the length holds; None where the fewest do not fit."""
+        units = most_units(size, length, fewest, self.fitted.get(length) or length // self.per_unit)
+        if units is not None:
+            self.fitted[length] = units
+        return units
+
+
+def fitting(rows: Iterable[T], most: int | None, make: Callable[[T], Sample | None]) -> tuple[list[Sample], int]:
+    """The first samples that are made, and how many before the last of them are None, since they do not fit."""
+    found, left_out = list[Sample](), 0
+    for row in rows:
+        if len(found) == most:
+            break
+        sample = make(row)
+        if sample is None:
+            left_out += 1
+        else:
+            found.append(sample)
+    return found, left_out
+
+
+def note_left_out(notes: list[str], n: int, what: str, room: int, of: str = "") -> None:
+    """Say how many do not fit; once, however often samples are made."""
+    note = f"{of}{n} {what} left out that do not fit {room} tokens"
+    if n and note not in notes:
+        notes.append(note)
+
+
+def n_tokens(tokenizer: Any, sample: Sample) -> int:
+    """Tokens of a sample's prompt, chat template included."""
+    return len(encode(tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt"))
 
 
 class FilledSamples(LazySamples):

@@ -31,54 +31,46 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
+from kvbench.engine.declared import Count, Once, PathText
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.base import SelectiveAttention
 from kvbench.tasks import sources
 from kvbench.tasks.base import Data, Sample
-from kvbench.tasks.checks import check_choices, check_counts
+from kvbench.tasks.checks import OnBadRow
 from kvbench.tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch, Outcome, distinct
-from kvbench.tasks.rows import ON_BAD_ROW
 from kvbench.tasks.texts import Tokens, embedded, given_file, read_files, tokens
 
 FOLDER = "pg19"
 UPSTREAM = "the hub (emozilla/pg19-test: save the field text of each row as pg19/NAME.txt)"
-PROTOCOLS = ("chunked", "reprefill")
 SHORTEST = 1024  # of the lengths 1024, 2048, 4096, …
 LARGEST_LOSS = 700.0  # above it exp overflows; no model is that sure of itself
 
 
 @dataclass(frozen=True)
 class Params:
-    source: str
-    path: str | None
-    books: int
-    protocol: str
-    lengths: tuple[int, ...] | None
-    max_length: int | None
-    targets: int
-    stride: int
-    offsets: int
-    bin: int
-    on_bad_row: str
+    source: Literal["auto", "local", "embedded"]
+    path: PathText | None
+    books: Count
+    protocol: Literal["chunked", "reprefill"]
+    lengths: Annotated[tuple[Annotated[int, Ge(2)], ...], Once()] | None
+    max_length: Count | None
+    targets: Count
+    stride: Count
+    offsets: Count
+    bin: Count
+    on_bad_row: OnBadRow
 
     def __post_init__(self) -> None:
-        check_choices(self, source=("auto", "local", "embedded"), protocol=PROTOCOLS, on_bad_row=ON_BAD_ROW)
-        check_counts(self, "books", "max_length", "targets", "stride", "offsets", "bin")
         if self.path is not None and self.source != "auto":
             raise ConfigError(
                 f"task.path={self.path} and task.source={self.source} are both given; give one of the two"
-            )
-        if self.lengths is not None and (
-            not self.lengths or min(self.lengths) < 2 or len({*self.lengths}) < len(self.lengths)
-        ):
-            raise ConfigError(
-                f"task.lengths={list(self.lengths)} must be one or more different numbers of tokens from 2"
             )
 
     @property

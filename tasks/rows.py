@@ -132,12 +132,12 @@ def percent_of(scores: Sequence[float]) -> float:
 def write_means(
     path: Path,
     rows: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, str],
     *,
     is_sorted: bool = False,
     mean: Callable[[Sequence[float]], float] = percent_of,
-    **columns: str,
 ) -> None:
-    """A run's table of means: its rows by these fields, each under its column's name."""
+    """A run's table of means: its rows by the fields that `columns` names, each under its column's name."""
     scores: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
         if row["score"] is not None:

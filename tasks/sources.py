@@ -97,6 +97,13 @@ def require(relative: str, data_dir: str | None, source: str, *, instead: str = 
     return path
 
 
+def wanted(relative: str, prompts: str, data_dir: str | None, source: str) -> Path | None:
+    """The file of upstream's wording by `task.prompts`: auto where it is there, official in any case, own never."""
+    if prompts == "official":
+        return require(relative, data_dir, source)
+    return find(relative, data_dir) if prompts == "auto" else None
+
+
 def read_json(path: Path, source: str, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The content of a JSON file of upstream; an error names a damaged file and its upstream `source`.
 

@@ -1,5 +1,7 @@
 """`kvbench conformance path/to/mine.py`: what every method must hold, for one of the user's own or of ours.
 
+A task, by its file or its name, is put through what every task must hold (`tests/task_conformance.py`).
+
 Each property is a function that raises an `AssertionError` with the case that breaks it. For ours
 `tests/methods/test_conformance.py` runs them. Prompts have 240 tokens and the model is a random one of three layers, so
 that the suite takes seconds.
@@ -21,7 +23,6 @@ from functools import cache
 from itertools import count, product
 from math import floor
 from pathlib import Path
-from traceback import extract_tb
 from typing import Any
 from unittest.mock import patch
 
@@ -52,6 +53,8 @@ from kvbench.methods.allocator import Allocator
 from kvbench.methods.base import SelectiveAttention, Variant
 from kvbench.methods.full import Full
 from kvbench.results.names import known
+from kvbench.tests.judging import Refused, judged, report
+from kvbench.tests.task_conformance import main as of_task
 from kvbench.tests.tiny import prompt, tiny
 from kvbench.tests.vectors import built
 
@@ -85,10 +88,6 @@ FITTED = {  # to so short a prompt, and to a model without a tokenizer
     "kvzip": ["method.chunk=90", "method.first_ids=[7,5,9]", "method.next_ids=[7,8]"],
 }
 FITTED_COMM = {"sparq": "1/8", "double_sparsity": "1/8", "loki": "1/8", "shadowkv": "1/8"}  # to so few dimensions
-
-
-class Refused(Exception):
-    """The method cannot meet a ratio on so small a model, and says so."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -662,26 +661,6 @@ AT_EACH_RATIO: dict[str, PropertyOfRatio] = {
 # --- the command ---
 
 
-def judged(check: Callable[[], None], file: str) -> tuple[str, str]:
-    """`held`, `BROKEN` or `refused`, and why."""
-    try:
-        check()
-    except Refused as error:
-        return "refused", str(error)
-    except AssertionError as error:
-        return "BROKEN", str(error) or raised(error, file)
-    except (Exception, SystemExit) as error:  # whatever a method raises is a case that breaks it
-        return "BROKEN", raised(error, file)
-    return "held", ""
-
-
-def raised(error: BaseException, file: str) -> str:
-    """An exception in a line, with the method's own line that led to it."""
-    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
-    where = f" at line {lines[-1]} of {Path(file).name}" if lines else ""
-    return f"{type(error).__name__}{where}: {' '.join(str(error).split())}"
-
-
 def at_all(check: PropertyOfRatio, one: Subject, ratios: Sequence[str], file: str) -> tuple[str, str]:
     """A property at several ratios: the first that breaks it, else those that the method refuses."""
     refused = []
@@ -700,32 +679,31 @@ def run(one: Subject, ratios: Sequence[str]) -> bool:
     """Print how each property stands: whether none is broken."""
     file = inspect.getfile(one.kind)
     print(f"{one.kind.title}: {one.kind.__name__} of {file}, {one.params}")
-    checks = [(name, lambda check=check: judged(lambda: check(one), file)) for name, check in ONCE.items()]
-    checks += [(name, lambda check=check: at_all(check, one, ratios, file)) for name, check in AT_EACH_RATIO.items()]
-    broken, told = 0, set[str]()
-    for name, judge in checks:
-        verdict, why = judge()
-        broken += verdict == "BROKEN"
-        print(f"{verdict:<8}{name}" + (f": {'as above' if why in told else why}" if why else ""))
-        told.add(why)
-    print(f"{broken} of {len(checks)} properties broken")
-    return broken == 0
+    checks = {name: lambda check=check: judged(lambda: check(one), file) for name, check in ONCE.items()}
+    checks |= {name: lambda check=check: at_all(check, one, ratios, file) for name, check in AT_EACH_RATIO.items()}
+    return report(checks)
 
 
 def main(arguments: list[str]) -> int:
+    try:
+        if any(outside.is_task(word) for word in arguments if not word.startswith("-") and "=" not in word):
+            return of_task(arguments)
+        return of_method(arguments)
+    except ConfigError as error:
+        print("kvbench conformance:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+
+
+def of_method(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="kvbench conformance", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("method", help="path/to/mine.py, path/to/mine.py:Class, or the name of a method")
+    parser.add_argument("method", help="path/to/mine.py, path/to/mine.py:Class, or a name; of a task, too")
     parser.add_argument("params", nargs="*", metavar="method.KEY=VALUE", help="parameters other than the defaults")
     parser.add_argument("--ratio", nargs="+", default=RATIOS, metavar="R", help="budgets to try, as shares of a prompt")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the model is so small that a second thread only waits
-    try:
-        for ratio in given.ratio:
-            BudgetRequest(parse_fraction(ratio, "--ratio"), None, Fraction(0))
-        found = subject([f"method={given.method}", *given.params])
-    except ConfigError as error:
-        print("kvbench conformance:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+    for ratio in given.ratio:
+        BudgetRequest(parse_fraction(ratio, "--ratio"), None, Fraction(0))
+    found = subject([f"method={given.method}", *given.params])
     return int(not run(found, given.ratio))
 
 

@@ -1,4 +1,4 @@
-"""Workflows, issue forms and the pages for contributors and agents name only what there is."""
+"""Pages, workflows and issue forms name only what there is, and the citation is of this version."""
 
 import os
 import re
@@ -26,9 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 FORMS = [path for path in sorted((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")) if path.stem != "config"]
-PAGES = [ROOT / name for name in ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "llms.txt")]
-PAGES.append(GITHUB / "pull_request_template.md")
+PAGES = [ROOT / name for name in ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "llms.txt", "README.md")]
+PAGES += [GITHUB / "pull_request_template.md", ROOT / "runs" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FILES = [*PAGES, *WORKFLOWS, *FORMS]
+OWN = [path for path in FILES if path.parent not in (ROOT / "docs", ROOT / "runs") and path.name != "README.md"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 PLACES = "|".join([r"\.ci", r"\.github", "benchmarks", "conf", "docs", "kvbench", "tests", *TOP])
@@ -44,12 +45,12 @@ def code_of(text: str) -> str:
     return "\n".join([*re.findall(r"`([^`\n]+)`", text), *re.findall(r"^    .+", text, re.MULTILINE)])
 
 
-def missing_paths(text: str) -> set[str]:
-    """Paths below our folders, files of the root and links that lead nowhere."""
-    named = re.findall(rf"(?<![\w/.$-])((?:{PLACES})/[\w./*-]*|[A-Za-z]+\.(?:md|toml|cff|txt))", text)
+def missing_paths(text: str, folder: Path = ROOT) -> set[str]:
+    """Paths below our folders, files of the root and links that lead nowhere from the root or the page's folder."""
+    named = re.findall(rf"(?<![\w/.$-])((?:{PLACES})/[\w./*-]*|[A-Z]+\.(?:md|cff)|[a-z]+\.toml|llms\.txt)", text)
     named += [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
     paths = {path.rstrip("./") for path in named if not PLACEHOLDER.search(path)}
-    return {path for path in paths if not any(ROOT.glob(path))}
+    return {path for path in paths if not any(ROOT.glob(path)) and not (folder / path).exists()}
 
 
 def unknown_targets(text: str) -> set[str]:
@@ -60,7 +61,7 @@ def unknown_targets(text: str) -> set[str]:
 def unknown_words(text: str) -> set[str]:
     """Words behind `kvbench`, lists behind `ls`, and modules and names of ours that Python would not find."""
     code = code_of(text)
-    wrong = {*re.findall(r"\bkvbench\"? ([a-z]+)", code)} - WORDS.keys()
+    wrong = {*re.findall(r"\bkvbench\"? ([a-z]+)", code)} - WORDS.keys() - {"make"}  # a container's name
     wrong |= {*re.findall(r"\bls ([a-z]+)", code)} - {*LISTS, "dist"}
     wrong |= {*re.findall(r"\bkvbench\.(\w+)\(", code)} - {*kvbench.__all__}
     modules = re.findall(r"python -m (kvbench[\w.]*\w)|from (kvbench[\w.]*\w) import", text)
@@ -71,7 +72,7 @@ def unknown_words(text: str) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_every_path_target_and_word_that_a_file_names_is_there(path: Path) -> None:
     text = path.read_text()
-    assert missing_paths(text) == set()
+    assert missing_paths(text, path.parent) == set()
     assert unknown_targets(text) == set()
     assert unknown_words(text) == set()
 
@@ -84,7 +85,10 @@ def test_what_is_not_there_is_seen() -> None:
     assert unknown_words(text) == {"runn", "compares", "pets", "kvbench.evals.gone", "gone"}
 
 
-RUNS = sorted({line for path in FILES for line in re.findall(r"kvbench\"? run( [^`#\n]*=[^`#\n]*)", path.read_text())})
+RUNS = sorted({line for path in OWN for line in re.findall(r"kvbench\"? run( [^`#\n]*=[^`#\n]*)", path.read_text())})
+
+
+assert len(RUNS) > 4 and any("-m method=" in words for words in RUNS)
 
 
 @pytest.mark.parametrize("words", RUNS)
@@ -95,10 +99,6 @@ def test_every_run_that_a_file_shows_composes(words: str, tmp_path: Path) -> Non
     keys = [(key, values.split(",")) for key, _, values in (word.partition("=") for word in given)]
     for cell in product(*[[f"{key}={value}" for value in values] for key, values in keys]):
         from_words(cell)
-
-
-def test_there_are_runs_to_compose() -> None:
-    assert len(RUNS) > 4 and any("-m method=" in words for words in RUNS)
 
 
 def test_agents_are_told_how_many_properties_hold() -> None:
@@ -212,11 +212,14 @@ def test_a_form_is_one_that_github_shows(path: Path) -> None:
         assert field["attributes"][wanted] and (field["type"] == "markdown" or field["attributes"]["label"])
 
 
-def test_forms_ask_for_what_a_maintainer_needs() -> None:
-    bug, score = (
-        yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / f"{name}.yml").read_text()) for name in ("bug", "wrong-score")
-    )
-    for form in (bug, score):
-        required = {field.get("id") for field in form["body"] if field.get("validations", {}).get("required")}
-        assert {"command", "check"} <= required
-    assert yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "config.yml").read_text()) == {"blank_issues_enabled": True}
+def test_the_citation_is_of_this_version_and_the_readme_says_the_same() -> None:
+    """Of the schema of version 1.2.0, as GitHub reads it; the licence by its SPDX name."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"message", "title", "authors"} <= citation.keys() and isinstance(citation["date-released"], date)
+    given = [citation[key] for key in ("cff-version", "type", "license", "version")]
+    assert given == ["1.2.0", "software", "Apache-2.0", kvbench.__version__]
+    assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]
+    (entry,) = re.findall(r"@software\{.*?\}\}\}", (ROOT / "README.md").read_text(), re.DOTALL)
+    fields = dict(re.findall(r"(\w+) = \{+([^{}]*)\}+", entry))
+    said = {"author": citation["authors"][0]["name"], "title": citation["title"], "version": kvbench.__version__}
+    assert fields.items() >= (said | {"year": str(citation["date-released"].year)}).items()

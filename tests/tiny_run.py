@@ -57,6 +57,16 @@ def example_files(folder: Path, *names: str) -> list[Path]:
     return paths
 
 
+def example_task(folder: Path) -> dict[str, Path]:
+    """What docs/adding-a-task.md shows, in files outside the repository, by their names."""
+    text = (CONF.parent / "docs" / "adding-a-task.md").read_text()
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {"json": "notices.jsonl", "yaml": "notices.yaml", "python": "phone_book.py"}
+    for kind, name in names.items():
+        (folder / name).write_text(re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)[0])
+    return {name: folder / name for name in names.values()}
+
+
 def cell(words: Sequence[str], out: Path, is_sweep: bool = False, device: str = "cpu") -> Settings:
     """Settings of one run, by the words of a command line; `method=` and `task=` are among them."""
     cfg = composition(CONF, (*words, "dtype=float32", f"device={device}"))

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvbench.engine.declared import whole_numbers
+from kvbench.engine.declared import Count, Tokens, Window
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.base import SparsePrefill
 from kvbench.engine.sparse.blocks import spans
@@ -26,14 +26,10 @@ TILE = 64  # of queries and keys that are worked on together
 class AShape(SparsePrefill):
     """The keys of conf/prefill/a_shape.yaml."""
 
-    n_init: int  # first tokens
-    n_local: int  # nearest tokens, a query's own included; a `density` fixes them instead
+    n_init: Tokens  # first tokens
+    n_local: Window  # nearest tokens, a query's own included; a `density` fixes them instead
 
     title: ClassVar[str] = "A-shape"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        whole_numbers("prefill", self, n_init=0, n_local=1)
 
     def near(self, s: int) -> int:
         """Nearest tokens that are kept of a prompt of `s`."""
@@ -73,13 +69,9 @@ class AShape(SparsePrefill):
 class TriShape(AShape):
     """The keys of conf/prefill/tri_shape.yaml."""
 
-    n_last: int  # queries at the end that see all of their past
+    n_last: Count  # queries at the end that see all of their past
 
     title: ClassVar[str] = "Tri-shape"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        whole_numbers("prefill", self, n_last=1)
 
     def n_dense(self, s: int) -> int:
         return min(max(self.n_last, self.dense_last), s)

@@ -13,19 +13,17 @@ Not here: the rules (one file each), which pass is sparse (`engine/prefill.py`).
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
+from annotated_types import Gt, Le
 from torch import Tensor
 
-from kvbench.engine.budget import show
-from kvbench.engine.declared import one_of, whole_numbers, word
+from kvbench.engine.declared import Is, Tokens, word
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.kernels.attend_kept import Kept, attend_kept
 from kvbench.kernels.scratch import finer
-
-OBSERVED = ("kept", "exact")
 
 
 class Attended(NamedTuple):
@@ -37,27 +35,24 @@ class Attended(NamedTuple):
     kept: Kept
 
 
+FORM = "a share of the causal pairs above 0 and up to 1, or null for the prefill's own parameters"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SparsePrefill(ABC):
     """A rule of what is computed, with its parameters: the keys of its file in conf/prefill."""
 
-    density: Fraction | None  # share of the causal pairs to compute; None: by the rule's own parameters
-    dense_last: int  # queries at the prompt's end that see their whole past
+    # Share of the causal pairs to compute; None: by the rule's own parameters.
+    density: Annotated[Fraction, Gt(0), Le(1), Is(FORM)] | None
+    dense_last: Tokens  # queries at the prompt's end that see their whole past
     layers: tuple[int, int] | None  # the first sparse layer, and the one after the last; None: all
-    observe: str  # of OBSERVED: what sums over all queries are made of
+    observe: Literal["kept", "exact"]  # what sums over all queries are made of
 
     title: ClassVar[str]
     version: ClassVar[int] = 1  # raised whenever its answers change; part of a run's identity
     asks_last: ClassVar[bool] = False  # whether the prompt's last queries choose for all
 
     def __post_init__(self) -> None:
-        if self.density is not None and not 0 < self.density <= 1:
-            raise ConfigError(
-                f"prefill.density={show(self.density)} is out of range; it is a share of the causal pairs above 0 and "
-                "up to 1, or null for the prefill's own parameters"
-            )
-        whole_numbers("prefill", self, dense_last=0)
-        one_of("prefill.observe", self.observe, OBSERVED)
         if self.layers is not None and not 0 <= self.layers[0] < self.layers[1]:
             raise ConfigError(
                 f"prefill.layers={word(self.layers)} has no layer; give the first sparse layer, from 0, and the one "

@@ -10,12 +10,13 @@ Fails     where a single token counts: its block's mean hides it.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
-from kvbench.engine.declared import whole_numbers
+from kvbench.engine.declared import Count
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.blocks import BlockRule, means, meets, places, products
 from kvbench.kernels.scratch import finer
@@ -27,14 +28,10 @@ ALWAYS = 3  # blocks: the first, the one before a row's own, its own
 class BlockSparse(BlockRule):
     """The keys of conf/prefill/block_sparse.yaml."""
 
-    block: int
-    top_chunks: int  # blocks of keys that a row sees
+    block: Count
+    top_chunks: Annotated[int, Ge(ALWAYS)]  # blocks of keys that a row sees
 
     title: ClassVar[str] = "Block-sparse"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        whole_numbers("prefill", self, block=1, top_chunks=ALWAYS)
 
     @property
     def sides(self) -> tuple[int, int]:

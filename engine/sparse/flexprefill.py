@@ -13,13 +13,12 @@ Fails     where the prompt's last tokens are a template that asks for nothing: t
 """
 
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvbench.engine.declared import share, whole_numbers
+from kvbench.engine.declared import Count, Share, Window
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.blocks import BlockRule, means, meets, places, products
@@ -31,12 +30,12 @@ from kvbench.kernels.scratch import finer
 class FlexPrefill(BlockRule):
     """The keys of conf/prefill/flexprefill.yaml."""
 
-    block: int
-    gamma: Fraction  # share of the weights; a `density` fixes it instead
-    tau: Fraction  # heads whose means are no further from their weights are query-aware; 0: none
-    min_budget: int  # tokens of columns and of distances that a head keeps at least; with a `density`, one block
-    max_budget: int | None  # and at most
-    cover_unit: int | None  # columns or distances that count as a block; null: `block`
+    block: Count
+    gamma: Share  # share of the weights; a `density` fixes it instead
+    tau: Share  # heads whose means are no further from their weights are query-aware; 0: none
+    min_budget: Window  # tokens of columns and of distances that a head keeps at least; with a `density`, one block
+    max_budget: Window | None  # and at most
+    cover_unit: Count | None  # columns or distances that count as a block; null: `block`
 
     title: ClassVar[str] = "FlexPrefill"
     version: ClassVar[int] = 2
@@ -44,9 +43,6 @@ class FlexPrefill(BlockRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole_numbers("prefill", self, block=1, min_budget=1, max_budget=1, cover_unit=1)
-        share("prefill.gamma", self.gamma)
-        share("prefill.tau", self.tau)
         if self.max_budget is not None and self.max_budget < self.min_budget:
             raise ConfigError(
                 f"prefill.max_budget={self.max_budget} is below prefill.min_budget={self.min_budget}; give no less"

@@ -12,13 +12,13 @@ Fails     as all rules of means do, and computes nearly everything where no bloc
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
-from kvbench.engine.budget import show
-from kvbench.engine.declared import share, whole_numbers
+from kvbench.engine.declared import Count, Is, Share
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.blocks import BlockRule, means, places, products
@@ -29,11 +29,12 @@ from kvbench.kernels.scratch import finer, finest
 class TopCdf(BlockRule):
     """The keys of conf/prefill/top_cdf.yaml."""
 
-    block_q: int
-    block_k: int
-    sim_threshold: Fraction  # mean cosine of a block's tokens above which its mean speaks for it
-    cdf: Fraction | None  # share of a row's weights; null: `topk`; a `density` fixes either instead
-    topk: Fraction | None  # share of all blocks of keys that a row keeps
+    block_q: Count
+    block_k: Count
+    # Mean cosine of a block's tokens above which its mean speaks for it.
+    sim_threshold: Annotated[Fraction, Ge(-1), Le(1), Is("a cosine from -1 to 1")]
+    cdf: Share | None  # share of a row's weights; null: `topk`; a `density` fixes either instead
+    topk: Share | None  # share of all blocks of keys that a row keeps
     smooth_k: bool  # keys less their mean over the prompt
     attention_sink: bool  # the first block is always kept
 
@@ -42,18 +43,11 @@ class TopCdf(BlockRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole_numbers("prefill", self, block_q=1, block_k=1)
-        if not -1 <= self.sim_threshold <= 1:
-            raise ConfigError(
-                f"prefill.sim_threshold={show(self.sim_threshold)} is out of range; it is a cosine from -1 to 1"
-            )
         if (self.cdf is None) == (self.topk is None):
             raise ConfigError(
                 "prefill.cdf and prefill.topk are two ways to say what a row keeps; give one of them and null for the "
                 "other"
             )
-        share("prefill.cdf", self.cdf or Fraction(0))
-        share("prefill.topk", self.topk or Fraction(0))
 
     @property
     def sides(self) -> tuple[int, int]:

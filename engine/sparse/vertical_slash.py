@@ -22,14 +22,13 @@ Not here: attention over it (`kernels/attend_kept.py`).
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
-from kvbench.engine.budget import show
-from kvbench.engine.declared import whole_numbers
-from kvbench.engine.errors import ConfigError
+from kvbench.engine.declared import Count, Index, Is, Whole
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.base import SparsePrefill
 from kvbench.engine.sparse.blocks import places
@@ -38,33 +37,24 @@ from kvbench.kernels.scratch import finer, finest
 
 CHUNK_BYTES = 32 << 20  # of the votes' logits, whose softmax takes as much again
 HALVINGS = 12  # of the interval in which a density's counts are searched
+FORM = "a whole number from 1, or a share of the prompt from 0 to below 1"
+Lines = Annotated[Fraction, Ge(0), Whole(), Is(FORM)]  # columns or diagonals
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerticalSlash(SparsePrefill):
     """How many columns and diagonals are kept; the keys of conf/prefill/minference.yaml."""
 
-    n_vertical: Fraction  # columns of a head; below 1 a share of the prompt; with a `density` their relation counts
-    n_slash: Fraction  # diagonals of a head; below 1 a share of the prompt
-    n_last: int  # queries that vote
-    n_first: int  # columns that are always among those kept
-    n_near: int  # diagonals that are always among those kept
-    block: int  # queries that share their columns
+    n_vertical: Lines  # columns of a head; below 1 a share of the prompt; with a `density` their relation counts
+    n_slash: Lines  # diagonals of a head; below 1 a share of the prompt
+    n_last: Count  # queries that vote
+    n_first: Index  # columns that are always among those kept
+    n_near: Count  # diagonals that are always among those kept
+    block: Count  # queries that share their columns
 
     title: ClassVar[str] = "MInference"
     version: ClassVar[int] = 2
     asks_last: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for key in ("n_vertical", "n_slash"):
-            value = getattr(self, key)
-            if value < 0 or (value >= 1 and value.denominator != 1):
-                raise ConfigError(
-                    f"prefill.{key}={show(value)} is out of range; it is a whole number from 1, or a share of the "
-                    "prompt from 0 to below 1"
-                )
-        whole_numbers("prefill", self, n_last=1, n_first=0, n_near=1, block=1)
 
     def counts(self, s: int) -> tuple[int, int]:
         """Columns and diagonals kept of a prompt of `s` tokens."""

@@ -17,13 +17,13 @@ from fractions import Fraction
 from hashlib import sha256
 from math import inf, nextafter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.budget import show
-from kvbench.engine.declared import one_of, share, whole_numbers
+from kvbench.engine.declared import Count, Is, Share
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
@@ -33,34 +33,31 @@ from kvbench.kernels.scratch import at_once, finer, finest
 LOGIT_BYTES = 32 << 20  # of groups' logits at a time; their softmax takes as much again
 MOST_GROUPED = 1 << 28  # what the authors' chunks are limited by
 SMALLEST_CHUNK = 2048
+Table = Annotated[Path, Is("a JSON file of a list of shares per layer")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class XAttention(BlockRule):
     """The keys of conf/prefill/xattention.yaml."""
 
-    block: int
-    stride: int  # tokens of a group
+    block: Count
+    stride: Count  # tokens of a group
     # Share of the weights, one for each head, or a JSON file of one per layer and head; not with `density`.
-    threshold: Fraction | tuple[Fraction, ...] | Path
-    select: str  # "code" or "paper"
-    chunk_size: int | None  # queries of the authors' chunks; null: by the prompt's length, as theirs
+    threshold: Share | tuple[Share, ...] | Table
+    select: Literal["code", "paper"]
+    chunk_size: Count | None  # queries of the authors' chunks; null: by the prompt's length, as theirs
 
     title: ClassVar[str] = "XAttention"
     version: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole_numbers("prefill", self, block=1, stride=1, chunk_size=1)
-        one_of("prefill.select", self.select, ("code", "paper"))
         if self.block % self.stride:
             raise ConfigError(
                 f"prefill.stride={self.stride} does not divide prefill.block={self.block}; give one that does"
             )
         if isinstance(self.threshold, Path):
             self.table()
-        for value in self.given:
-            share("prefill.threshold", value)
 
     @property
     def given(self) -> tuple[Fraction, ...]:

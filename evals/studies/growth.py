@@ -1,7 +1,7 @@
 """Which methods hold a budget that grows with a conversation, and why others do not: `python -m
 kvbench.evals.studies.growth`.
 
-The table of docs/turns.md, from what methods say of themselves (`Traits.grows`, `Traits.no_growth`).
+From what methods say of themselves (`Traits.grows`, `Traits.no_growth`); docs/turns.md says what it means.
 
 Not here: how a row grows (`methods/base.py`, `engine/batch.py`).
 """

@@ -21,7 +21,7 @@ from kvbench.engine.terminal import say
 from kvbench.evals.studies.hardware import method_of, read_model
 from kvbench.methods.base import Variant
 from kvbench.methods.decoding.schedule import DecodingRules
-from kvbench.results.sheet import Sheet, pipes, show
+from kvbench.results.sheet import Sheet, show
 
 METHODS = "full snapkv h2o streamingllm quest sparq clusterkv infllm infinigen pqcache".split()
 LENGTHS = (8192, 32768, 131072)
@@ -73,16 +73,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--ratio", type=Fraction, default=Fraction(1, 5))
     parser.add_argument("--n-new", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--chunk", type=int, help="prefill.chunk")
-    parser.add_argument("--markdown", action="store_true", help="print the table of docs/gpus.md")
     asked = parser.parse_args(words)
     try:
         model, layers = read_model(asked.model)
         budget = asked.ratio, asked.n_new, asked.chunk
-        sheet = table(model.shape, layers.weight_bytes, asked.gb, asked.methods, asked.lengths, *budget)
-        if asked.markdown:
-            say("\n".join(pipes(sheet.heads, sheet.rows)))
-        else:
-            show(sheet)
+        show(table(model.shape, layers.weight_bytes, asked.gb, asked.methods, asked.lengths, *budget))
     except ConfigError as error:
         say(f"error: {error}", file=sys.stderr)
         return 2

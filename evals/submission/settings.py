@@ -65,7 +65,7 @@ def foreign(part: Mapping[str, Any], methods: Sequence[Path]) -> Choice:
     if file is None:
         raise ConfigError(f"no file of methods/ has the digest {part['digest']!r:.40} of its method")
     kind = str(part.get("name")).removeprefix(file.stem).removeprefix("-")
-    name, node = outside.node_in(f"{file}:{kind}" if kind else str(file), ())
+    name, node = outside.node_in("method", f"{file}:{kind}" if kind else str(file), ())
     return Choice("method", name, node.pop("_target_"), node | dict(part["params"]))
 
 

@@ -29,15 +29,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, exp, floor
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint
 from kvbench.engine.books.spans import span
 from kvbench.engine.budget import ELEMENT_BYTES, NO_FRAME, Budget, BudgetRequest, Frame, token_bytes
-from kvbench.engine.declared import each_one_of, whole_number, whole_numbers
+from kvbench.engine.declared import Count, Filled, Index, Is, Named
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import Observation, SpacedQueries
 from kvbench.engine.passes.repetition import RepeatedQueries
@@ -87,30 +88,18 @@ class AttentionMatching(SelectiveAttention):
 
     @dataclass(frozen=True)
     class Params:
-        select: str
-        score: str
-        biases: str
-        values: str
-        ridge: float
+        select: Annotated[str, Named((*NAMES,))]
+        score: Literal["rms", "mean", "max"]
+        biases: Literal["fitted", "none"]
+        values: Literal["fitted", "kept"]
+        ridge: Annotated[float, Ge(0), Is("a share of the largest, 0 or more")]
         drop_below: float
-        queries: str
-        n_queries: int | None
-        chunk: int
-        bias_steps: int | None
-        frame: str
-        first_ids: tuple[int, ...] | None
-
-        def __post_init__(self) -> None:
-            each_one_of(
-                "method", self, select=tuple(NAMES), score=("rms", "mean", "max"), biases=("fitted", "none"),
-                values=("fitted", "kept"), queries=("prompt", "moved", "repeat"), frame=("keep", "compact"),
-            )  # fmt: skip
-            whole_numbers("method", self, n_queries=1, bias_steps=0)
-            whole_number("method.chunk", self.chunk, 16)
-            if not self.ridge >= 0:
-                raise ConfigError(f"method.ridge={self.ridge} is out of range; it is a share of the largest, 0 or more")
-            if self.first_ids is not None and (not self.first_ids or min(self.first_ids) < 0):
-                raise ConfigError("method.first_ids are the tokens of a request, one or more, each 0 or more")
+        queries: Literal["prompt", "moved", "repeat"]
+        n_queries: Count | None
+        chunk: Annotated[int, Ge(16)]
+        bias_steps: Index | None
+        frame: Literal["keep", "compact"]
+        first_ids: Annotated[tuple[Index, ...], Filled("the tokens of a request")] | None
 
         @property
         def bounds(self) -> tuple[float, float]:

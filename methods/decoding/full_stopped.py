@@ -15,10 +15,10 @@ Figures   others: #6E6E8F, thin diamond, --
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from kvbench.engine.budget import EVERYTHING, Budget, BudgetRequest, resolve
-from kvbench.engine.declared import whole_number, whole_numbers
-from kvbench.engine.errors import ConfigError
+from kvbench.engine.declared import Count, Filled
 from kvbench.engine.placement import Whole
 from kvbench.engine.sampling.cues import Cue
 from kvbench.engine.shapes import ModelShape
@@ -32,16 +32,10 @@ class FullStopped(DecodingRules, SelectiveAttention):
 
     @dataclass(frozen=True)
     class Params:
-        interval: int
-        answer_tokens: int | None
+        interval: Count
+        answer_tokens: Count | None
         marker: str | None
-        cue: str
-
-        def __post_init__(self) -> None:
-            whole_number("method.interval", self.interval, 1)
-            whole_numbers("method", self, answer_tokens=1)
-            if not self.cue:
-                raise ConfigError("method.cue is empty; give the words that an answer begins with")
+        cue: Annotated[str, Filled("the words that an answer begins with")]
 
     params: Params
     plan: Schedule

@@ -23,12 +23,12 @@ Figures   drop by place or chance: #7B82A1, bar, -.
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvbench.engine.declared import each_one_of, whole_numbers
+from kvbench.engine.declared import Index, Tokens
 from kvbench.kernels.jit import upload
 from kvbench.kernels.topk import top_stable
 from kvbench.methods.decoding.cutting import CuttingMethod, in_place, with_last
@@ -51,20 +51,13 @@ class RandomDecode(CuttingMethod):
 
     @dataclass(frozen=True)
     class Params(WhenToCut):
-        window: int
-        protect: str
-        long_prompt: str
-        draws: str
-        per: str
-        seed: int
-
-        SCHEDULES = (*WhenToCut.SCHEDULES, "slack")
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            whole_numbers("method", self, window=0, seed=0)
-            each_one_of("method", self, protect=("prompt", "sinks", "none"), long_prompt=("refuse", "cut"))
-            each_one_of("method", self, draws=("fresh", "once"), per=("head", "layer"))
+        schedule: Literal["position", "steps", "slack"]  # pyright: ignore[reportIncompatibleVariableOverride]
+        window: Tokens
+        protect: Literal["prompt", "sinks", "none"]
+        long_prompt: Literal["refuse", "cut"]
+        draws: Literal["fresh", "once"]
+        per: Literal["head", "layer"]
+        seed: Index
 
     params: Params
     n_cuts: Counter[int]  # of each layer, so far

@@ -24,12 +24,12 @@ Figures   drop while decoding: #DD436A, bar, -
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvbench.engine.declared import each_one_of, share, votes
+from kvbench.engine.declared import Kernel, Share, Window
 from kvbench.engine.softmax import Softmax
 from kvbench.methods.decoding.cutting import CuttingMethod, best_first, in_place, with_last
 from kvbench.methods.decoding.schedule import WhenToCut
@@ -83,14 +83,9 @@ def head_redundancy(keys: Tensor, spared: Callable[[Tensor], Tensor]) -> Tensor:
 class Voting(WhenToCut):
     """Parameters of a method by which the last queries vote at each cut."""
 
-    window: int
-    kernel: int
-    order: str
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        votes(self.window, self.kernel)
-        each_one_of("method", self, order=("score", "position"))
+    window: Window
+    kernel: Kernel
+    order: Literal["score", "position"]
 
 
 class VotingMethod(CuttingMethod, ABC):
@@ -135,11 +130,7 @@ class RKV(VotingMethod):
 
     @dataclass(frozen=True)
     class Params(Voting):
-        mix: Fraction
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            share("method.mix", self.mix)
+        mix: Share
 
     params: Params
 

@@ -9,15 +9,13 @@ Not here: which tokens stay (`methods/decoding`).
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any, Literal
 
 from kvbench.engine.budget import Budget, BudgetRequest, show
-from kvbench.engine.declared import one_of, whole_number, word
+from kvbench.engine.declared import Count, word
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.rules import Rules
-
-TRIGGERS = ("position", "steps", "slack", "gated")
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Schedule:
 
     target: int  # tokens that a cut leaves
     interval: int
-    trigger: str = "position"  # one of TRIGGERS
+    trigger: Literal["position", "steps", "slack", "gated"] = "position"
     at_prefill: bool = True  # a prompt of at least `target` tokens is cut as soon as it was read
     count_prompt: bool = True  # the prompt's tokens count for the trigger
 
@@ -66,15 +64,9 @@ class Schedule:
 class WhenToCut:
     """Parameters of every method that cuts by a `Schedule`."""
 
-    SCHEDULES: ClassVar[tuple[str, ...]] = ("position", "steps")
-
-    interval: int
-    schedule: str
+    interval: Count
+    schedule: Literal["position", "steps"]
     at_prefill: bool
-
-    def __post_init__(self) -> None:
-        whole_number("method.interval", self.interval, 1)
-        one_of("method.schedule", self.schedule, self.SCHEDULES)
 
 
 def target_of(tokens: int, counts: str | None, interval: int) -> int:

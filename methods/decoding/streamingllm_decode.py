@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.engine.declared import tokens
+from kvbench.engine.declared import Tokens
 from kvbench.methods.decoding.cutting import CuttingMethod, with_last
 from kvbench.methods.decoding.schedule import WhenToCut
 
@@ -24,11 +24,7 @@ class StreamingLLMDecode(CuttingMethod):
 
     @dataclass(frozen=True)
     class Params(WhenToCut):
-        n_sink: int
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            tokens("method.n_sink", self.n_sink)
+        n_sink: Tokens
 
     params: Params
 

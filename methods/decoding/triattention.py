@@ -28,12 +28,12 @@ Figures   drop while decoding: #C82E5A, up, --
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvbench.engine.declared import each_one_of, whole_number
+from kvbench.engine.declared import Count
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import Observation
 from kvbench.engine.shapes import Checkpoint
@@ -43,15 +43,6 @@ from kvbench.methods.calibration.known import Calibrated, NeedsCalibration
 from kvbench.methods.calibration.queries import as_complex, unpaired
 from kvbench.methods.decoding.cutting import CuttingMethod
 from kvbench.methods.decoding.schedule import Schedule
-
-CHOICES = {
-    "mode": ("per_head", "global", "per_layer_head"),
-    "aggregate": ("mean", "max"),
-    "reduce": ("max", "mean"),
-    "trigger": ("slack", "gated"),
-    "calibrate": ("missing", "never"),
-}
-
 
 POSITION_BYTES = 4
 
@@ -135,22 +126,19 @@ class TriAttention(NeedsCalibration, CuttingMethod):
 
     @dataclass(frozen=True)
     class Params:
-        interval: int
-        mode: str
+        interval: Count
+        mode: Literal["per_head", "global", "per_layer_head"]
         normalize: bool
-        aggregate: str
-        reduce: str
-        n_offsets: int
-        trigger: str
+        aggregate: Literal["mean", "max"]
+        reduce: Literal["max", "mean"]
+        n_offsets: Count
+        trigger: Literal["slack", "gated"]
         count_prompt: bool
         protect_prompt: bool
-        calibrate: str
+        calibrate: Literal["missing", "never"]
         calibration_file: Path | None
 
         def __post_init__(self) -> None:
-            whole_number("method.interval", self.interval, 1)
-            whole_number("method.n_offsets", self.n_offsets, 1)
-            each_one_of("method", self, **CHOICES)
             if self.reduce == "mean" and self.mode != "per_layer_head":
                 raise ConfigError(
                     f"method.reduce=mean with method.mode={self.mode} is not allowed; use "

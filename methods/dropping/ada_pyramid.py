@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvbench.engine.errors import ConfigError
-from kvbench.methods.allocator import Allocator
+from kvbench.methods.allocator import Allocator, Beta
 from kvbench.methods.dropping.adakv import AdaKV
 from kvbench.methods.dropping.allocators import Counts
 from kvbench.methods.traits import Traits
@@ -29,14 +29,10 @@ class AdaPyramid(AdaKV):
 
     @dataclass(frozen=True)
     class Params(AdaKV.Params):
-        beta: int
+        beta: Beta
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.beta < 1:
-                raise ConfigError(
-                    f"method.beta={self.beta} is out of range; use 1 for equal layers, more for a steeper pyramid"
-                )
             if self.floor == "protect":
                 raise ConfigError("method.floor=protect is kvpress' rule, which has no pyramid; use method.floor=mix")
 

@@ -21,16 +21,17 @@ Figures   drop after the prompt, by its last queries: #E07401, plus, -
 """
 
 from dataclasses import dataclass, replace
-from fractions import Fraction
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
-from kvbench.engine.budget import Budget, BudgetRequest, show
-from kvbench.engine.declared import each_one_of
+from kvbench.engine.budget import Budget, BudgetRequest
+from kvbench.engine.declared import Is
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.methods.allocator import Allocator
+from kvbench.methods.allocator import Allocator, Alpha
 from kvbench.methods.dropping.allocators import Counts, head_mix, head_mix_published
 from kvbench.methods.dropping.snapkv import SnapKV, WindowVotes, fit_window
 from kvbench.methods.traits import Traits
@@ -50,24 +51,13 @@ class AdaKV(WindowVotes):
 
     @dataclass(frozen=True)
     class Params(SnapKV.Params):
-        alpha: Fraction
-        floor: str
+        alpha: Alpha
+        floor: Literal["mix", "protect"]
         normalize: bool
-        skip: int
+        skip: Annotated[int, Ge(0), Is("a number of first layers whose heads are alike")]
         match_published: bool
 
         def __post_init__(self) -> None:
-            super().__post_init__()
-            each_one_of("method", self, floor=("mix", "protect"))
-            if not 0 <= self.alpha <= 1:
-                raise ConfigError(
-                    f"method.alpha={show(self.alpha)} is out of range; it is a share from 0 (heads share all) to 1 "
-                    "(all heads alike)"
-                )
-            if self.skip < 0:
-                raise ConfigError(
-                    f"method.skip={self.skip} is out of range; it is a number of first layers whose heads are alike"
-                )
             if self.floor == "protect" and (self.normalize or self.match_published):
                 raise ConfigError(
                     "method.floor=protect is kvpress' rule, which has no normalize and no match_published; "

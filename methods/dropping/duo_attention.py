@@ -30,13 +30,14 @@ from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
-from kvbench.engine.budget import Budget, BudgetRequest, show
-from kvbench.engine.declared import each_one_of, tokens, whole_number
+from kvbench.engine.budget import Budget, BudgetRequest
+from kvbench.engine.declared import Is, Tokens, Window
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Placement, Ragged, Rolls, Whole
 from kvbench.engine.shapes import Checkpoint, ModelShape
@@ -113,19 +114,10 @@ class DuoAttention(SelectiveAttention):
     @dataclass(frozen=True)
     class Params:
         heads: str
-        n_sink: int
-        n_recent: int
-        sparsity: Fraction | None
-        evict: str
-
-        def __post_init__(self) -> None:
-            each_one_of("method", self, evict=("always", "prompt"))
-            tokens("method.n_sink", self.n_sink)
-            whole_number("method.n_recent", self.n_recent, 1)
-            if self.sparsity is not None and not 0 <= self.sparsity <= 1:
-                raise ConfigError(
-                    f"method.sparsity={show(self.sparsity)} is out of range; it is the share of streaming heads, 0 to 1"
-                )
+        n_sink: Tokens
+        n_recent: Window
+        sparsity: Annotated[Fraction, Ge(0), Le(1), Is("the share of streaming heads, 0 to 1")] | None
+        evict: Literal["always", "prompt"]
 
         def table(self, shape: ModelShape) -> HeadTable:
             """The table for a model of this name and shape."""

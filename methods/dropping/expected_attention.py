@@ -37,13 +37,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.declared import each_one_of, refuse_cap, share, tokens, whole_number
+from kvbench.engine.declared import Count, Is, Share, Tokens, refuse_cap
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.model import Model
 from kvbench.engine.observe import Observation, QueryStatistics
@@ -126,23 +127,17 @@ class ExpectedAttention(ScoringMethod):
 
     @dataclass(frozen=True)
     class Params:
-        n_future: int
-        n_sink: int
-        eps: float
-        alpha: Fraction
+        n_future: Count
+        n_sink: Tokens
+        eps: Annotated[float, Ge(0), Is("added to probabilities, and 0 or more")]
+        alpha: Share
         covariance: bool
         value_norm: bool
-        stats: str
+        stats: Literal["prompt", "file"]
         stats_file: Path | None
-        rotary: str
+        rotary: Literal["model", "none"]
 
         def __post_init__(self) -> None:
-            each_one_of("method", self, stats=("prompt", "file"), rotary=("model", "none"))
-            whole_number("method.n_future", self.n_future, 1)
-            tokens("method.n_sink", self.n_sink)
-            share("method.alpha", self.alpha)
-            if not 0 <= self.eps < float("inf"):
-                raise ConfigError(f"method.eps={self.eps} is out of range; it is added to probabilities, and 0 or more")
             if self.stats == "prompt" and self.stats_file is not None:
                 raise ConfigError(
                     f"method.stats_file={self.stats_file} has no effect with method.stats=prompt; leave it out or set "

@@ -26,13 +26,13 @@ Figures   drop while decoding: #BE3383, down, -
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, split
-from kvbench.engine.declared import each_one_of, share, tokens
+from kvbench.engine.declared import Share, Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import ColumnSums, Observation
 from kvbench.engine.placement import Kept, Stay
@@ -53,26 +53,17 @@ class H2O(Evicting, ScoringMethod):
 
     @dataclass(frozen=True)
     class Params:
-        n_sink: int
-        heavy_share: Fraction
-        reduce: str
-        generated: str
-        budget_rule: str
+        n_sink: Tokens
+        heavy_share: Share
+        reduce: Literal["sum", "max", "query_head"]
+        generated: Literal["inside", "on_top"]
+        budget_rule: Literal["fair", "official"]
 
         def __post_init__(self) -> None:
-            each_one_of(
-                "method",
-                self,
-                reduce=("sum", "max", "query_head"),
-                generated=("inside", "on_top"),
-                budget_rule=("fair", "official"),
-            )
             if self.reduce == "query_head" and self.generated == "inside":
                 raise ConfigError(
                     "method.reduce=query_head evicts nothing while decoding; use it with method.generated=on_top"
                 )
-            tokens("method.n_sink", self.n_sink)
-            share("method.heavy_share", self.heavy_share)
 
     @dataclass(frozen=True)
     class Plan:

@@ -26,12 +26,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.budget import BudgetRequest
-from kvbench.engine.declared import each_one_of, whole_numbers
+from kvbench.engine.declared import Count, Named
 from kvbench.engine.placement import Change, Evict, Kept, Placement
 from kvbench.kernels.gather import gather_tokens
 from kvbench.methods.dropping.allocators import Counts
@@ -78,13 +79,9 @@ class KeyDiff(ScoringMethod):
 
     @dataclass(frozen=True)
     class Params:
-        blocks: str
-        block_len: int
-        evict: str
-
-        def __post_init__(self) -> None:
-            each_one_of("method", self, blocks=(*LABELS,), evict=("prompt", "always"))
-            whole_numbers("method", self, block_len=1)
+        blocks: Annotated[str, Named((*LABELS,))]
+        block_len: Count
+        evict: Literal["prompt", "always"]
 
     params: Params
     score = staticmethod(unlikeness)

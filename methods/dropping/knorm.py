@@ -26,13 +26,13 @@ Figures   drop by keys and values: #969625, pillar, -
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget
-from kvbench.engine.declared import each_one_of, whole_numbers
+from kvbench.engine.declared import Count, Index
 from kvbench.engine.placement import Change, Evict, Kept, Placement
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.base import overall_ratio
@@ -55,14 +55,10 @@ class Knorm(ScoringMethod):
 
     @dataclass(frozen=True)
     class Params:
-        full_layers: int
-        every: int | None
-        prune_after: int
-        budget_rule: str
-
-        def __post_init__(self) -> None:
-            each_one_of("method", self, budget_rule=("fair", "official"))
-            whole_numbers("method", self, full_layers=0, every=1, prune_after=0)
+        full_layers: Index
+        every: Count | None
+        prune_after: Index
+        budget_rule: Literal["fair", "official"]
 
     @dataclass(frozen=True)
     class Plan:

@@ -28,13 +28,14 @@ Figures   drop for any question: #CA3300, circle, -.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest, Frame
-from kvbench.engine.declared import whole_number
+from kvbench.engine.declared import Index
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.repetition import Repetition
 from kvbench.engine.passes.second_pass import SecondPass
@@ -63,22 +64,18 @@ class KVzip(ScoringMethod):
 
     @dataclass(frozen=True)
     class Params:
-        chunk: int
-        overlap: int
+        chunk: Annotated[int, Ge(LEAST_CHUNK)]
+        overlap: Index
         match_published: bool
-        first_ids: tuple[int, ...] | None
-        next_ids: tuple[int, ...] | None
+        first_ids: tuple[Index, ...] | None
+        next_ids: tuple[Index, ...] | None
 
         def __post_init__(self) -> None:
-            whole_number("method.chunk", self.chunk, LEAST_CHUNK)
-            whole_number("method.overlap", self.overlap, 0)
             if (self.first_ids is None) != (self.next_ids is None):
                 raise ConfigError(
                     "method.first_ids and method.next_ids are one request each, for the first chunk and for the "
                     "others; give both or neither"
                 )
-            if any(i < 0 for i in (*(self.first_ids or ()), *(self.next_ids or ()))):
-                raise ConfigError("method.first_ids and method.next_ids are tokens' ids, each 0 or more")
 
     @dataclass(frozen=True)
     class Plan:

@@ -30,14 +30,15 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from math import ceil, isfinite
-from typing import Any
+from math import ceil
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.declared import each_one_of, tokens, whole_numbers
+from kvbench.engine.declared import Is, Named, Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Change, Evict, Kept, Placement
@@ -116,24 +117,14 @@ class LagKV(ScoringMethod):
 
     @dataclass(frozen=True)
     class Params:
-        n_sink: int
-        lag: int
-        value_weight: float
-        selection: str
-        evict: str
-        budget_rule: str
+        n_sink: Tokens
+        lag: Annotated[int, Ge(2)]
+        value_weight: Annotated[float, Ge(0), Is("0 or more, and 1 weighs values like keys")]
+        selection: Annotated[str, Named((*LABELS,))]
+        evict: Literal["prompt", "always"]
+        budget_rule: Literal["fair", "official"]
 
         def __post_init__(self) -> None:
-            each_one_of(
-                "method", self, selection=(*LABELS,), evict=("prompt", "always"), budget_rule=("fair", "official")
-            )
-            tokens("method.n_sink", self.n_sink)
-            whole_numbers("method", self, lag=2)
-            if not (isfinite(self.value_weight) and self.value_weight >= 0):
-                raise ConfigError(
-                    f"method.value_weight={self.value_weight:g} is out of range; it is 0 or more, and 1 weighs values "
-                    "like keys"
-                )
             if self.evict == "always" and self.selection != "quota":
                 raise ConfigError(
                     f"method.selection={self.selection} evicts nothing while decoding; use it with method.evict=prompt"

@@ -25,12 +25,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import cos, pi
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
-from kvbench.engine.budget import Budget, BudgetRequest, show
+from kvbench.engine.budget import Budget, BudgetRequest
+from kvbench.engine.declared import Count, Index, Is
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import MeanWeights, Observation, query_lse
 from kvbench.engine.placement import Change, Stay, Whole
@@ -43,6 +45,7 @@ from kvbench.methods.base import SelectiveAttention
 
 SCHEDULES = ("cosine", "constant")
 STARRED_BELOW = Fraction(3, 10)
+Planned = Annotated[Fraction, Ge(0), Le(1), Is("a share from 0 to 1, or null for what the budget needs")]
 
 
 def falling(layer: int, n_layers: int, last: float) -> float:
@@ -183,37 +186,14 @@ class PyramidInfer(SelectiveAttention):
 
     @dataclass(frozen=True)
     class Params:
-        schedule: str | None
-        decay: Fraction | None
-        recent_ratio: Fraction | None
-        min_context: int | None
-        sinks: int
-        interval: int
-        distance_weight: float
+        schedule: Literal["cosine", "constant", None]
+        decay: Planned | None
+        recent_ratio: Planned | None
+        min_context: Index | None
+        sinks: Index
+        interval: Count
+        distance_weight: Annotated[float, Ge(1), Is("1 where all recent queries weigh alike, more where later ones do")]
         compress_generated: bool
-
-        def __post_init__(self) -> None:
-            if self.schedule is not None and self.schedule not in SCHEDULES:
-                raise ConfigError(
-                    f"method.schedule={self.schedule} is unknown; use one of {', '.join(SCHEDULES)}, or null for "
-                    "what the budget needs"
-                )
-            for key in ("decay", "recent_ratio"):
-                value = getattr(self, key)
-                if value is not None and not 0 <= value <= 1:
-                    raise ConfigError(
-                        f"method.{key}={show(value)} is out of range; it is a share from 0 to 1, or null for what "
-                        "the budget needs"
-                    )
-            for key, least in (("sinks", 0), ("interval", 1), ("min_context", 0)):
-                value = getattr(self, key)
-                if value is not None and value < least:
-                    raise ConfigError(f"method.{key}={value} is out of range; it is {least} or more")
-            if self.distance_weight < 1:
-                raise ConfigError(
-                    f"method.distance_weight={self.distance_weight:g} is out of range; 1 weighs all recent queries "
-                    "alike, more prefers later ones"
-                )
 
     @dataclass(frozen=True)
     class Plan:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.engine.budget import Budget
-from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
+from kvbench.methods.allocator import Beta
 from kvbench.methods.dropping.allocators import pyramid
 from kvbench.methods.dropping.snapkv import SnapKV, WindowVotes, fit_window
 
@@ -49,15 +49,8 @@ class PyramidKV(WindowVotes):
 
     @dataclass(frozen=True)
     class Params(SnapKV.Params):
-        beta: int
+        beta: Beta
         match_published: bool
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            if self.beta < 1:
-                raise ConfigError(
-                    f"method.beta={self.beta} is out of range; use 1 for equal layers, more for a steeper pyramid"
-                )
 
     @dataclass(frozen=True)
     class Plan:

@@ -19,13 +19,13 @@ Figures   drop after the prompt, by its last queries: #D17E09, up, -
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, key_bytes
-from kvbench.engine.declared import each_one_of, votes
+from kvbench.engine.declared import Kernel, Window
 from kvbench.engine.observe import LastQueries, Observation, window_scores
 from kvbench.engine.placement import Stay
 from kvbench.engine.selection import Cost
@@ -34,9 +34,6 @@ from kvbench.methods.base import Variant
 from kvbench.methods.scorers import keep_top, pool_scores, reduce_group, window_votes
 from kvbench.methods.scoring import ScoringMethod
 from kvbench.methods.traits import Traits
-
-POOLINGS = ("max", "avg")
-REDUCTIONS = ("mean", "sum", "max", "query_head")
 
 
 def fit_window(cap: int, window: int) -> int:
@@ -78,14 +75,10 @@ class SnapKV(WindowVotes):
 
     @dataclass(frozen=True)
     class Params:
-        window: int
-        kernel: int
-        pooling: str
-        reduce: str
-
-        def __post_init__(self) -> None:
-            votes(self.window, self.kernel)
-            each_one_of("method", self, pooling=POOLINGS, reduce=REDUCTIONS)
+        window: Window
+        kernel: Kernel
+        pooling: Literal["max", "avg"]
+        reduce: Literal["mean", "sum", "max", "query_head"]
 
     @dataclass(frozen=True)
     class Plan:

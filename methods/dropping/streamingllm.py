@@ -15,13 +15,14 @@ Figures   drop by place or chance: #8C49D0, square, -
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.attend import Part
 from kvbench.engine.budget import Budget
-from kvbench.engine.declared import tokens
+from kvbench.engine.declared import Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Kept, Stay
 from kvbench.engine.shapes import Checkpoint, ModelShape
@@ -36,18 +37,9 @@ class StreamingLLM(SelectiveAttention):
 
     @dataclass(frozen=True)
     class Params:
-        n_sink: int
-        generated: str
-        position: str
-
-        def __post_init__(self) -> None:
-            tokens("method.n_sink", self.n_sink)
-            if self.generated not in ("inside", "on_top"):
-                raise ConfigError(
-                    f"method.generated={self.generated} is unknown; use inside (rolling) or on_top (static)"
-                )
-            if self.position not in ("original", "cache"):
-                raise ConfigError(f"method.position={self.position} is unknown; use original or cache")
+        n_sink: Tokens
+        generated: Literal["inside", "on_top"]
+        position: Literal["original", "cache"]
 
     @dataclass(frozen=True)
     class Plan:

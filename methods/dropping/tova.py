@@ -21,11 +21,11 @@ Figures   drop while decoding: #CA2F42, plus, --
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.declared import each_one_of
 from kvbench.engine.observe import MeanWeights, Observation
 from kvbench.engine.placement import Kept, Placement, Stay
 from kvbench.engine.shapes import ModelShape
@@ -44,10 +44,7 @@ class TOVA(Evicting, ScoringMethod):
 
     @dataclass(frozen=True)
     class Params:
-        evict: str
-
-        def __post_init__(self) -> None:
-            each_one_of("method", self, evict=("always", "prompt"))
+        evict: Literal["always", "prompt"]
 
     @dataclass(frozen=True)
     class Plan:

@@ -43,13 +43,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest, exact, show
-from kvbench.engine.declared import each_one_of
+from kvbench.engine.declared import Is, Kernel, Window
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries, Observation
 from kvbench.engine.shapes import ModelShape
@@ -109,33 +110,16 @@ class XKV(ScoringMethod):
 
     @dataclass(frozen=True)
     class Params:
-        ows: int
-        kernel: int
-        mode: str
-        r_avg: Fraction | None
-        allocation: str
-        shares: tuple[float, ...] | None
-        index_scope: str
-        profile_bins: int
+        ows: Window
+        kernel: Kernel
+        mode: Literal["size", "quality"]
+        r_avg: Annotated[Fraction, Gt(0), Le(1), Is("a retention above 0 and at most 1")] | None
+        allocation: Literal["exact", "sampled", "uniform"]
+        shares: tuple[Annotated[float, Ge(0)], ...] | None
+        index_scope: Literal["kv_head", "layer", "query_head"]
+        profile_bins: Annotated[int, Ge(0), Is("0 for no profile, or such as 64")]
 
         def __post_init__(self) -> None:
-            each_one_of(
-                "method",
-                self,
-                mode=("size", "quality"),
-                allocation=("exact", "sampled", "uniform"),
-                index_scope=("kv_head", "layer", "query_head"),
-            )
-            if self.ows < 1:
-                raise ConfigError(f"method.ows={self.ows} is out of range; it is a number of tokens, 1 or more")
-            if self.kernel < 1 or self.kernel % 2 == 0:
-                raise ConfigError(
-                    f"method.kernel={self.kernel} is not possible; use an odd number of tokens, such as 7"
-                )
-            if self.profile_bins < 0:
-                raise ConfigError(
-                    f"method.profile_bins={self.profile_bins} is out of range; use 0 for no profile, or such as 64"
-                )
             self.check_mode()
             self.check_shares()
 
@@ -147,10 +131,6 @@ class XKV(ScoringMethod):
                 )
             if self.mode == "quality" and self.r_avg is None:
                 raise ConfigError("method.mode=quality needs a target; add method.r_avg=… above 0 and at most 1")
-            if self.r_avg is not None and not 0 < self.r_avg <= 1:
-                raise ConfigError(
-                    f"method.r_avg={show(self.r_avg)} is out of range; it is a retention above 0 and at most 1"
-                )
             if self.mode == "quality" and self.allocation != "exact":
                 raise ConfigError(
                     f"method.mode=quality has no method.allocation={self.allocation}; use method.allocation=exact"
@@ -169,10 +149,8 @@ class XKV(ScoringMethod):
                     f"method.shares has no effect with method.allocation={self.allocation}; "
                     "leave it out or set method.allocation=sampled"
                 )
-            if not all(0 <= share < float("inf") for share in self.shares) or not any(self.shares):
-                raise ConfigError(
-                    "method.shares has a negative or no positive number; give one of 0 or more for each layer"
-                )
+            if not any(self.shares):
+                raise ConfigError("method.shares has no positive number; give one of 0 or more for each layer")
 
     @dataclass(frozen=True)
     class Plan:

@@ -17,15 +17,16 @@ Figures   keep fewer bits, or made keys: #0B88A5, diamond, :
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
 
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from kvbench.engine.attend import Part
 from kvbench.engine.budget import Budget, BudgetRequest
 from kvbench.engine.caches.quantized import QuantizedCache
 from kvbench.engine.caches.token_code import TokenCode
-from kvbench.engine.declared import one_of, whole_number
+from kvbench.engine.declared import Count, Is, Window
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.placement import Quantize
@@ -109,21 +110,11 @@ class HFQuantizedCache(QuantisingMethod):
 
     @dataclass(frozen=True)
     class Params:
-        backend: str
-        bits: int
-        group: int
-        residual: int
-        axis_key: int
-
-        def __post_init__(self) -> None:
-            one_of("method.backend", self.backend, ("quanto",))
-            one_of("method.bits", self.bits, (2, 4))
-            whole_number("method.group", self.group, 1)
-            whole_number("method.residual", self.residual, 1)
-            if self.axis_key != 0:
-                raise ConfigError(
-                    f"method.axis_key={self.axis_key} lets groups mix heads or tokens; use 0, which is the default"
-                )
+        backend: Literal["quanto"]
+        bits: Literal[2, 4]
+        group: Count
+        residual: Window
+        axis_key: Annotated[int, Ge(0), Le(0), Is("0, the default; others let groups mix heads or tokens")]
 
     @dataclass(frozen=True)
     class Plan:

@@ -20,7 +20,7 @@ Figures   keep fewer bits, or made keys: #04787E, hourglass, -
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from kvbench.engine.attend import Part
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
 from kvbench.engine.caches.quantized import LatestTokens, Packing, Packings, QuantizedCache
 from kvbench.engine.caches.token_code import TokenCode
-from kvbench.engine.declared import whole_number
+from kvbench.engine.declared import Count, Window
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.placement import Quantize
@@ -182,17 +182,12 @@ class KIVI(QuantisingMethod):
 
     @dataclass(frozen=True)
     class Params:
-        key_bits: int
-        value_bits: int
-        group: int
-        residual: int
+        key_bits: Literal[2, 4, 8]
+        value_bits: Literal[2, 4, 8]
+        group: Count
+        residual: Window
 
         def __post_init__(self) -> None:
-            whole_number("method.group", self.group, 1)
-            whole_number("method.residual", self.residual, 1)
-            for key in ("key_bits", "value_bits"):
-                if (bits := getattr(self, key)) not in BITS:
-                    raise ConfigError(f"method.{key}={bits} is not packed; use 2, 4 or 8")
             if self.residual % self.group:
                 raise ConfigError(
                     f"method.residual={self.residual} is no multiple of method.group={self.group}; use "

@@ -21,16 +21,17 @@ Figures   keep fewer bits, or made keys: #DB3ACD, hourglass, -.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
+from annotated_types import Ge, Lt
 from torch import Tensor
 
 from kvbench.engine.attend import Part
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
 from kvbench.engine.caches.asked import Reordered
 from kvbench.engine.caches.quantized import QuantizedCache
-from kvbench.engine.declared import one_of, tokens, whole_number
+from kvbench.engine.declared import Is, Tokens, Window
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.observe import LastQueries, Observation
@@ -166,20 +167,10 @@ class ThinK(QuantisingMethod):
 
     @dataclass(frozen=True)
     class Params:
-        share: Fraction
-        window: int
-        recent: int
-        per: str
-
-        def __post_init__(self) -> None:
-            if not 0 <= self.share < 1:
-                raise ConfigError(
-                    f"method.share={show(self.share)} is out of range; it is the share of channels that are dropped, "
-                    "from 0 and below 1"
-                )
-            whole_number("method.window", self.window, 1)
-            tokens("method.recent", self.recent)
-            one_of("method.per", self.per, ("kv_head", "query_head"))
+        share: Annotated[Fraction, Ge(0), Lt(1), Is("the share of channels that are dropped, from 0 and below 1")]
+        window: Window
+        recent: Tokens
+        per: Literal["kv_head", "query_head"]
 
     @dataclass(frozen=True)
     class Plan:

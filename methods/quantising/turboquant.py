@@ -23,7 +23,7 @@ Figures   keep fewer bits, or made keys: #0AA29C, pillar, --
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from kvbench.engine.books.footprint import Footprint
 from kvbench.engine.budget import Budget, BudgetRequest
 from kvbench.engine.caches.asked import Rotated
 from kvbench.engine.caches.quantized import Packing, Packings, QuantizedCache
-from kvbench.engine.declared import each_one_of, whole_numbers
+from kvbench.engine.declared import Index, Named
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.placement import Quantize
@@ -280,19 +280,14 @@ class TurboQuant(QuantisingMethod):
 
     @dataclass(frozen=True)
     class Params:
-        preset: str
-        rotation: str
-        objective: str
-        values: str
-        boundary_layers: int
-        seed: int
+        preset: Annotated[str, Named((*PRESETS,))]
+        rotation: Literal["hadamard", "haar"]
+        objective: Literal["mse", "prod"]
+        values: Literal["uniform", "mse"]
+        boundary_layers: Index
+        seed: Index
 
         def __post_init__(self) -> None:
-            each_one_of(
-                "method", self, preset=PRESETS, rotation=("hadamard", "haar"), objective=("mse", "prod"),
-                values=("uniform", "mse"),
-            )  # fmt: skip
-            whole_numbers("method", self, boundary_layers=0, seed=0)
             if self.objective == "prod" and self.preset == "k8v4":
                 raise ConfigError(
                     "method.objective=prod needs a codebook, and the keys of method.preset=k8v4 have none"

@@ -26,12 +26,13 @@ Figures   drop after the prompt, by its last queries: #8E8E50, bowtie, -
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget
-from kvbench.engine.declared import each_one_of, whole_numbers
+from kvbench.engine.declared import Count
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Placement
 from kvbench.engine.shapes import ModelShape
@@ -128,15 +129,13 @@ class ChunkKV(OverScorer):
     @dataclass(frozen=True)
     class Params:
         scorer: Scorer
-        chunk: int
-        choose: str
-        low: int
-        reuse: int
+        chunk: Count
+        choose: Literal["best", "gated", "within"]
+        low: Count
+        reuse: Count
         match_published: bool
 
         def __post_init__(self) -> None:
-            each_one_of("method", self, choose=("best", "gated", "within"))
-            whole_numbers("method", self, chunk=1, low=1, reuse=1)
             refuse_query_heads(self.scorer, ChunkKV.title)
             if self.choose == "within" and kind_of(self.scorer).score is ScoringMethod.score:
                 raise ConfigError(

@@ -22,13 +22,14 @@ Figures   drop by keys and values: #A742DE, right, :
 
 import math
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.declared import each_one_of, whole_numbers
-from kvbench.engine.errors import ConfigError
+from kvbench.engine.declared import Count, Index, Is, Tokens
 from kvbench.engine.observe import Observation
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
@@ -91,20 +92,14 @@ class Compactor(ScoringMethod):
 
     @dataclass(frozen=True)
     class Params:
-        sketch: int
-        chunk: int
-        beta: float | None
-        parts: str
-        n_sink: int
-        n_last: int
-        padding: str
-        seed: int
-
-        def __post_init__(self) -> None:
-            each_one_of("method", self, parts=("both", "leverage", "attention"), padding=("masked", "published"))
-            whole_numbers("method", self, sketch=1, chunk=2, n_sink=0, n_last=0, seed=0)
-            if self.beta is not None and self.beta < 0:
-                raise ConfigError(f"method.beta={self.beta} is out of range; it weighs leverage, and is 0 or more")
+        sketch: Count
+        chunk: Annotated[int, Ge(2)]
+        beta: Annotated[float, Ge(0), Is("what leverage weighs, 0 or more")] | None
+        parts: Literal["both", "leverage", "attention"]
+        n_sink: Tokens
+        n_last: Tokens
+        padding: Literal["masked", "published"]
+        seed: Index
 
     @dataclass(frozen=True)
     class Plan:

@@ -25,13 +25,13 @@ Figures   drop by keys and values: #A94991, square, --
 """
 
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
-from kvbench.engine.declared import share
+from kvbench.engine.declared import Is, Share
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.model import Model
 from kvbench.engine.observe import ModelFact, Observation
@@ -109,16 +109,12 @@ class CriticalKV(OverScorer):
     @dataclass(frozen=True)
     class Params:
         scorer: Scorer
-        first_share: Fraction
-        eps: float
-        alpha: Fraction
+        first_share: Share
+        eps: Annotated[float, Ge(0), Is("added to scores, and 0 or more")]
+        alpha: Share
         match_published: bool
 
         def __post_init__(self) -> None:
-            share("method.first_share", self.first_share)
-            share("method.alpha", self.alpha)
-            if not 0 <= self.eps < float("inf"):
-                raise ConfigError(f"method.eps={self.eps} is out of range; it is added to scores, and 0 or more")
             refuse_query_heads(self.scorer, CriticalKV.title)
             if self.scorer.rules.traits_of(self.scorer.params).weighs_values:
                 raise ConfigError(

@@ -21,16 +21,15 @@ Figures   drop by keys and values: #9078A8, up, -.
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.declared import each_one_of, whole_numbers
+from kvbench.engine.declared import Count, Index, Tokens, Window
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.scoring import ScoringMethod
-
-LEVERAGES = ("kv_product", "kv_avg", "key", "value")
 
 
 def energy(x: Tensor, sketch: Tensor | None = None) -> Tensor:
@@ -83,16 +82,12 @@ class CUR(ScoringMethod):
 
     @dataclass(frozen=True)
     class Params:
-        leverage: str
-        window: int | None
-        rest: str
-        n_sink: int
-        sketch: int | None
-        seed: int
-
-        def __post_init__(self) -> None:
-            each_one_of("method", self, leverage=LEVERAGES, rest=("whole", "scaled"))
-            whole_numbers("method", self, window=1, n_sink=0, sketch=1, seed=0)
+        leverage: Literal["kv_product", "kv_avg", "key", "value"]
+        window: Window | None
+        rest: Literal["whole", "scaled"]
+        n_sink: Tokens
+        sketch: Count | None
+        seed: Index
 
     @dataclass(frozen=True)
     class Plan:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.budget import BudgetRequest
-from kvbench.engine.declared import tokens
+from kvbench.engine.declared import Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Change, Delayed, Judged, Placement, Ragged
 from kvbench.methods.named import Scorer
@@ -46,12 +46,11 @@ class DMS(OverScorer):
     class Params:
         scorer: Scorer
         threshold: float
-        window: int
+        window: Tokens
         decode: bool
         match_published: ClassVar[bool] = False  # nothing is ranked
 
         def __post_init__(self) -> None:
-            tokens("method.window", self.window)
             refuse_query_heads(self.scorer, DMS.title)
             if self.decode and not self.scorer.rules.traits.judges:
                 raise ConfigError(

@@ -22,12 +22,12 @@ Figures   drop for any question: #7B4CE3, diamond, -.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from typing import Annotated, Literal
 
 import torch
 
 from kvbench.engine.budget import Budget
-from kvbench.engine.declared import one_of, share, tokens
+from kvbench.engine.declared import Filled, Share, Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.allocator import Allocator
@@ -43,17 +43,10 @@ class FastKVzip(Gated):
 
     @dataclass(frozen=True)
     class Params:
-        gate: str
-        n_sink: int
-        window_share: Fraction
-        match: str
-
-        def __post_init__(self) -> None:
-            tokens("method.n_sink", self.n_sink)
-            share("method.window_share", self.window_share)
-            one_of("method.match", self.match, ("budget", "kvpress", "paper"))
-            if not self.gate.strip():
-                raise ConfigError("method.gate is empty; give a file, a hub name or auto")
+        gate: Annotated[str, Filled("a file, a hub name or auto")]
+        n_sink: Tokens
+        window_share: Share
+        match: Literal["budget", "kvpress", "paper"]
 
     @dataclass(frozen=True)
     class Plan:

@@ -25,13 +25,13 @@ Figures   drop after the prompt, by its last queries: #E26376, down, :
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.declared import each_one_of, whole_numbers
+from kvbench.engine.declared import Count, Window
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries, Observation, window_scores
 from kvbench.engine.placement import Placement
@@ -54,15 +54,11 @@ class Finch(ScoringMethod):
 
     @dataclass(frozen=True)
     class Params:
-        window: int | None
+        window: Window | None
         normalize: bool
-        per: str
-        chunk: int | None
+        per: Literal["head", "layer"]
+        chunk: Count | None
         match_published: bool
-
-        def __post_init__(self) -> None:
-            each_one_of("method", self, per=("head", "layer"))
-            whole_numbers("method", self, window=1, chunk=1)
 
     @dataclass(frozen=True)
     class Plan:

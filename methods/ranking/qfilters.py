@@ -28,13 +28,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.declared import each_one_of, whole_numbers
+from kvbench.engine.declared import Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import Observation
 from kvbench.engine.placement import Change, Evict, Kept, Placement
@@ -61,14 +61,10 @@ class QFilters(NeedsCalibration, ScoringMethod):
 
     @dataclass(frozen=True)
     class Params:
-        window: int
-        evict: str
-        calibrate: str
+        window: Tokens
+        evict: Literal["prompt", "always"]
+        calibrate: Literal["missing", "never"]
         calibration_file: Path | None
-
-        def __post_init__(self) -> None:
-            each_one_of("method", self, evict=("prompt", "always"), calibrate=("missing", "never"))
-            whole_numbers("method", self, window=0)
 
     @dataclass(frozen=True)
     class Plan:

@@ -17,17 +17,16 @@ Figures   drop by place or chance: #84909C, plus, :
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.declared import each_one_of, whole_numbers
+from kvbench.engine.declared import Index, Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.scoring import ScoringMethod
-
-MOST_SEED = 2**63 - 1
 
 BITS = 64
 
@@ -86,17 +85,13 @@ class Random(ScoringMethod):
 
     @dataclass(frozen=True)
     class Params:
-        per: str
-        n_sink: int
-        window: int
-        seed: int
-        draws: str
+        per: Literal["head", "layer", "prompt"]
+        n_sink: Tokens
+        window: Tokens
+        seed: Index
+        draws: Literal["counter", "kvpress"]
 
         def __post_init__(self) -> None:
-            each_one_of("method", self, per=("head", "layer", "prompt"), draws=("counter", "kvpress"))
-            whole_numbers("method", self, n_sink=0, window=0, seed=0)
-            if self.seed > MOST_SEED:
-                raise ConfigError(f"method.seed={self.seed} is out of range; it is a whole number up to {MOST_SEED}")
             if self.draws == "kvpress" and self.per != "head":
                 raise ConfigError(
                     f"method.per={self.per} with method.draws=kvpress is not allowed; kvpress draws for every KV head, "

@@ -24,12 +24,13 @@ Figures   drop by place or chance: #8E5BA2, pillar, :
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.declared import each_one_of, whole_numbers
+from kvbench.engine.declared import Count, Is, Tokens, Window
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import MeanWeights, Observation
 from kvbench.engine.placement import Kept, Placement, Whole
@@ -56,17 +57,13 @@ class SimLayerKV(SelectiveAttention):
 
     @dataclass(frozen=True)
     class Params:
-        n_sink: int
-        n_recent: int | None
-        threshold: float | None
-        n_last: int
-        own_columns: str
+        n_sink: Tokens
+        n_recent: Window | None
+        threshold: Annotated[float, Ge(0), Le(1), Is("a share from 0 to 1")] | None
+        n_last: Count
+        own_columns: Literal["counted", "cut"]
 
         def __post_init__(self) -> None:
-            each_one_of("method", self, own_columns=("counted", "cut"))
-            whole_numbers("method", self, n_sink=0, n_recent=1, n_last=1)
-            if self.threshold is not None and not 0 <= self.threshold <= 1:
-                raise ConfigError(f"method.threshold={self.threshold:g} is out of range; it is a share from 0 to 1")
             if self.threshold is not None and self.n_recent is None:
                 raise ConfigError(
                     f"method.threshold={self.threshold:g} knows no budget that could say how much is kept; give "

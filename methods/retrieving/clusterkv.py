@@ -36,7 +36,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from fractions import Fraction
 from time import perf_counter
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.books.spans import span
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
 from kvbench.engine.caches.blocks import BlockCacheSpec
-from kvbench.engine.declared import each_one_of, refuse_cap, whole_numbers
+from kvbench.engine.declared import Count, Index, Named, Tokens, refuse_cap
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.beside import Beside
 from kvbench.engine.placement import Offloaded, Release
@@ -170,25 +170,20 @@ class ClusterKV(Indexed):
 
     @dataclass(frozen=True)
     class Params:
-        comm_mode: str
-        num_clusters: int | None
-        metric: str
-        max_rounds: int
-        n_sink: int
-        agg: str
-        decode_period: int
-        decode_clusters: int | None
-        full_layers: int
-        cache_steps: int
+        comm_mode: Literal["native", "matched"]
+        num_clusters: Count | None
+        metric: Annotated[str, Named(METRICS)]
+        max_rounds: Count
+        n_sink: Tokens
+        agg: Literal["query_head", "group_mean"]
+        decode_period: Count
+        decode_clusters: Index | None
+        full_layers: Index
+        cache_steps: Index
         overlap: bool
-        seed: int
+        seed: Index
 
         def __post_init__(self) -> None:
-            each_one_of(
-                "method", self, comm_mode=("native", "matched"), metric=METRICS, agg=("query_head", "group_mean")
-            )
-            whole_numbers("method", self, num_clusters=1, max_rounds=1, n_sink=0, decode_period=1)
-            whole_numbers("method", self, decode_clusters=0, full_layers=0, cache_steps=0, seed=0)
             if (self.decode_clusters or 0) > self.decode_period:
                 raise ConfigError(
                     f"method.decode_clusters={self.decode_clusters} is more than the "

@@ -37,14 +37,15 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import Budget, BudgetRequest, show
-from kvbench.engine.declared import each_one_of, refuse_cap, whole_numbers
+from kvbench.engine.declared import Count, Index, refuse_cap
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import Observation
 from kvbench.engine.shapes import ModelShape
@@ -53,14 +54,6 @@ from kvbench.methods.calibration.known import Calibrated, NeedsCalibration
 from kvbench.methods.retrieving.labels import Labels, LabelSearch, stored
 from kvbench.methods.traits import Traits
 
-CHOICES = {
-    "comm_mode": ("native", "matched"),
-    "channel": ("q", "k", "qk"),
-    "calibration": ("paper", "as_released"),
-    "granularity": ("auto", "query_head", "kv_head"),
-    "generated": ("stay", "compete"),
-    "calibrate": ("missing", "never"),
-}
 WHOLE_BITS = 16  # of a label that is not quantised
 SCALE_BITS = 32  # of a quantised vector of labels: its lowest value and its scale
 LEAST_OF_HEADS = Fraction(1, 32)  # of `comm`, below which a group shares its labels unless it is told not to
@@ -113,25 +106,19 @@ class DoubleSparsity(NeedsCalibration, LabelSearch):
 
     @dataclass(frozen=True)
     class Params:
-        comm_mode: str
-        group_factor: int
-        label_bits: int
-        channel: str
-        calibration: str
-        granularity: str
-        generated: str
-        heavy: int | None
-        full_layers: int
-        calibrate: str
+        comm_mode: Literal["native", "matched"]
+        group_factor: Count
+        label_bits: Annotated[int, Ge(1), Le(WHOLE_BITS)]
+        channel: Literal["q", "k", "qk"]
+        calibration: Literal["paper", "as_released"]
+        granularity: Literal["auto", "query_head", "kv_head"]
+        generated: Literal["stay", "compete"]
+        heavy: Count | None
+        full_layers: Index
+        calibrate: Literal["missing", "never"]
         calibration_file: Path | None
 
         def __post_init__(self) -> None:
-            each_one_of("method", self, **CHOICES)
-            whole_numbers("method", self, group_factor=1, label_bits=1, heavy=1, full_layers=0)
-            if self.label_bits > WHOLE_BITS:
-                raise ConfigError(
-                    f"method.label_bits={self.label_bits} is out of range; a label has 1 to {WHOLE_BITS} bits"
-                )
             if self.heavy is not None and self.generated != "compete":
                 raise ConfigError(
                     f"method.heavy={self.heavy} counts generated tokens too; use it with method.generated=compete, or "

@@ -44,14 +44,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
+from annotated_types import Gt, Le
 from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
-from kvbench.engine.declared import each_one_of, whole_number
+from kvbench.engine.declared import Index, Is
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import ChannelSums, Observation
 from kvbench.engine.placement import Offloaded
@@ -63,13 +64,8 @@ from kvbench.kernels.rows.logits import channel_keys
 from kvbench.methods.base import overall_ratio
 from kvbench.methods.indexed import Indexed
 
-CHOICES = {
-    "comm_mode": ("native", "matched"),
-    "channels": ("query_key", "query"),
-    "agg": ("query_head", "group_max", "group_mean"),
-    "generated": ("stay", "compete"),
-    "lookahead": (0, 1),
-}
+WITHOUT = "a number above 0, such as 4, or null for as many tokens as the budget has"
+Alpha = Annotated[float, Gt(0), Is(WITHOUT)]
 
 
 @dataclass(frozen=True)
@@ -112,29 +108,17 @@ class InfiniGen(Indexed):
 
     @dataclass(frozen=True)
     class Params:
-        comm_mode: str
-        partial_ratio: Fraction
+        comm_mode: Literal["native", "matched"]
+        partial_ratio: Annotated[Fraction, Gt(0), Le(1), Is("a share of the channels above 0 and at most 1, like 0.2")]
         skew: bool
-        channels: str
-        alpha: float | None
-        agg: str
-        generated: str
-        lookahead: int
-        full_layers: int
+        channels: Literal["query_key", "query"]
+        alpha: Alpha | None
+        agg: Literal["query_head", "group_max", "group_mean"]
+        generated: Literal["stay", "compete"]
+        lookahead: Literal[0, 1]
+        full_layers: Index
 
         def __post_init__(self) -> None:
-            each_one_of("method", self, **CHOICES)
-            if not 0 < self.partial_ratio <= 1:
-                raise ConfigError(
-                    f"method.partial_ratio={show(self.partial_ratio)} is out of range; it is a share of the "
-                    "channels above 0 and at most 1, like 0.2"
-                )
-            if self.alpha is not None and not 0 < self.alpha < float("inf"):
-                raise ConfigError(
-                    f"method.alpha={self.alpha} is out of range; use a number above 0, such as 4, or null for "
-                    "as many tokens as the budget has"
-                )
-            whole_number("method.full_layers", self.full_layers, 0)
             if self.lookahead and self.full_layers == 0:
                 raise ConfigError(
                     "method.full_layers=0 has a first layer without a layer below to look ahead from; use "

@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import ceil, floor
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ from kvbench.engine.attend import Part
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
 from kvbench.engine.caches.eviction import Update
-from kvbench.engine.declared import refuse_cap, tokens
+from kvbench.engine.declared import Tokens, Window, refuse_cap
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import BandLogits, BandSums, Observation
 from kvbench.engine.placement import Change, Offloaded, Release
@@ -60,12 +60,6 @@ from kvbench.methods.indexed import Indexed
 from kvbench.methods.traits import Traits
 
 PUBLISHED_REPRESENTATIVES = 4  # of a block
-CHOICES = (
-    ("repr_score", ("prob", "logit")),
-    ("repr_granularity", ("query_head", "kv_head")),
-    ("position", (True, "true", "fixed")),  # YAML reads true as a boolean
-    ("budget_rule", ("fair", "official")),
-)
 
 
 def representatives(scores: Tensor, keys: Tensor, start: int, block_len: int, n_repr: int) -> tuple[Tensor, Tensor]:
@@ -98,26 +92,14 @@ class InfLLM(Indexed):
 
     @dataclass(frozen=True)
     class Params:
-        block_len: int
-        n_sink: int
-        repr_score: str
-        repr_granularity: str
+        block_len: Window
+        n_sink: Tokens
+        repr_score: Literal["prob", "logit"]
+        repr_granularity: Literal["query_head", "kv_head"]
         per_head: bool
-        position: bool | str
+        position: Literal[True, "fixed"]
         grow_blocks: bool
-        budget_rule: str
-
-        def __post_init__(self) -> None:
-            for key, allowed in CHOICES:
-                if getattr(self, key) not in allowed:
-                    raise ConfigError(
-                        f"method.{key}={getattr(self, key)} is unknown; use {allowed[-2]} or {allowed[-1]}"
-                    )
-            if self.block_len < 1:
-                raise ConfigError(
-                    f"method.block_len={self.block_len} is out of range; it is a number of tokens, at least 1"
-                )
-            tokens("method.n_sink", self.n_sink)
+        budget_rule: Literal["fair", "official"]
 
     @dataclass(frozen=True)
     class Plan:

@@ -33,14 +33,15 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
-from kvbench.engine.declared import each_one_of, refuse_cap, whole_numbers
+from kvbench.engine.declared import Is, Whole, refuse_cap
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import Observation
 from kvbench.engine.shapes import ModelShape
@@ -50,12 +51,9 @@ from kvbench.methods.retrieving.labels import Labels, LabelSearch, stored
 from kvbench.methods.traits import Traits
 
 PUBLISHED_SHARE = Fraction(1, 4)  # of a key's components, the paper's d_f
-CHOICES = {
-    "rotary": ("post", "pre"),
-    "granularity": ("query_head", "kv_head"),
-    "generated": ("stay", "compete"),
-    "calibrate": ("missing", "never"),
-}
+Components = Annotated[int, Ge(1), Is("a whole number of components from 1")]
+Variance = Annotated[Fraction, Gt(0), Lt(1), Is("a share of the variance below 1")]
+Tokens = Annotated[Fraction, Gt(0), Whole(), Is("a share of the tokens up to 1, or a whole number of them above 1")]
 
 
 def n_components(shares: Tensor, share: Fraction) -> int:
@@ -75,38 +73,20 @@ class Loki(NeedsCalibration, LabelSearch):
 
     @dataclass(frozen=True)
     class Params:
-        top_r: int | Fraction | str
-        top_k: Fraction | None
-        rotary: str
-        granularity: str
-        generated: str
-        calibrate: str
+        top_r: Components | Variance | Literal["auto"]
+        top_k: Tokens | None
+        rotary: Literal["post", "pre"]
+        granularity: Literal["query_head", "kv_head"]
+        generated: Literal["stay", "compete"]
+        calibrate: Literal["missing", "never"]
         calibration_file: Path | None
 
         def __post_init__(self) -> None:
-            each_one_of("method", self, **CHOICES)
-            if isinstance(self.top_r, str) and self.top_r != "auto":
+            if self.top_k is not None and self.generated != "compete":
                 raise ConfigError(
-                    f"method.top_r={self.top_r} is no number of components; use a whole number from 1, a share of the "
-                    "variance below 1, or auto"
+                    f"method.top_k={show(self.top_k)} counts generated tokens too; use it with "
+                    "method.generated=compete, or ratio and budget for the prompt's"
                 )
-            if isinstance(self.top_r, Fraction) and not 0 < self.top_r < 1:
-                raise ConfigError(
-                    f"method.top_r={show(self.top_r)} is out of range; it is a whole number of components from 1, or a "
-                    "share of the variance between 0 and 1"
-                )
-            whole_numbers("method", self, top_r=1)
-            if self.top_k is not None:
-                if self.top_k <= 0 or (self.top_k > 1 and self.top_k.denominator != 1):
-                    raise ConfigError(
-                        f"method.top_k={show(self.top_k)} is out of range; it is a share of the tokens up to 1, or a "
-                        "whole number of them above 1"
-                    )
-                if self.generated != "compete":
-                    raise ConfigError(
-                        f"method.top_k={show(self.top_k)} counts generated tokens too; use it with "
-                        "method.generated=compete, or ratio and budget for the prompt's"
-                    )
 
     @dataclass(frozen=True)
     class Plan:

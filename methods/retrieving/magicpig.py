@@ -34,15 +34,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.books.spans import span
 from kvbench.engine.budget import Budget, BudgetRequest, find_bytes, key_bytes, show, token_bytes
-from kvbench.engine.declared import whole_numbers
+from kvbench.engine.declared import Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries, Observation
 from kvbench.engine.placement import Offloaded
@@ -164,19 +165,12 @@ class MagicPIG(SelectiveAttention):
 
     @dataclass(frozen=True)
     class Params:
-        bits: int
-        tables: int | str
-        n_sink: int
-        window: int
-        dense_every: int
-        seed: int
-
-        def __post_init__(self) -> None:
-            if isinstance(self.tables, str) and self.tables != "auto":
-                raise ConfigError(f"method.tables={self.tables} is not a number; use a whole number from 2, or auto")
-            whole_numbers("method", self, tables=FEWEST_TABLES, n_sink=0, window=0, dense_every=0, seed=0)
-            if not 1 <= self.bits <= MOST_BITS:
-                raise ConfigError(f"method.bits={self.bits} is out of range; a table's code has 1 to {MOST_BITS} bits")
+        bits: Annotated[int, Ge(1), Le(MOST_BITS)]
+        tables: Annotated[int, Ge(FEWEST_TABLES)] | Literal["auto"]
+        n_sink: Tokens
+        window: Tokens
+        dense_every: Annotated[int, Ge(0)]
+        seed: Annotated[int, Ge(0)]
 
     @dataclass(frozen=True)
     class Plan:

@@ -17,15 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import Budget, key_bytes, split
-from kvbench.engine.declared import each_one_of, share, tokens
+from kvbench.engine.declared import Share, Tokens
 from kvbench.engine.placement import Offloaded
 from kvbench.engine.search import Launch, Units, products
 from kvbench.engine.selection import Cost
@@ -34,8 +33,6 @@ from kvbench.engine.softmax import Softmax
 from kvbench.kernels.clock import Since
 from kvbench.kernels.rows.logits import Searched, table_of, token_logits, weigh_logits
 from kvbench.methods.indexed import Indexed
-
-AGGREGATES = ("group_sum", "query_head", "group_max", "group_logit_mean")
 
 
 def token_scores(logits: Tensor, agg: str, softmax: Softmax) -> Tensor:
@@ -55,24 +52,12 @@ class Oracle(Indexed):
 
     @dataclass(frozen=True)
     class Params:
-        agg: str
-        n_sink: int
-        local_share: Fraction
-        generated: str
-        budget_rule: str
-        lost_mass: str
-
-        def __post_init__(self) -> None:
-            each_one_of(
-                "method",
-                self,
-                agg=AGGREGATES,
-                generated=("on_top", "inside"),
-                budget_rule=("fair", "official"),
-                lost_mass=("renormalise", "spread"),
-            )
-            tokens("method.n_sink", self.n_sink)
-            share("method.local_share", self.local_share)
+        agg: Literal["group_sum", "query_head", "group_max", "group_logit_mean"]
+        n_sink: Tokens
+        local_share: Share
+        generated: Literal["on_top", "inside"]
+        budget_rule: Literal["fair", "official"]
+        lost_mass: Literal["renormalise", "spread"]
 
     @dataclass(frozen=True)
     class Plan:

@@ -50,9 +50,10 @@ from fractions import Fraction
 from functools import cache
 from math import ceil, floor
 from statistics import fmean
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
@@ -60,7 +61,7 @@ from kvbench.engine.books.spans import span
 from kvbench.engine.books.stopwatch import synchronize
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, show, split
 from kvbench.engine.caches.blocks import BlockCacheSpec
-from kvbench.engine.declared import each_one_of, share, whole_numbers
+from kvbench.engine.declared import Count, Index, Is, Named, Share, Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.streams import sent_so_far
 from kvbench.engine.placement import Offloaded, Placement
@@ -95,42 +96,21 @@ class PQCache(Indexed):
 
     @dataclass(frozen=True)
     class Params:
-        m: int | str
-        b: int | str
-        n_sink: int
-        local_share: Fraction
-        budget_rule: str
-        fit: str
-        iterations: int | str
-        tol: float
-        empty: str
-        group_merge: str
-        rebuild_every: int
+        m: Count | Literal["auto"]
+        b: Annotated[int, Ge(1), Le(MOST_BITS)] | Literal["auto"]
+        n_sink: Tokens
+        local_share: Share
+        budget_rule: Literal["fair", "official"]
+        fit: Literal["all_but_sinks", "middle"]
+        iterations: Count | Literal["auto"]
+        tol: Annotated[float, Ge(0), Is("a share of the variance, 0 or more")]
+        empty: Annotated[str, Named(EMPTY)]
+        group_merge: Annotated[str, Named(MERGES)]
+        rebuild_every: Index
         overlap: bool
-        cluster_on: str
+        cluster_on: Literal["auto", "cpu"]
         cache_includes_centroids: bool
-        seed: int
-
-        def __post_init__(self) -> None:
-            each_one_of(
-                "method",
-                self,
-                budget_rule=("fair", "official"),
-                fit=("all_but_sinks", "middle"),
-                empty=EMPTY,
-                group_merge=MERGES,
-                cluster_on=("auto", "cpu"),
-            )
-            for key in ("m", "b", "iterations"):
-                value = getattr(self, key)
-                if isinstance(value, str) and value != "auto":
-                    raise ConfigError(f"method.{key}={value} is not a number; use a whole number from 1, or auto")
-            whole_numbers("method", self, m=1, b=1, n_sink=0, iterations=1, rebuild_every=0, seed=0)
-            if isinstance(self.b, int) and self.b > MOST_BITS:
-                raise ConfigError(f"method.b={self.b} is out of range; a code has 1 to {MOST_BITS} bits")
-            share("method.local_share", self.local_share)
-            if not 0 <= self.tol < float("inf"):
-                raise ConfigError(f"method.tol={self.tol} is out of range; it is a share of the variance, 0 or more")
+        seed: Index
 
         @property
         def clusters_on_gpu(self) -> bool:

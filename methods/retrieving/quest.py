@@ -31,14 +31,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
-from kvbench.engine.declared import each_one_of, refuse_cap, whole_numbers
+from kvbench.engine.declared import Index, Window, refuse_cap
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Offloaded, Release
 from kvbench.engine.search import Launch, Units
@@ -48,8 +48,6 @@ from kvbench.kernels.pages import page_bounds, page_keys_triton, page_scores
 from kvbench.methods.base import Variant, overall_ratio
 from kvbench.methods.indexed import Indexed
 from kvbench.methods.traits import Traits
-
-AGGREGATES = ("query_head", "group_mean", "group_max")
 
 
 @dataclass
@@ -94,18 +92,12 @@ class Quest(Indexed):
 
     @dataclass(frozen=True)
     class Params:
-        comm_mode: str
-        page_len: int
-        variant: str
+        comm_mode: Literal["native", "matched"]
+        page_len: Window
+        variant: Literal["harness", "eval", "serving"]
         page_generated: bool
-        agg: str
-        full_layers: int
-
-        def __post_init__(self) -> None:
-            each_one_of(
-                "method", self, comm_mode=("native", "matched"), variant=("harness", "eval", "serving"), agg=AGGREGATES
-            )
-            whole_numbers("method", self, page_len=1, full_layers=0)
+        agg: Literal["query_head", "group_mean", "group_max"]
+        full_layers: Index
 
     @dataclass(frozen=True)
     class Plan:

@@ -37,16 +37,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import count
 from math import ceil, floor, lcm
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from kvbench.engine.attend import Part
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.books.spans import span
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, find_bytes, key_bytes, show, token_bytes
-from kvbench.engine.declared import each_one_of, whole_numbers
+from kvbench.engine.declared import Count, Is, Tokens, Window
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.beside import Beside
 from kvbench.engine.placement import Offloaded, Release
@@ -180,28 +181,17 @@ class RetroInfer(SelectiveAttention):
 
     @dataclass(frozen=True)
     class Params:
-        tokens_per_cluster: int | str
-        retrieved_share: float | None
-        estimated_share: float
-        fill: str
-        n_sink: int
-        window: int
-        segment: int
-        iterations: int
-        update: int
+        tokens_per_cluster: Count | Literal["auto"]
+        retrieved_share: Annotated[float, Gt(0), Le(1), Is("a share of the clusters above 0, up to 1")] | None
+        estimated_share: Annotated[float, Ge(0), Le(1), Is("a share of the clusters, up to 1")]
+        fill: Literal["expected", "exact"]
+        n_sink: Tokens
+        window: Window
+        segment: Count
+        iterations: Count
+        update: Count
 
         def __post_init__(self) -> None:
-            if isinstance(self.tokens_per_cluster, str) and self.tokens_per_cluster != "auto":
-                raise ConfigError(
-                    f"method.tokens_per_cluster={self.tokens_per_cluster} is not a number; use a whole number from 1, "
-                    "or auto"
-                )
-            each_one_of("method", self, fill=("expected", "exact"))
-            whole_numbers("method", self, tokens_per_cluster=1, n_sink=0, window=1, segment=1, iterations=1, update=1)
-            for name, least in (("retrieved_share", None), ("estimated_share", 0)):
-                value = getattr(self, name)
-                if value is not None and not (0 <= value <= 1 and (value > 0 or least == 0)):
-                    raise ConfigError(f"method.{name}={value} is out of range; it is a share of the clusters, up to 1")
             if self.retrieved_share is not None and self.fill == "exact":
                 raise ConfigError(
                     f"method.retrieved_share={self.retrieved_share} gives a number of clusters and method.fill=exact "

@@ -32,14 +32,14 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor, isqrt, log2
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
-from kvbench.engine.declared import each_one_of, votes, whole_numbers
+from kvbench.engine.declared import Kernel, Tokens, Window
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries, Observation
 from kvbench.engine.passes.trace import Trace
@@ -56,7 +56,6 @@ from kvbench.methods.indexed import Indexed
 from kvbench.methods.retrieving.sparq import query_weights, top_components
 from kvbench.methods.scorers import keep_top, pool_scores, reduce_group, window_votes
 
-TIERS = ("device", "host")
 USUAL_ANSWER = 256  # tokens whose chunks a byte budget pays for, where no length of answers is given
 
 
@@ -132,16 +131,11 @@ class RocketKV(Indexed):
 
     @dataclass(frozen=True)
     class Params:
-        window: int
-        kernel: int
-        tier: str
-        budget_rule: str
-        longest_answer: int
-
-        def __post_init__(self) -> None:
-            each_one_of("method", self, tier=TIERS, budget_rule=("harness", "official"))
-            votes(self.window, self.kernel)
-            whole_numbers("method", self, longest_answer=0)
+        window: Window
+        kernel: Kernel
+        tier: Literal["device", "host"]
+        budget_rule: Literal["harness", "official"]
+        longest_answer: Tokens
 
     @dataclass(frozen=True)
     class Plan:

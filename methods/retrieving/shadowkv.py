@@ -40,15 +40,16 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
+from annotated_types import Gt, Le
 from torch import Tensor
 
 from kvbench.engine.books.footprint import DIGITS, Footprint, held, largest, too_small
 from kvbench.engine.books.spans import span
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
-from kvbench.engine.declared import one_of, whole_numbers
+from kvbench.engine.declared import Count, Index, Is
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import OffloadedValues
 from kvbench.engine.search import KernelSearch, Units
@@ -153,21 +154,14 @@ class ShadowKV(Indexed):
 
     @dataclass(frozen=True)
     class Params:
-        chunk: int
-        rank_share: Fraction
-        outlier_chunks: int
-        local_chunks: int
+        chunk: Count
+        rank_share: Annotated[
+            Fraction, Gt(0), Le(1), Is("a share of the numbers in all keys of a token, above 0 and at most 1")
+        ]
+        outlier_chunks: Index
+        local_chunks: Index
         native: bool
-        budget_rule: str
-
-        def __post_init__(self) -> None:
-            whole_numbers("method", self, chunk=1, outlier_chunks=0, local_chunks=0)
-            one_of("method.budget_rule", self.budget_rule, ("harness", "official"))
-            if not 0 < self.rank_share <= 1:
-                raise ConfigError(
-                    f"method.rank_share={show(self.rank_share)} is out of range; it is a share of the numbers in all "
-                    "keys of a token, above 0 and at most 1"
-                )
+        budget_rule: Literal["harness", "official"]
 
     @dataclass(frozen=True)
     class Plan:

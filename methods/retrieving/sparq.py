@@ -31,14 +31,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
-from kvbench.engine.declared import each_one_of, share, tokens
+from kvbench.engine.declared import Share, Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.streams import sent_home
 from kvbench.engine.passes.trace import Trace
@@ -117,23 +117,12 @@ class SparQ(Indexed):
 
     @dataclass(frozen=True)
     class Params:
-        n_sink: int
-        local_share: Fraction
+        n_sink: Tokens
+        local_share: Share
         reallocate: bool
-        layout: str
-        generated: str
-        budget_rule: str
-
-        def __post_init__(self) -> None:
-            each_one_of(
-                "method",
-                self,
-                layout=("columns", "rows"),
-                generated=("on_top", "inside"),
-                budget_rule=("fair", "official"),
-            )
-            tokens("method.n_sink", self.n_sink)
-            share("method.local_share", self.local_share)
+        layout: Literal["columns", "rows"]
+        generated: Literal["on_top", "inside"]
+        budget_rule: Literal["fair", "official"]
 
     @dataclass(frozen=True)
     class Plan:

@@ -89,12 +89,12 @@ def command(run: Run) -> str:
 
 
 def words(config: Mapping[str, Any]) -> Iterator[str]:
-    """The overrides of a configuration; a method in a file of the user's own is named as a file."""
+    """The overrides of a configuration; a method or task in a file of the user's own is named as a file."""
     for group in ("method", "task", "prefill"):
         part = config.get(group)
         if isinstance(part, Mapping) and (group != "prefill" or part.get("name") != "exact"):
             is_file = "digest" in part and "package" not in part
-            yield from choice(group, str(part.get("name")), part.get("params") or {}, is_file)
+            yield from choice(group, str(part.get("file") or part.get("name")), part.get("params") or {}, is_file)
     model = config.get("model")
     if isinstance(model, Mapping):
         yield from choice("model", str(model.get("name")), {k: v for k, v in model.items() if k != "name"}, False)
@@ -123,9 +123,10 @@ def choice(group: str, name: str, params: Mapping[str, Any], is_file: bool) -> I
     if group == "model" and not usual:  # a folder, a file or a name of the hub
         name, usual = str(params.get("id")), defaults(group, "any")
         params = {key: value for key, value in params.items() if key != "id"}
-    yield f"{group}={name}.py" if is_file and not name.endswith(".py") else f"{group}={name}"
+    yield f"{group}={name}.py" if is_file and not name.endswith((".py", ".yaml", ".yml")) else f"{group}={name}"
     for key, value in params.items():
-        yield from differing(f"{group}.{key}", value, usual.get(key))
+        if not isinstance(value, str) or value.isprintable():  # else no command line takes it, and it is of a YAML file
+            yield from differing(f"{group}.{key}", value, usual.get(key))
 
 
 def differing(key: str, value: Any, usual: Any) -> Iterator[str]:

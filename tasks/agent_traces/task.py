@@ -32,8 +32,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import Ge
+
+from kvbench.engine.declared import Count, Once
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import NoJson, read_json, read_text, write_csv
 from kvbench.engine.shapes import ModelShape
@@ -42,16 +45,17 @@ from kvbench.tasks import sources
 from kvbench.tasks.agent_traces import made
 from kvbench.tasks.agent_traces.actions import Point, action_of, agreement, points_of, recorded, values
 from kvbench.tasks.agent_traces.render import Message, Renderer, Talk, spoken
-from kvbench.tasks.base import Data, Sample, Task
-from kvbench.tasks.checks import check_choices, check_counts, check_lengths, check_numbers
-from kvbench.tasks.lazy import LazySamples, most_units
+from kvbench.tasks.base import Data, Sample
+from kvbench.tasks.checks import OnBadRow, check_lengths
+from kvbench.tasks.lazy import Drawn, fitting, most_units, note_left_out
 from kvbench.tasks.prompt import first_ids
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows
-from kvbench.tasks.texts import digest, sentences
-from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
-from kvbench.tasks.turns.questions import QueryAware
+from kvbench.tasks.published import Fields, Row, RowsTask
+from kvbench.tasks.rows import BadRow
+from kvbench.tasks.texts import sentences
+from kvbench.tasks.turns.conversation import Asking, Base, Conversation, Feed, Turn
+from kvbench.tasks.turns.questions import apart
 
-FOLDER = "agent_traces"
+FOLDER, ENDS = "agent_traces", (".jsonl", "_policy.md", "_tools.json")
 UPSTREAM = "GitHub sierra-research/tau-bench (historical_trajectories, as the README of that folder says)"
 EXTRA = 32  # tokens that an answer may have beyond the recorded action
 AGES = (500, 2000, 8000)  # tokens: bins of a run's table
@@ -61,30 +65,21 @@ ROLES = ("user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Params:
-    source: str  # auto: the files; embedded: drawn work
+    source: Literal["auto", "local", "embedded"]  # auto: the files; embedded: drawn work
     domain: str  # NAME of the files
-    sessions: int  # traces in one context
-    points: str  # last: decisions of the last session; all
-    ask: str  # grounded | calls | all
-    lengths: tuple[int, ...]  # tokens of drawn work, the last answer included
-    turns: int  # questions on drawn work
-    output_tokens: int  # of a drawn output, about
-    rows: int | None  # samples; None: as many as there are traces, or 10 drawn ones
-    template: str
-    max_new_tokens: int | None  # None: the recorded action's and 32
-    on_bad_row: str
-    mode: str
-    feed: str
-    budget_base: str | None  # None: conversation in golden, else context
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self, source=("auto", "local", "embedded"), points=("last", "all"), ask=("grounded", "calls", "all"),
-            template=("auto", "plain"), on_bad_row=ON_BAD_ROW, mode=("golden", "independent", "query_aware"),
-        )  # fmt: skip
-        check_counts(self, "sessions", "turns", "output_tokens", "rows", "max_new_tokens")
-        check_numbers(self, lengths=1000)
-        _ = self.asking
+    sessions: Count  # traces in one context
+    points: Literal["last", "all"]  # decisions of the last session, or of all
+    ask: Literal["grounded", "calls", "all"]
+    lengths: Annotated[tuple[Annotated[int, Ge(1000)], ...], Once()]  # tokens of drawn work, the last answer included
+    turns: Count  # questions on drawn work
+    output_tokens: Count  # of a drawn output, about
+    rows: Count | None  # samples; None: as many as there are traces, or 10 drawn ones
+    template: Literal["auto", "plain"]
+    max_new_tokens: Count | None  # None: the recorded action's and 32
+    on_bad_row: OnBadRow
+    mode: Literal["golden", "independent", "query_aware"]
+    feed: Feed
+    budget_base: Base | None  # None: conversation in golden, else context
 
     @property
     def asking(self) -> Asking:
@@ -113,7 +108,7 @@ class Trace:
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-class AgentTraces(Task):
+class AgentTraces(RowsTask):
     """A conversation for each sample, a turn for each decision."""
 
     asking: Asking
@@ -121,72 +116,80 @@ class AgentTraces(Task):
     version = 2  # 1 took a call whose JSON is broken for text, which is right where text was recorded
     Params = Params
     data: ClassVar[Data | None] = Data(
-        tuple(f"{FOLDER}/airline{end}" for end in (".jsonl", "_policy.md", "_tools.json")),
-        "without them drawn work (task.source=embedded)", by_hand=UPSTREAM,
+        tuple(f"{FOLDER}/airline{end}" for end in ENDS), "without them drawn work (task.source=embedded)",
+        by_hand=UPSTREAM,
     )  # fmt: skip
+    upstream, unique = UPSTREAM, "id"
+    fields: ClassVar[Fields] = {"id": (int, str), "messages": list}
+    policy = made.POLICY
+    tools: Sequence[Any] = ()
+    three: Sequence[Path] = ()  # files of a domain
 
-    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
-        self.params, self.data_dir, self.seed, self.asking = params, data_dir, seed, params.asking
-        self.data_source = "embedded" if params.source == "embedded" else "local"
+    def title(self) -> str:
+        params = self.params
         if self.is_embedded:
-            self.dataset = f"{'+'.join(map(str, params.lengths))}-tokens/{params.turns}-turns"
-        else:
-            self.dataset = f"{params.domain}/{params.sessions}-sessions/{params.ask}"
-        self.traces: list[tuple[str, list[Message]]] = []
-        self.policy, self.tools = made.POLICY, list[Any]()
-        self.notes: list[str] = []
+            return f"{'+'.join(map(str, params.lengths))}-tokens/{params.turns}-turns"
+        return f"{params.domain}/{params.sessions}-sessions/{params.ask}"
 
-    def check(self, shape: ModelShape) -> None:
-        params, self.window = self.params, shape.window
+    def prepare(self, shape: ModelShape) -> None:
         self.notes = [NOTE]
         if self.is_embedded:
-            check_lengths(params.lengths, shape)
+            check_lengths(self.params.lengths, shape)
             self.tools = [schema(*tool) for tool in made.TOOLS]
             self.notes.append(f"drawn work; notes in outputs: {prose.prose_name()}")
-            return
-        names = [f"{FOLDER}/{params.domain}{end}" for end in (".jsonl", "_policy.md", "_tools.json")]
-        paths = sources.obtain(names, "local", self.data_dir, UPSTREAM, instead="drawn work")
-        fields = {"id": (int, str), "messages": list}
-        found = read_rows(paths[0], fields, params.on_bad_row, unique="id", check=check_row)
-        self.traces = [(str(row["id"]), row["messages"]) for _, row in found.rows]
-        self.policy, self.tools = read_text(paths[1]), read_json(paths[2], f"get it again from {UPSTREAM}")
+
+    def files(self, only: Sequence[str] | None = None) -> dict[str, Path]:
+        """Of the domain's three files that with rows; the others are read here."""
+        names = [f"{FOLDER}/{self.params.domain}{end}" for end in ENDS]
+        self.three = sources.obtain(names, "local", self.data_dir, UPSTREAM, instead="drawn work")
+        return {self.params.domain: self.three[0]}
+
+    def digested(self, files: Sequence[Path]) -> Sequence[Path]:
+        return self.three
+
+    def read(self) -> None:
+        super().read()
+        rows, policy, tools = self.three
+        self.traces = [(str(row["id"]), row["messages"]) for _, row in self.rows[self.params.domain]]
+        self.policy, self.tools = read_text(policy), read_json(tools, f"get it again from {UPSTREAM}")
         if not isinstance(self.tools, list) or not all(isinstance(tool, dict) for tool in self.tools):
-            raise ConfigError(f"{paths[2]} holds no list of tools; get it again from {UPSTREAM}")
-        if params.sessions > len(self.traces):
+            raise ConfigError(f"{tools} holds no list of tools; get it again from {UPSTREAM}")
+        if self.params.sessions > len(self.traces):
             raise ConfigError(
-                f"task.sessions={params.sessions} is more than the {len(self.traces)} traces of {paths[0]}; give fewer"
+                f"task.sessions={self.params.sessions} is more than the {len(self.traces)} traces of {rows}; give fewer"
             )
-        self.notes += found.notes
-        self.data_digest = digest(paths)
+
+    def check_row(self, name: str, row: Row) -> None:
+        if not row["messages"]:
+            raise BadRow("field 'messages' is empty")
+        for i, message in enumerate(row["messages"]):
+            if problem := wrong_with(message):
+                raise BadRow(f"message {i} {problem}")
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        samples = Drawn(self, tokenizer) if self.is_embedded else self.recorded(tokenizer)
-        if self.params.asking.mode != "query_aware":
-            return samples
-        if isinstance(samples, Drawn):
-            return QueryAware(samples, [self.params.turns] * len(samples))
-        return QueryAware(samples, [len(one.conversation.turns) if one.conversation else 0 for one in samples])
+        params = self.params
+        if self.is_embedded:
+            cells = [(length,) for length in params.lengths]
+            return apart(Days(self, tokenizer, cells, params.rows or 10), params.asking, params.turns)
+        return apart(self.recorded(tokenizer), params.asking)
 
     def recorded(self, tokenizer: Any) -> list[Sample]:
         """The traces that fit, each after others in an order that is drawn."""
-        found, too_long, without = list[Sample](), 0, 0
-        for i, (_id, _) in enumerate(self.traces):
-            if len(found) == self.params.rows:
-                break
+        without = 0
+
+        def make(i: int) -> Sample | None:
+            nonlocal without
             trace = self.in_a_row(i)
             if not trace.decisions:
                 without += 1
-                continue
-            sample = self.sample(tokenizer, trace)
-            if sample.fields["tokens"] > self.window:
-                too_long += 1
-            else:
-                found.append(sample)
-        notes = [f"{too_long} traces left out that do not fit {self.window} tokens"] if too_long else []
-        notes += (
-            [f"{without} traces left out without a decision that task.ask={self.params.ask} asks"] if without else []
-        )
-        self.notes += [note for note in notes if note not in self.notes]
+                return None
+            sample = self.talk(tokenizer, trace)
+            return None if sample.fields["tokens"] > self.window else sample
+
+        found, left_out = fitting(range(len(self.traces)), self.params.rows, make)
+        note_left_out(self.notes, left_out - without, "traces", self.window)
+        note = f"{without} traces left out without a decision that task.ask={self.params.ask} asks"
+        self.notes += [note] if without and note not in self.notes else []
         if not found:
             raise ConfigError(
                 f"no trace fits the {self.window} tokens of the model and has a decision to ask; give fewer "
@@ -213,7 +216,7 @@ class AgentTraces(Task):
         is_call = point.action["kind"] == "call"
         return {"all": True, "calls": is_call, "grounded": is_call and point.is_grounded}[self.params.ask]
 
-    def sample(self, tokenizer: Any, trace: Trace) -> Sample:
+    def talk(self, tokenizer: Any, trace: Trace) -> Sample:
         """A trace as a conversation: what is new since the last decision, then the next one."""
         renderer = Renderer(tokenizer, trace.talk, self.params.template)
         note = f"template: {renderer.name}"
@@ -391,18 +394,12 @@ def words() -> tuple[str, ...]:
     return tuple(" ".join(sentences()).split())
 
 
-class Drawn(LazySamples):
-    """Samples of every length in turns."""
+class Days(Drawn):
+    """Drawn work, whose units are events; words of a note fill what is left."""
 
-    def __init__(self, task: AgentTraces, tokenizer: Any) -> None:
-        self.task, self.tokenizer = task, tokenizer
-        self.places = [(length, i) for i in range(task.params.rows or 10) for length in task.params.lengths]
-        self.events: dict[int, int] = {}  # that fitted a length last
-        self.last: tuple[int, Sample | None] = (-1, None)  # the sample that was made last: `query_aware` asks it often
-
-    @property
-    def fewest(self) -> int:
-        return 2 * self.task.params.turns + 4
+    def __init__(self, task: AgentTraces, tokenizer: Any, cells: Sequence[tuple[int]], rows: int) -> None:
+        super().__init__(task, tokenizer, cells, rows)
+        self.fewest, self.per_unit = 2 * task.params.turns + 4, task.params.output_tokens + 60
 
     def sample(self, i: int) -> Sample:
         length, number = self.places[i]
@@ -413,32 +410,17 @@ class Drawn(LazySamples):
         def size(n_events: int, n_padding: int = 0) -> int:
             return self.task.size(self.tokenizer, work(n_events, n_padding))
 
-        if i != self.last[0]:
-            guess = self.events.get(length) or length // (self.task.params.output_tokens + 60)
-            n = most_units(size, length, self.fewest, guess)
-            if n is None:
-                raise ConfigError(
-                    f"task.lengths={length} is too short for {self.fewest} events and the questions on them; "
-                    "give more tokens, fewer task.turns or a smaller task.output_tokens"
-                )
-            self.events[length] = n
-            padding = most_units(lambda words: size(n, words), length, 0, (length - size(n)) // 2)
-            self.last = i, self.task.sample(self.tokenizer, work(n, padding or 0))
-        assert self.last[1] is not None
-        return self.last[1]
+        n = self.filling(length, size, self.fewest)
+        if n is None:
+            raise ConfigError(
+                f"task.lengths={length} is too short for {self.fewest} events and the questions on them; "
+                "give more tokens, fewer task.turns or a smaller task.output_tokens"
+            )
+        padding = most_units(lambda words: size(n, words), length, 0, (length - size(n)) // 2)
+        return self.task.talk(self.tokenizer, work(n, padding or 0))
 
 
 # --- rows of files -----------------------------------------------------------------------------
-
-
-def check_row(row: Mapping[str, Any]) -> None:
-    """Check what a row must hold beyond the types of its fields."""
-    if not row["messages"]:
-        raise BadRow("field 'messages' is empty")
-    for i, message in enumerate(row["messages"]):
-        problem = wrong_with(message)
-        if problem:
-            raise BadRow(f"message {i} {problem}")
 
 
 def wrong_with(message: Any) -> str | None:

@@ -15,13 +15,12 @@ Answers     up to 32,768 tokens.
 Not here: prompts and grades (`tasks/reasoning`).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
-from kvbench.engine.errors import ConfigError
 from kvbench.tasks.base import Data
 from kvbench.tasks.download import Piece
+from kvbench.tasks.published import Row
 from kvbench.tasks.reasoning import task as reasoning
 from kvbench.tasks.reasoning.task import Reasoning
 from kvbench.tasks.rows import BadRow
@@ -33,12 +32,11 @@ PIECE = Piece("math-ai/aime25", REVISION, "test.jsonl", "aime/aime25.jsonl")
 
 @dataclass(frozen=True)
 class Params(reasoning.Params):
-    year: int
+    year: Literal[24, 25]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.year not in YEARS:
-            raise ConfigError(f"task.year={self.year} is not there; give {' or '.join(map(str, YEARS))}")
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (f"aime{self.year}",)
 
 
 class Aime(Reasoning):
@@ -56,20 +54,13 @@ class Aime(Reasoning):
         "(`kvbench fetch aime` has 2025)"
     )
 
-    def part(self) -> str:
-        return f"aime{self.params.year}"
+    place, fields = "aime/{name}.jsonl", {"answer": (str, int)}
 
-    def file(self) -> str:
-        return f"aime/aime{self.params.year}.jsonl"
-
-    def columns(self) -> Mapping[str, type | tuple[type, ...]]:
-        return {"answer": (str, int)}
-
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        super().check_row(row)
+    def check_row(self, name: str, row: Row) -> None:
+        super().check_row(name, row)
         digits = str(row["answer"]).strip()
         if not (digits.isascii() and digits.isdigit()):
             raise BadRow(f"field 'answer' is no whole number: {digits[:60]!r}")
 
-    def more(self, row: Mapping[str, Any]) -> dict[str, str]:
+    def more(self, row: Row) -> dict[str, str]:
         return {"dataset": "aime"}

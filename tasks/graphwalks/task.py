@@ -21,23 +21,22 @@ Not here: graphs (`graphs.py`), scores (`scores.py`).
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
+from kvbench.engine.declared import Count, Once, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.tasks import sources
-from kvbench.tasks.base import Data, Sample, Task
-from kvbench.tasks.checks import SLACK, check_choices, check_counts, check_numbers, check_some
+from kvbench.tasks.base import Data, Sample
+from kvbench.tasks.checks import SLACK, Lengths, OnBadRow
 from kvbench.tasks.download import Piece
 from kvbench.tasks.graphwalks import graphs
 from kvbench.tasks.graphwalks.scores import CUE, verdict
-from kvbench.tasks.lazy import LazySamples, in_turns, most_units
-from kvbench.tasks.prompt import encode
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows, write_means
-from kvbench.tasks.texts import digest
+from kvbench.tasks.lazy import Drawn, fitting, in_turns, n_tokens, note_left_out
+from kvbench.tasks.published import Fields, Row, RowsTask
+from kvbench.tasks.rows import BadRow, write_means
 
 REVISION = "f338bb265735a56a79f4b0f5def722c9c3268ead"
 UPSTREAM = "hub dataset openai/graphwalks (kvbench fetch graphwalks)"
@@ -79,35 +78,26 @@ Give all nodes of the answer, between commas, in a last line as in the example: 
 
 @dataclass(frozen=True)
 class Params:
-    source: str  # auto: the files; embedded: drawn graphs
-    parts: tuple[str, ...]  # files: short, long
-    problems: tuple[str, ...]
-    depths: tuple[int, ...]  # of drawn searches
-    out_degree: int  # edges from each drawn node
-    lengths: tuple[int, ...]  # tokens of drawn prompts
-    rows: int | None  # of each problem and length; None: all, or 30 drawn ones
-    truth: str
-    extraction: str  # auto: the card's of published rows, the harness's of drawn ones
+    source: Literal["auto", "local", "hub", "embedded"]  # auto: the files; embedded: drawn graphs
+    parts: Annotated[tuple[str, ...], Some(tuple(PARTS))]  # files
+    problems: Annotated[tuple[str, ...], Some(KINDS)]
+    depths: Annotated[tuple[Count, ...], Once()]  # of drawn searches
+    out_degree: Count  # edges from each drawn node
+    lengths: Lengths  # of drawn prompts
+    rows: Count | None  # of each problem and length; None: all, or 30 drawn ones
+    truth: Literal["recomputed", "file"]
+    extraction: Literal["auto", "harness", "card"]  # auto: the card's of published rows, the harness's of drawn ones
     strip_end: bool
     thinking: bool
-    max_new_tokens: int | None  # None: 512, or 8192 with thinking
-    on_bad_row: str
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self, source=("auto", "local", "hub", "embedded"), truth=("recomputed", "file"),
-            extraction=("auto", "harness", "card"), on_bad_row=ON_BAD_ROW,
-        )  # fmt: skip
-        check_counts(self, "rows", "max_new_tokens", "out_degree")
-        check_some(self, parts=tuple(PARTS), problems=KINDS)
-        check_numbers(self, lengths=500, depths=1)
+    max_new_tokens: Count | None  # None: 512, or 8192 with thinking
+    on_bad_row: OnBadRow
 
     @property
     def n_new(self) -> int:
         return self.max_new_tokens or (THINKING_TOKENS if self.thinking else NEW_TOKENS)
 
 
-class GraphWalks(Task):
+class GraphWalks(RowsTask):
     """The rows of each chosen problem, in turns."""
 
     name = "graphwalks"
@@ -116,23 +106,26 @@ class GraphWalks(Task):
     data = Data(
         tuple(piece.target for piece in PIECES), "without them drawn graphs (task.source=embedded)", pieces=PIECES
     )
+    place, upstream, instead = "graphwalks/{name}.jsonl", UPSTREAM, "drawn graphs"
+    fields: ClassVar[Fields] = {"prompt": str, "problem_type": str}
 
-    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
-        self.params, self.data_dir, self.seed = params, data_dir, seed
-        self.data_source = {"embedded": "embedded", "hub": "hub"}.get(params.source, "local")
+    def title(self) -> str:
+        params = self.params
         depths = f"-{'+'.join(map(str, params.depths))}" if "bfs" in params.problems and self.is_embedded else ""
         size = f"{'+'.join(map(str, params.lengths))}-tokens" if self.is_embedded else "+".join(params.parts)
-        self.dataset = f"{size}/{'+'.join(params.problems)}{depths}"
-        self.rows: list[tuple[str, Mapping[str, Any]]] = []
-        self.notes: list[str] = []
+        return f"{size}/{'+'.join(params.problems)}{depths}"
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.params.parts
 
     @property
     def extraction(self) -> str:
         """How answers are read."""
-        usual = "harness" if self.is_embedded else "card"
+        usual = "harness" if self.params.source == "embedded" else "card"
         return usual if self.params.extraction == "auto" else self.params.extraction
 
-    def check(self, shape: ModelShape) -> None:
+    def prepare(self, shape: ModelShape) -> None:
         params, self.room = self.params, shape.window - self.params.n_new - SLACK
         self.notes = [f"extraction: {READINGS[self.extraction]}", f"blank lines behind an answer: {params.strip_end}"]
         longest = max(params.lengths) if self.is_embedded else 0
@@ -143,47 +136,38 @@ class GraphWalks(Task):
             )
         if self.is_embedded:
             self.notes.append("drawn graphs, not comparable with GraphWalks")
-            return
-        names = [f"graphwalks/{part}.jsonl" for part in params.parts]
-        paths = sources.obtain(names, params.source, self.data_dir, UPSTREAM, instead="drawn graphs")
-        fields = {"prompt": str, "problem_type": str}
-        n_differ = 0
-        for part, path in zip(params.parts, paths, strict=True):
-            found = read_rows(path, fields, params.on_bad_row, check=check_row)
-            self.notes += found.notes
-            for number, row in found.rows:
-                right = sorted(graphs.answer(graphs.edges_of(row["prompt"]), asked(row)))
-                n_differ += right != sorted(set(given(row)))
-                self.rows.append((f"{part}-{number}", {**row, "right": right}))
+
+    def read(self) -> None:
+        super().read()
+        rows = [row for each in self.rows.values() for _, row in each]
+        n_differ = sum(recomputed(row) != sorted(set(given(row))) for row in rows)
         self.notes.append(
-            f"truth: {params.truth}; {n_differ} of {len(self.rows)} published answers differ from the edges'"
+            f"truth: {self.params.truth}; {n_differ} of {len(rows)} published answers differ from the edges'"
         )
-        self.data_digest = digest(paths)
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         if self.is_embedded:
-            return Drawn(self, tokenizer)
-        by_kind: dict[str, list[Sample]] = {kind: [] for kind in self.params.problems}
-        left_out = 0
-        for id, row in self.rows:
-            found = by_kind.get(row["problem_type"])
-            if found is None or len(found) == self.params.rows:
-                continue
-            right = row["right"] if self.params.truth == "recomputed" else sorted(set(given(row)))
-            one = self.sample(id, row["prompt"], asked(row), right, {})
-            is_long = len(row["prompt"]) > CHARACTERS * self.room or n_tokens(tokenizer, one) > self.room
-            left_out += is_long
-            found += [] if is_long else [one]
-        note = f"{left_out} rows left out that do not fit {self.room} tokens"
-        if left_out and note not in self.notes:
-            self.notes.append(note)
-        if not any(by_kind.values()):
-            raise ConfigError("no row of GraphWalks fits the model's window; use a longer model")
-        return in_turns([*by_kind.values()])
+            cells = [(kind, length) for length in self.params.lengths for kind in self.params.problems]
+            return Graphs(self, tokenizer, cells, self.params.rows or 30)
+        every = [(f"{part}-{number}", row) for part, rows in self.rows.items() for number, row in rows]
 
-    def sample(
-        self, id: str, prompt: str, walk: graphs.Walk, right: Sequence[str], fields: Mapping[str, Any]
-    ) -> Sample:
+        def make(one: tuple[str, Row]) -> Sample | None:
+            id, row = one
+            right = recomputed(row) if self.params.truth == "recomputed" else sorted(set(given(row)))
+            sample = self.walk(id, row["prompt"], asked(row), right, {})
+            is_long = len(row["prompt"]) > CHARACTERS * self.room or n_tokens(tokenizer, sample) > self.room
+            return None if is_long else sample
+
+        by_kind = [
+            fitting((one for one in every if one[1]["problem_type"] == kind), self.params.rows, make)
+            for kind in self.params.problems
+        ]
+        note_left_out(self.notes, sum(n for _, n in by_kind), "rows", self.room)
+        if not any(found for found, _ in by_kind):
+            raise ConfigError("no row of GraphWalks fits the model's window; use a longer model")
+        return in_turns([found for found, _ in by_kind])
+
+    def walk(self, id: str, prompt: str, walk: graphs.Walk, right: Sequence[str], fields: Row) -> Sample:
         cut = prompt.rindex(graphs.OPERATION)
         return Sample(
             id=id,
@@ -201,78 +185,64 @@ class GraphWalks(Task):
         found, beside = (verdict(text, sample.references, one) for one in (self.extraction, other))
         return found.f1, {"exact": found.exact, "no_answer": float(found.failed), f"f1_{other}": beside.f1}
 
-    def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    def right_answer(self, sample: Sample) -> str:
+        return f"{CUE} [{', '.join(sample.references)}]"
+
+    def artifacts(self, folder: Path, rows: Sequence[Row], title: str) -> None:
         """graphwalks.csv: by problem and depth."""
-        write_means(folder / "graphwalks.csv", rows, is_sorted=True, problem="dataset", depth="depth")
+        write_means(folder / "graphwalks.csv", rows, {"problem": "dataset", "depth": "depth"}, is_sorted=True)
+
+    def check_row(self, name: str, row: Row) -> None:
+        if row["problem_type"] not in KINDS:
+            raise BadRow(f"field 'problem_type' is {row['problem_type'][:40]!r}, none of {', '.join(KINDS)}")
+        answer = row.get("answer_nodes", row.get("answer"))
+        if not isinstance(answer, list) or not all(isinstance(node, str) for node in answer):
+            raise BadRow("field 'answer_nodes' is no list of texts")
+        walk = graphs.walk_of(row["prompt"].rpartition(graphs.OPERATION)[2])
+        if graphs.OPERATION not in row["prompt"] or walk is None or walk.kind != row["problem_type"]:
+            raise BadRow("field 'prompt' asks for no operation of this problem_type behind its last 'Operation:'")
+        if not graphs.edges_of(row["prompt"]):
+            raise BadRow("field 'prompt' has no edges")
 
 
-def n_tokens(tokenizer: Any, sample: Sample) -> int:
-    return len(encode(tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt"))
-
-
-class Drawn(LazySamples):
-    """The first graph of every problem and length, then the second of every one."""
-
-    def __init__(self, task: GraphWalks, tokenizer: Any) -> None:
-        self.task, self.tokenizer = task, tokenizer
-        n = task.params.rows or 30
-        cells = [(kind, length) for length in task.params.lengths for kind in task.params.problems]
-        self.places = in_turns([[(*cell, i) for i in range(n)] for cell in cells])
-        self.edges: dict[int, int] = {}  # that fitted a length last
-
-    def sample(self, i: int) -> Sample:
-        kind, length, number = self.places[i]
-        guess = self.edges.get(length) or length // 20
-        n = most_units(lambda n: n_tokens(self.tokenizer, self.made(kind, length, number, n)), length, 8, guess)
-        if n is None:
-            raise ConfigError(f"task.lengths={length} is too short for a graph of eight edges; give more tokens")
-        self.edges[length] = n
-        return self.made(kind, length, number, n)
-
-    def made(self, kind: str, length: int, number: int, n_edges: int) -> Sample:
-        params, again, walk, edges = self.task.params, 0, None, []
-        while walk is None:
-            rng = random.Random(f"graphwalks {self.task.seed} {kind} {length} {number} {n_edges} {again}")
-            edges = graphs.draw_edges(rng, n_edges, params.out_degree)
-            walk = graphs.draw_walk(rng, edges, kind, params.depths)
-            again += 1
-            if again > 50:
-                raise ConfigError(
-                    f"graphs of {n_edges} edges have no node at the depths {list(params.depths)}; give other "
-                    "task.depths or a larger task.out_degree"
-                )
-        lines = "\n".join(f"{a} -> {b}" for a, b in edges)
-        prompt = f"{HEAD}{lines}\n\n{graphs.OPERATION}\n{walk.words}{TAIL}"
-        right = sorted(graphs.answer(edges, walk))
-        nodes = len({node for edge in edges for node in edge})
-        return self.task.sample(
-            f"{kind}-{length}-{number}", prompt, walk, right, {"length": length, "nodes": nodes, "edges": n_edges}
-        )
-
-
-# --- rows of files -----------------------------------------------------------------------------
-
-
-def given(row: Mapping[str, Any]) -> list[str]:
+def given(row: Row) -> list[str]:
     """The published answer, under its newer or its older name."""
     return row["answer_nodes"] if "answer_nodes" in row else row["answer"]
 
 
-def asked(row: Mapping[str, Any]) -> graphs.Walk:
+def asked(row: Row) -> graphs.Walk:
     walk = graphs.walk_of(row["prompt"].rpartition(graphs.OPERATION)[2])
     assert walk is not None, "the row was checked"
     return walk
 
 
-def check_row(row: Mapping[str, Any]) -> None:
-    """Check what a row must hold beyond the types of its fields."""
-    if row["problem_type"] not in KINDS:
-        raise BadRow(f"field 'problem_type' is {row['problem_type'][:40]!r}, none of {', '.join(KINDS)}")
-    answer = row.get("answer_nodes", row.get("answer"))
-    if not isinstance(answer, list) or not all(isinstance(node, str) for node in answer):
-        raise BadRow("field 'answer_nodes' is no list of texts")
-    walk = graphs.walk_of(row["prompt"].rpartition(graphs.OPERATION)[2])
-    if graphs.OPERATION not in row["prompt"] or walk is None or walk.kind != row["problem_type"]:
-        raise BadRow("field 'prompt' asks for no operation of this problem_type behind its last 'Operation:'")
-    if not graphs.edges_of(row["prompt"]):
-        raise BadRow("field 'prompt' has no edges")
+def recomputed(row: Row) -> list[str]:
+    return sorted(graphs.answer(graphs.edges_of(row["prompt"]), asked(row)))
+
+
+class Graphs(Drawn):
+    """Drawn graphs, whose units are edges."""
+
+    fewest, of_fewest, per_unit = 8, "a graph of eight edges", 20
+
+    def size(self, sample: Sample) -> int:
+        return n_tokens(self.tokenizer, sample)
+
+    def draw(self, kind: str, length: int, number: int, n_edges: int) -> Sample:
+        params, walk, edges = self.task.params, None, []
+        for again in range(51):
+            rng = random.Random(f"graphwalks {self.task.seed} {kind} {length} {number} {n_edges} {again}")
+            edges = graphs.draw_edges(rng, n_edges, params.out_degree)
+            if walk := graphs.draw_walk(rng, edges, kind, params.depths):
+                break
+        else:
+            raise ConfigError(
+                f"graphs of {n_edges} edges have no node at the depths {list(params.depths)}; give other "
+                "task.depths or a larger task.out_degree"
+            )
+        lines = "\n".join(f"{a} -> {b}" for a, b in edges)
+        prompt = f"{HEAD}{lines}\n\n{graphs.OPERATION}\n{walk.words}{TAIL}"
+        right = sorted(graphs.answer(edges, walk))
+        nodes = len({node for edge in edges for node in edge})
+        fields = {"length": length, "nodes": nodes, "edges": n_edges}
+        return self.task.walk(f"{kind}-{length}-{number}", prompt, walk, right, fields)

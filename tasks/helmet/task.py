@@ -25,19 +25,20 @@ import random
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import Ge, Le
+
+from kvbench.engine.declared import Count, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.tasks import sources
-from kvbench.tasks.base import Data, Sample, Task
-from kvbench.tasks.checks import OfDatasets, check_choices, check_counts, check_datasets, check_lengths, check_numbers
+from kvbench.tasks.base import Data, Sample
+from kvbench.tasks.checks import Lengths, OfDatasets, OnBadRow, check_lengths
 from kvbench.tasks.helmet import scores
 from kvbench.tasks.lazy import LazySamples, in_turns, most_units
 from kvbench.tasks.prompt import encode
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows, write_means
-from kvbench.tasks.texts import digest
+from kvbench.tasks.published import Fields, Row, RowsTask
+from kvbench.tasks.rows import BadRow
 
 UPSTREAM = "GitHub princeton-nlp/HELMET (its data archive, and the hub for labels; one file a part)"
 LABELS = ("trec_coarse", "trec_fine", "banking77", "clinic150", "nlu")
@@ -51,7 +52,7 @@ DRAWN = ("icl", "json_kv")
 LISTS = {"drawn": DRAWN, "labels": LABELS, "passages": PASSAGES, "all": PARTS[1:]}
 NEW_TOKENS = {"icl": 20, "qa": 20, "rerank": 200, "json_kv": 100}
 PREFIX = {"icl": "label:", "qa": "Answer:", "rerank": "Ranking:", "json_kv": "Corresponding value:"}
-FIELDS: dict[str, dict[str, Any]] = {
+FIELDS: dict[str, Fields] = {
     "icl": {"text": str, "label": (int, str)}, "qa": {"question": str, "answers": list, "ctxs": list},
     "rerank": {"query": str, "ctxs": list}, "json_kv": {"context": str, "question": str, "answer": str},
 }  # fmt: skip
@@ -76,31 +77,21 @@ N_MARKERS = 3  # words of a class that no other one has
 
 @dataclass(frozen=True)
 class Params(OfDatasets):
-    lists = LISTS
-    source: str  # auto: the files; embedded: drawn instances and values
-    datasets: str | tuple[str, ...]  # parts, or a list's: drawn, labels, passages, all
-    lengths: tuple[int, ...]  # tokens of prompt and answer, of drawn ones and of label sets
-    classes: int  # of drawn instances
-    shots: int  # demonstrations before a question on passages or values
+    lists, drawn = LISTS, DRAWN
+    source: Literal["auto", "local", "embedded"]  # auto: the files; embedded: drawn instances and values
+    datasets: Annotated[str | tuple[str, ...], Some(PARTS, tuple(LISTS))]
+    lengths: Lengths  # of prompt and answer, of drawn ones and of label sets
+    classes: Annotated[int, Ge(2), Le(200)]  # of drawn instances
+    shots: Annotated[int, Ge(0), Le(20)]  # demonstrations before a question on passages or values
     use_chat: bool
-    rows: int | None  # of each part; None: all, or 20
-    max_new_tokens: int | None
-    on_bad_row: str
+    rows: Count | None  # of each part; None: all, or 20
+    max_new_tokens: Count | None
+    on_bad_row: OnBadRow
 
     def __post_init__(self) -> None:
-        check_choices(self, source=("auto", "local", "embedded"), on_bad_row=ON_BAD_ROW)
-        check_counts(self, "rows", "max_new_tokens")
-        check_numbers(self, lengths=500)
-        check_datasets(self.names, PARTS, LISTS)
-        if self.source == "embedded" and (other := [name for name in self.names if name not in DRAWN]):
-            raise ConfigError(
-                f"task.source=embedded draws {' and '.join(DRAWN)} only, not {other[0]}; leave it out of "
-                "task.datasets, or choose another source"
-            )
+        super().__post_init__()
         if self.source != "embedded" and "icl" in self.names:
             raise ConfigError("task.datasets=icl is drawn; ask it with task.source=embedded, or one of the label sets")
-        if not 2 <= self.classes <= 200 or not 0 <= self.shots <= 20:
-            raise ConfigError(f"task.classes={self.classes} must be 2 to 200, and task.shots={self.shots} 0 to 20")
 
     def new_tokens(self, name: str) -> int:
         return self.max_new_tokens or NEW_TOKENS[KINDS[name]]
@@ -117,9 +108,10 @@ class Asked:
     evidence: tuple[str, ...] = ()
 
 
-class Helmet(Task):
+class Helmet(RowsTask):
     """The rows of each part, in turns."""
 
+    params: Params
     name = "helmet"
     version = 1
     Params = Params
@@ -127,35 +119,86 @@ class Helmet(Task):
         tuple(f"helmet/data/{name}.jsonl" for name in PARTS[1:]), "without them drawn labels and values "
         "(task.source=embedded)", by_hand=UPSTREAM,
     )  # fmt: skip
+    place, upstream, instead = "helmet/data/{name}.jsonl", UPSTREAM, "drawn labels and values"
+    means: ClassVar[Mapping[str, str]] = {"dataset": "dataset"}
 
-    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
-        self.params, self.data_dir, self.seed = params, data_dir, seed
-        self.data_source = "embedded" if params.source == "embedded" else "local"
-        self.dataset = f"{'+'.join(map(str, params.lengths))}-tokens/{params.listed}"
-        self.rows: dict[str, list[Mapping[str, Any]]] = {}
-        self.notes: list[str] = []
+    def title(self) -> str:
+        return f"{'+'.join(map(str, self.params.lengths))}-tokens/{self.params.listed}"
 
-    def check(self, shape: ModelShape) -> None:
-        params = self.params
-        check_lengths(params.lengths, shape)
-        self.window = shape.window
-        self.notes = [f"chat template: {'yes' if params.use_chat else 'no, as published'}"]
-        if self.is_embedded:
-            self.notes.append("drawn labels and values, not comparable with HELMET")
-            return
-        self.notes.append("prompts: own, but for icl's frame; demonstrations without passages")
-        names = [f"helmet/data/{name}.jsonl" for name in params.names]
-        paths = sources.obtain(names, "local", self.data_dir, UPSTREAM, instead="drawn labels and values")
-        for name, path in zip(params.names, paths, strict=True):
-            found = read_rows(path, FIELDS[KINDS[name]], params.on_bad_row, check=check_row(KINDS[name]))
-            self.notes += found.notes
-            self.rows[name] = [row for _, row in found.rows]
-        self.data_digest = digest(paths)
+    def prepare(self, shape: ModelShape) -> None:
+        check_lengths(self.params.lengths, shape)
+        drawn = "drawn labels and values, not comparable with HELMET"
+        files = "prompts: own, but for icl's frame; demonstrations without passages"
+        self.notes += [
+            f"chat template: {'yes' if self.params.use_chat else 'no, as published'}",
+            drawn if self.is_embedded else files,
+        ]
+
+    def fields_of(self, name: str) -> Fields:
+        return FIELDS[KINDS[name]]
+
+    def check_row(self, name: str, row: Row) -> None:
+        kind = KINDS[name]
+        for key in ("text", "question", "query", "answer", "context"):
+            if key in FIELDS[kind] and not row[key].strip():
+                raise BadRow(f"field {key!r} is empty")
+        if kind == "icl" and not str(row["label"]).strip():
+            raise BadRow("field 'label' is empty")
+        if kind == "qa" and not all(isinstance(one, str) and one.strip() for one in flat(row["answers"])):
+            raise BadRow("field 'answers' is no list of texts")
+        if kind == "qa" and not row["answers"]:
+            raise BadRow("field 'answers' is empty")
+        if kind in ("qa", "rerank"):
+            wanted = ("text",) if kind == "qa" else ("text", "id", "label")
+            for one in row["ctxs"]:
+                if (
+                    not isinstance(one, dict)
+                    or any(key not in one for key in wanted)
+                    or not isinstance(one["text"], str)
+                ):
+                    raise BadRow(f"field 'ctxs' is no list of objects with {', '.join(wanted)}")
+            if not row["ctxs"]:
+                raise BadRow("field 'ctxs' is empty")
+        if kind == "rerank" and not all(is_judged(one) for one in row["ctxs"]):
+            raise BadRow("field 'ctxs' has a document whose label is no number from 0, or whose id is none")
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        return Rows(self, tokenizer)
+        cells = [(name, length) for length in self.params.lengths for name in self.names]
+        numbers = {name: range(20) if self.is_embedded else range(len(self.rows[name])) for name in self.names}
+        return Filled(
+            self, tokenizer, in_turns([[(*cell, i) for i in numbers[cell[0]][: self.most]] for cell in cells])
+        )
 
-    def sample(self, name: str, length: int, id: str, asked: Asked) -> Sample:
+    def asked(self, name: str, length: int, number: int, units: int) -> Asked:
+        """A row, or a drawn one, with so many documents or demonstrations."""
+        params, kind = self.params, KINDS[name]
+        rng = random.Random(f"helmet {self.seed} {name} {length} {number}")
+        if self.is_embedded and kind == "json_kv":
+            return drawn_object(rng, max(units, params.shots + 1), params.shots)
+        if self.is_embedded:
+            pool = drawn_pool(rng, params.classes, 1 + units // params.classes + 1)
+            label = rng.choice(sorted(pool))
+            return many_shot({key: texts[1:] for key, texts in pool.items()}, Instance(pool[label][0], label), units)
+        row, others = self.rows[name][number][1], [one for i, (_, one) in enumerate(self.rows[name]) if i != number]
+        shots = rng.sample(others, min(params.shots, len(others)))
+        if kind == "icl":
+            pool = {}
+            for one in others:
+                pool.setdefault(str(one["label"]), []).append(one["text"])
+            pool.setdefault(str(row["label"]), [row["text"]])  # a class of one instance: itself, as nothing else is
+            return many_shot(pool, Instance(row["text"], str(row["label"])), units)
+        if kind == "qa":
+            return from_passages(row, shots, units)
+        return ranked(row, units) if kind == "rerank" else of_key(row, shots)
+
+    def units(self, name: str, number: int) -> int | None:
+        """Passages that a row has; an object of a file is taken as it is. None: as many units as fit."""
+        kind = KINDS[name]
+        if self.is_embedded or kind == "icl":
+            return None
+        return len(self.rows[name][number][1]["ctxs"]) if kind in ("qa", "rerank") else 1
+
+    def made(self, name: str, length: int, id: str, asked: Asked) -> Sample:
         kind = KINDS[name]
         return Sample(
             id=id,
@@ -175,10 +218,6 @@ class Helmet(Task):
         if kind == "rerank":
             return scores.ndcg(scores.rankings(scores.read(prediction, PREFIX[kind])), sample.fields["judged"])
         return scores.score(kind, prediction, PREFIX[kind], sample.references)
-
-    def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-        """helmet.csv: per part its rows and their mean in percent."""
-        write_means(folder / "helmet.csv", rows, dataset="dataset")
 
 
 # --- many-shot labels --------------------------------------------------------------------------
@@ -241,7 +280,7 @@ def instance(rng: random.Random, markers: Sequence[str]) -> str:
 # --- the other parts ---------------------------------------------------------------------------
 
 
-def from_passages(row: Mapping[str, Any], shots: Sequence[Mapping[str, Any]], n: int) -> Asked:
+def from_passages(row: Row, shots: Sequence[Mapping[str, Any]], n: int) -> Asked:
     shown = "".join(f"Question: {one['question']}\nAnswer: {next(scores.names(one['answers']))}\n\n" for one in shots)
     documents = "\n\n".join(f"Document (Title: {one.get('title', '')}): {one['text']}" for one in row["ctxs"][:n])
     return Asked(
@@ -250,7 +289,7 @@ def from_passages(row: Mapping[str, Any], shots: Sequence[Mapping[str, Any]], n:
     )  # fmt: skip
 
 
-def ranked(row: Mapping[str, Any], n: int) -> Asked:
+def ranked(row: Row, n: int) -> Asked:
     documents = "\n\n".join(f"[ID: {one['id']}] Document: {one['text']}" for one in row["ctxs"][:n])
     judged = {str(one["id"]): int(one["label"]) for one in row["ctxs"]}
     order = sorted(judged, key=lambda one: -judged[one])
@@ -260,7 +299,7 @@ def ranked(row: Mapping[str, Any], n: int) -> Asked:
     )  # fmt: skip
 
 
-def of_key(row: Mapping[str, Any], shots: Sequence[Mapping[str, Any]]) -> Asked:
+def of_key(row: Row, shots: Sequence[Mapping[str, Any]]) -> Asked:
     shown = "".join(f"Key: {one['question']}\n{PREFIX['json_kv']} {one['answer']}\n\n" for one in shots)
     return Asked(f"{ASKS['json_kv']}{row['context']}\n\n{shown}", f"Key: {row['question']}\n", (row["answer"],), {})
 
@@ -275,30 +314,26 @@ def drawn_object(rng: random.Random, n: int, shots: int) -> Asked:
     return Asked(asked.context, asked.question, asked.references, {"keys": n}, (f'"{picked[0][0]}": "{picked[0][1]}"',))
 
 
-class Rows(LazySamples):
+class Filled(LazySamples):
     """The first row of every part and length, then the second of every one; each as full as its length allows."""
 
-    def __init__(self, task: Helmet, tokenizer: Any) -> None:
-        self.task, self.tokenizer = task, tokenizer
-        n = task.params.rows
-        cells = [(name, length) for length in task.params.lengths for name in task.params.names]
-        sizes = {name: n or 20 if task.is_embedded else min(n or 1 << 30, len(task.rows[name])) for name, _ in cells}
-        self.places = in_turns([[(*cell, i) for i in range(sizes[cell[0]])] for cell in cells])
+    def __init__(self, task: Helmet, tokenizer: Any, places: Sequence[tuple[str, int, int]]) -> None:
+        self.task, self.tokenizer, self.places = task, tokenizer, places
         self.units: dict[tuple[str, int], int] = {}  # that fitted last
 
     def sample(self, i: int) -> Sample:
         name, length, number = self.places[i]
 
         def made(units: int) -> Sample:
-            asked = self.asked(name, length, number, units)
-            return self.task.sample(name, length, f"{name}-{length}-{number}", asked)
+            asked = self.task.asked(name, length, number, units)
+            return self.task.made(name, length, f"{name}-{length}-{number}", asked)
 
         def size(units: int) -> int:
             sample = made(units)
             ids = encode(self.tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt")
             return len(ids) + sample.max_new_tokens
 
-        most = self.most(name, number)
+        most = self.task.units(name, number)
         if most is not None and size(most) <= length:
             return made(most)
         units = most_units(size, length, 1, self.units.get((name, length)) or length // 40)
@@ -306,65 +341,6 @@ class Rows(LazySamples):
             raise ConfigError(f"task.lengths={length} is too short for {name}; give more tokens")
         self.units[name, length] = units
         return made(units)
-
-    def most(self, name: str, number: int) -> int | None:
-        """Passages that a row has; an object of a file is taken as it is. None: as many units as fit."""
-        kind = KINDS[name]
-        if self.task.is_embedded or kind == "icl":
-            return None
-        return len(self.task.rows[name][number]["ctxs"]) if kind in ("qa", "rerank") else 1
-
-    def asked(self, name: str, length: int, number: int, units: int) -> Asked:
-        params, kind = self.task.params, KINDS[name]
-        rng = random.Random(f"helmet {self.task.seed} {name} {length} {number}")
-        if self.task.is_embedded and kind == "json_kv":
-            return drawn_object(rng, max(units, params.shots + 1), params.shots)
-        if self.task.is_embedded:
-            pool = drawn_pool(rng, params.classes, 1 + units // params.classes + 1)
-            label = rng.choice(sorted(pool))
-            return many_shot({key: texts[1:] for key, texts in pool.items()}, Instance(pool[label][0], label), units)
-        rows = self.task.rows[name]
-        row, others = rows[number], [one for i, one in enumerate(rows) if i != number]
-        shots = rng.sample(others, min(params.shots, len(others)))
-        if kind == "icl":
-            pool = {}
-            for one in others:
-                pool.setdefault(str(one["label"]), []).append(one["text"])
-            pool.setdefault(str(row["label"]), [row["text"]])  # a class of one instance: itself, as nothing else is
-            return many_shot(pool, Instance(row["text"], str(row["label"])), units)
-        if kind == "qa":
-            return from_passages(row, shots, units)
-        return ranked(row, units) if kind == "rerank" else of_key(row, shots)
-
-
-def check_row(kind: str) -> Any:
-    """A check of what a row must hold beyond the types of its fields."""
-
-    def check(row: Mapping[str, Any]) -> None:
-        for key in ("text", "question", "query", "answer", "context"):
-            if key in FIELDS[kind] and not row[key].strip():
-                raise BadRow(f"field {key!r} is empty")
-        if kind == "icl" and not str(row["label"]).strip():
-            raise BadRow("field 'label' is empty")
-        if kind == "qa" and not all(isinstance(one, str) and one.strip() for one in flat(row["answers"])):
-            raise BadRow("field 'answers' is no list of texts")
-        if kind == "qa" and not row["answers"]:
-            raise BadRow("field 'answers' is empty")
-        if kind in ("qa", "rerank"):
-            wanted = ("text",) if kind == "qa" else ("text", "id", "label")
-            for one in row["ctxs"]:
-                if (
-                    not isinstance(one, dict)
-                    or any(key not in one for key in wanted)
-                    or not isinstance(one["text"], str)
-                ):
-                    raise BadRow(f"field 'ctxs' is no list of objects with {', '.join(wanted)}")
-            if not row["ctxs"]:
-                raise BadRow("field 'ctxs' is empty")
-        if kind == "rerank" and not all(is_judged(one) for one in row["ctxs"]):
-            raise BadRow("field 'ctxs' has a document whose label is no number from 0, or whose id is none")
-
-    return check
 
 
 def flat(answers: Sequence[Any]) -> list[Any]:

@@ -26,20 +26,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+from kvbench.engine.declared import Count
 from kvbench.engine.errors import ConfigError, first_line
 from kvbench.engine.foreign import write_csv
 from kvbench.engine.shapes import ModelShape
-from kvbench.tasks import sources
-from kvbench.tasks.base import Data, Sample, Task
-from kvbench.tasks.checks import check_choices, check_counts
+from kvbench.tasks.base import Data, Sample
+from kvbench.tasks.checks import OnBadRow
 from kvbench.tasks.ifeval_system import checks
 from kvbench.tasks.ifeval_system.grade import followed
-from kvbench.tasks.ifeval_system.leakage import ATTACK, DEFENCES, leakage, leaked_text, system_text
+from kvbench.tasks.ifeval_system.leakage import ATTACK, leakage, leaked_text, system_text
 from kvbench.tasks.prompt import answering
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows
-from kvbench.tasks.texts import digest
+from kvbench.tasks.published import Fields, Row, RowsTask
+from kvbench.tasks.rows import BadRow
 
 FILE = "ifeval/sys_ifeval.jsonl"
 UPSTREAM = "GitHub normster/SystemCheck (evals/ifeval/inputs)"
@@ -47,67 +47,62 @@ LEFT_OUT = (1000, 3401)  # keys that the paper does not ask
 ATTACKED = 100  # system prompts, the first of a shuffle
 USUAL_TOKENS = {"follow": 1280, "leak": 256}
 INSTALL = "pip install -c constraints.txt -e '.[tasks]'"
-FIELDS: dict[str, type | tuple[type, ...]] = {
-    **{"key": int, "instruction_id_list": list, "kwargs": list, "messages": list}
-}
 
 
 @dataclass(frozen=True)
 class Params:
-    source: str
-    ask: str
-    defence: str
-    max_new_tokens: int | None  # None: 1,280, or 256 to an attack
-    on_bad_row: str
-
-    def __post_init__(self) -> None:
-        check_choices(self, source=("auto", "local"), ask=USUAL_TOKENS, defence=DEFENCES, on_bad_row=ON_BAD_ROW)
-        check_counts(self, "max_new_tokens")
+    source: Literal["auto", "local"]
+    ask: Literal["follow", "leak"]
+    defence: Literal["none", "standard", "flipped"]
+    max_new_tokens: Count | None  # None: 1,280, or 256 to an attack
+    on_bad_row: OnBadRow
 
 
-class IfevalSystem(Task):
+class IfevalSystem(RowsTask):
     """One sample per row, in the file's order; attacks in the order of the shuffle."""
 
+    params: Params
     name = "ifeval_system"
     version = 1
     Params = Params
     data = Data((FILE,), "cannot be asked", by_hand=UPSTREAM)
     packages: ClassVar[Mapping[str, str]] = {"langdetect": "", "nltk": ""}
+    place, upstream, unique = FILE, UPSTREAM, "key"
+    fields: ClassVar[Fields] = {"key": int, "instruction_id_list": list, "kwargs": list, "messages": list}
 
-    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
-        self.params, self.data_dir = params, data_dir  # the shuffle is the paper's
-        self.data_source = "local"
-        self.dataset = params.ask if params.defence == "none" else f"{params.ask}/{params.defence}"
-        self.rows: list[Mapping[str, Any]] = []
-        self.new_tokens = params.max_new_tokens or USUAL_TOKENS[params.ask]
+    @property
+    def new_tokens(self) -> int:
+        return self.params.max_new_tokens or USUAL_TOKENS[self.params.ask]
 
-    def check(self, shape: ModelShape) -> None:
-        if self.params.ask == "follow" and (missing := [one for one in ("langdetect", "nltk") if not find_spec(one)]):
+    def title(self) -> str:
+        return self.params.ask if self.params.defence == "none" else f"{self.params.ask}/{self.params.defence}"
+
+    def prepare(self, shape: ModelShape) -> None:
+        if self.params.ask == "follow" and (missing := [one for one in self.packages if not find_spec(one)]):
             raise ConfigError(f"task=ifeval_system needs {', '.join(missing)}, not here: {INSTALL}")
         if self.new_tokens >= shape.window:
             raise ConfigError(
                 f"answers of {self.new_tokens} tokens do not fit the window of {shape.name}, {shape.window} tokens; "
                 "give a smaller task.max_new_tokens"
             )
-        path = sources.require(FILE, self.data_dir, UPSTREAM)
-        self.data_digest = digest([path])
-        found = read_rows(path, FIELDS, self.params.on_bad_row, unique="key", check=check_row)
-        self.rows = [row for _, row in found.rows if row["key"] not in LEFT_OUT]
+
+    def read(self) -> None:
+        super().read()
+        rows = [one for one in self.rows[self.name] if one[1]["key"] not in LEFT_OUT]
         if self.params.ask == "leak":
-            random.Random(42).shuffle(self.rows)
-            self.rows = self.rows[:ATTACKED]
-        self.notes = list(found.notes)
-        if self.params.ask == "follow":
-            self.notes += checks.notes()
-        else:
+            random.Random(42).shuffle(rows)
+            rows = rows[:ATTACKED]
             self.notes.append("attack and defence: own wording; lower is better")
+        else:
+            self.notes += checks.notes()
+        self.rows[self.name] = rows
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         if not tokenizer.chat_template:
             raise ConfigError("task=ifeval_system needs a chat template with a system turn, which this model has not")
-        return [self._sample(tokenizer, row) for row in self.rows]
+        return [*super().samples(tokenizer)]  # at once: a template may take no system turn
 
-    def _sample(self, tokenizer: Any, row: Mapping[str, Any]) -> Sample:
+    def sample(self, tokenizer: Any, name: str, number: int, row: Row) -> Sample:
         system, user = (message["content"] for message in row["messages"])
         asked = user if self.params.ask == "follow" else ATTACK
         context, question = conversation(tokenizer, system_text(system, self.params.defence), asked)
@@ -120,6 +115,19 @@ class IfevalSystem(Task):
             use_chat=False,  # it is rendered already
             fields={"instructions": row["instruction_id_list"], "values": values_of(row)},
         )
+
+    def check_row(self, name: str, row: Row) -> None:
+        """Raise `BadRow` for what could not be checked or asked."""
+        kinds, kwargs, messages = row["instruction_id_list"], row["kwargs"], row["messages"]
+        if not kinds or len(kinds) != len(kwargs) or not all(isinstance(each, dict) for each in kwargs):
+            raise BadRow("fields 'instruction_id_list' and 'kwargs' do not belong together")
+        for kind, values in zip(kinds, values_of(row), strict=True):
+            if not isinstance(kind, str) or kind not in checks.CHECKS:
+                raise BadRow(f"field 'instruction_id_list' has the unknown {str(kind)[:60]!r}")
+            check_values(kind, values)
+        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+        if roles != ["system", "user"] or not all(isinstance(message.get("content"), str) for message in messages):
+            raise BadRow("field 'messages' is no system message and a user's")
 
     def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
         if self.params.ask == "leak":
@@ -168,23 +176,9 @@ def conversation(tokenizer: Any, system: str, user: str) -> tuple[str, str]:
 # --- rows --------------------------------------------------------------------------------------
 
 
-def values_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def values_of(row: Row) -> list[dict[str, Any]]:
     """Each instruction's values, without those that say nothing."""
     return [{name: value for name, value in each.items() if value} for each in row["kwargs"]]
-
-
-def check_row(row: Mapping[str, Any]) -> None:
-    """Raise `BadRow` for what could not be checked or asked."""
-    kinds, kwargs, messages = row["instruction_id_list"], row["kwargs"], row["messages"]
-    if not kinds or len(kinds) != len(kwargs) or not all(isinstance(each, dict) for each in kwargs):
-        raise BadRow("fields 'instruction_id_list' and 'kwargs' do not belong together")
-    for kind, values in zip(kinds, values_of(row), strict=True):
-        if not isinstance(kind, str) or kind not in checks.CHECKS:
-            raise BadRow(f"field 'instruction_id_list' has the unknown {str(kind)[:60]!r}")
-        check_values(kind, values)
-    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
-    if roles != ["system", "user"] or not all(isinstance(message.get("content"), str) for message in messages):
-        raise BadRow("field 'messages' is no system message and a user's")
 
 
 def check_values(kind: str, values: Mapping[str, Any]) -> None:

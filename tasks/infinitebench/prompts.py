@@ -105,22 +105,18 @@ def asked_number(text: str) -> str:
     return ""
 
 
-def checked_row(dataset: str) -> Any:
-    """The check of one file's rows that goes beyond the types of its fields."""
-
-    def check(row: Mapping[str, Any]) -> None:
-        options = row.get("options") or []
-        if not isinstance(options, list) or not all(isinstance(one, str) for one in options):
-            raise BadRow("field 'options' is no list of texts")
-        truth = ground_truth(dataset, row)
-        if dataset == "code_run" and not func_call(row["input"]):
-            raise BadRow("field 'input' names no call such as func_12(3)")
-        if dataset == "math_find" and not asked_number(row["input"]):
-            raise BadRow("field 'input' does not say which number to find")
-        if truth in ([], [[]], ""):
-            raise BadRow("field 'answer' is empty")
-
-    return check
+def check_row(dataset: str, row: Mapping[str, Any]) -> None:
+    """Raise `BadRow` for a row of a dataset that cannot be asked or scored, beyond the types of its fields."""
+    options = row.get("options") or []
+    if not isinstance(options, list) or not all(isinstance(one, str) for one in options):
+        raise BadRow("field 'options' is no list of texts")
+    truth = ground_truth(dataset, row)
+    if dataset == "code_run" and not func_call(row["input"]):
+        raise BadRow("field 'input' names no call such as func_12(3)")
+    if dataset == "math_find" and not asked_number(row["input"]):
+        raise BadRow("field 'input' does not say which number to find")
+    if truth in ([], [[]], ""):
+        raise BadRow("field 'answer' is empty")
 
 
 def fill(template: str, fields: Mapping[str, str]) -> tuple[str, str]:

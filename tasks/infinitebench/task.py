@@ -29,18 +29,17 @@ Not here: scorers (`scores.py` next to this file), generators (`synthetic.py`), 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from kvbench.engine.declared import Count, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import write_csv
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks import sources
-from kvbench.tasks.base import Data, Sample, Task
+from kvbench.tasks.base import Data, Sample
 from kvbench.tasks.checks import (
     OfDatasets,
-    check_choices,
-    check_counts,
-    check_datasets,
+    OnBadRow,
     check_length,
     check_room,
     prompt_room,
@@ -48,7 +47,7 @@ from kvbench.tasks.checks import (
 from kvbench.tasks.download import Piece
 from kvbench.tasks.infinitebench.prompts import (
     OWN_TEMPLATES,
-    checked_row,
+    check_row,
     fill,
     ground_truth,
     template_fields,
@@ -56,12 +55,10 @@ from kvbench.tasks.infinitebench.prompts import (
 )
 from kvbench.tasks.infinitebench.scores import SCORERS, checked_score
 from kvbench.tasks.infinitebench.synthetic import GENERATORS, OWN_STRINGS, Place
-from kvbench.tasks.lazy import FilledSamples, LazySamples, in_turns
+from kvbench.tasks.lazy import FilledSamples, in_turns
 from kvbench.tasks.prompt import middle_truncate
-from kvbench.tasks.rows import ON_BAD_ROW, Rows, read_rows
-from kvbench.tasks.texts import digest
+from kvbench.tasks.published import Fields, Row, RowsTask
 
-FOLDER = "infinitebench/data"
 TEMPLATES = "infinitebench/prompt_templates.json"
 STRINGS = "infinitebench/synthetic_strings.json"
 HUB = "hub dataset xinrongzhang2022/InfiniteBench (`kvbench fetch infinitebench`)"
@@ -91,8 +88,8 @@ PIECES = (
 SYNTHETIC = tuple(GENERATORS)
 DATASETS = tuple(SCORERS)
 LISTS = {"synthetic": SYNTHETIC, "all": DATASETS}
-FAMILIES = ("yarn_mistral", "gpt4", "claude2")
 
+FIELDS: Fields = {"id": (int, str), "context": str, "input": str, "answer": (str, int, float, list)}
 NEW_TOKENS = {
     "official": {
         **{"passkey": 6, "number_string": 12, "kv_retrieval": 50, "longbook_sum_eng": 1200},
@@ -104,151 +101,117 @@ NEW_TOKENS = {
 }
 
 
-def file_of(dataset: str) -> str:
-    """Where a task's rows are, below a data folder."""
-    return f"{FOLDER}/{dataset}.jsonl"
-
-
 @dataclass(frozen=True)
 class Params(OfDatasets):
-    lists = LISTS
-    source: str  # auto: the files; embedded: generated rows
-    datasets: str | tuple[str, ...]  # names, or a list's: synthetic, all
-    template_family: str  # auto: yarn_mistral, or our own wording without the file
-    length: int  # tokens of a generated row, answer included
-    rows: int | None  # generated rows per dataset; None: as many as the published file has
-    max_prompt_tokens: int | None  # of published rows; None: what the window leaves
-    length_table: str
-    max_new_tokens: int | None  # instead of the table's
+    lists, drawn = LISTS, SYNTHETIC
+    source: Literal["auto", "hub", "local", "embedded"]  # auto: the files; embedded: generated rows
+    datasets: Annotated[str | tuple[str, ...], Some(DATASETS, tuple(LISTS))]
+    template_family: Literal["auto", "own", "yarn_mistral", "gpt4", "claude2"]  # auto: yarn_mistral, or own
+    length: Count  # tokens of a generated row, answer included
+    rows: Count | None  # generated rows per dataset; None: as many as the published file has
+    max_prompt_tokens: Count | None  # of published rows; None: what the window leaves
+    length_table: Literal["official", "chat"]
+    max_new_tokens: Count | None  # instead of the table's
     drop_first_number: bool
     lenient_dialogue: bool
-    on_bad_row: str
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self,
-            source=("auto", "hub", "local", "embedded"),
-            template_family=("auto", "own", *FAMILIES),
-            length_table=NEW_TOKENS,
-            on_bad_row=ON_BAD_ROW,
-        )
-        check_counts(self, "length", "rows", "max_prompt_tokens", "max_new_tokens")
-        check_datasets(self.names, DATASETS, LISTS)
-        real = [name for name in self.names if name not in SYNTHETIC]
-        if self.source == "embedded" and real:
-            raise ConfigError(
-                f"task.source=embedded generates {', '.join(SYNTHETIC)} only, not {real[0]}; "
-                "leave it out of task.datasets or choose another source"
-            )
+    on_bad_row: OnBadRow
 
     def new_tokens(self, dataset: str) -> int:
         """Longest answer, in tokens."""
         return self.max_new_tokens or NEW_TOKENS[self.length_table][dataset]
 
 
-class InfiniteBench(Task):
+class InfiniteBench(RowsTask):
     """The rows of the chosen tasks, the first of each and then the second of each: `limit` sees all of them."""
 
+    params: Params
     name = "infinitebench"
     version = 1
     Params = Params
     data = Data(
-        tuple(f"{FOLDER}/{name}.jsonl" for name in DATASETS), what="datasets", pieces=PIECES,
+        tuple(f"infinitebench/data/{name}.jsonl" for name in DATASETS), what="datasets", pieces=PIECES,
         without=f"without them only {len(SYNTHETIC)}, generated (task.source=embedded)",
     )  # fmt: skip
+    place, upstream, instead, unique = "infinitebench/data/{name}.jsonl", HUB, "generated rows", "id"
 
-    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
-        self.params, self.data_dir, self.seed = params, data_dir, seed
-        self.is_synthetic = params.source == "embedded"
-        self.data_source = "hub" if params.source == "hub" else "local"
-        if self.is_synthetic:
-            self.data_source = "embedded"
+    @property
+    def most(self) -> int | None:
+        return None  # task.rows is of generated ones
+
+    def title(self) -> str:
+        size = f"{self.params.length}-tokens/" if self.is_embedded else ""
+        return f"{size}{self.params.listed}"
+
+    def prepare(self, shape: ModelShape) -> None:
+        params = self.params
+        if self.is_embedded:
+            check_length(params.length, shape)
+        else:
+            for name in params.names:
+                check_room("task", name, params.new_tokens(name), params.max_prompt_tokens, shape)
+        if params.source == "hub" and params.template_family != "own":
+            sources.obtain([UPSTREAM_TEMPLATES], "hub", self.data_dir, HUB)
         self._choose_words()
-        size = f"{params.length}-tokens/" if self.is_synthetic else ""
-        self.dataset = f"{size}{params.listed}"
-        self.rows: dict[str, Rows] = {}
-        self.window = 0
+        self.notes += [f"prompts: {self.family}", f"length_table: {params.length_table}"]
+        if self.is_embedded:
+            self.notes.append(f"synthetic: true ({params.length} tokens)")
+        if "math_calc" in params.names:
+            self.notes.append(f"math_calc: drop_first_number={str(params.drop_first_number).lower()}")
+        if "math_find" in params.names and self.strings is OWN_STRINGS and self.family != "own":
+            self.notes.append("math_find: own first line")
 
     def _choose_words(self) -> None:
         """Templates and sentences: upstream's, or our own."""
-        self.word_files: tuple[Path, ...] = ()
         self.templates, self.strings, self.family = OWN_TEMPLATES, OWN_STRINGS, "own"
         wanted = self.params.template_family
         paths = [sources.find(name, self.data_dir) for name in (TEMPLATES, STRINGS)]
-        upstream = None if self.is_synthetic else sources.find(UPSTREAM_TEMPLATES, self.data_dir)
+        upstream = None if self.is_embedded else sources.find(UPSTREAM_TEMPLATES, self.data_dir)
         if wanted == "own" or (wanted == "auto" and None in paths and upstream is None):
             return
         self.family = "yarn_mistral" if wanted == "auto" else wanted
         if None in paths and upstream is not None:
-            self.word_files = (upstream,)
+            self.words = [upstream]
             self.templates = upstream_templates(upstream, self.family)
             return
-        self.word_files = tuple(sources.require(name, self.data_dir, TEMPLATES_SOURCE) for name in (TEMPLATES, STRINGS))
-        templates = sources.read_json(self.word_files[0], TEMPLATES_SOURCE)
-        self.strings = sources.read_json(self.word_files[1], TEMPLATES_SOURCE, like=OWN_STRINGS)
+        self.words = [sources.require(name, self.data_dir, TEMPLATES_SOURCE) for name in (TEMPLATES, STRINGS)]
+        templates = sources.read_json(self.words[0], TEMPLATES_SOURCE)
+        self.strings = sources.read_json(self.words[1], TEMPLATES_SOURCE, like=OWN_STRINGS)
         family = templates.get(self.family)
         self.templates = family if isinstance(family, dict) else {}
         for name in self.params.names:
             if not isinstance(words := self.templates.get(name), str) or "{context}" not in words:
                 raise ConfigError(
-                    f"{self.word_files[0]} has no template of {self.family} for {name}; get it again from "
-                    f"{TEMPLATES_SOURCE}"
+                    f"{self.words[0]} has no template of {self.family} for {name}; get it again from {TEMPLATES_SOURCE}"
                 )
 
-    def _first_notes(self) -> list[str]:
-        """What the result says before any row is read."""
-        notes = [f"prompts: {self.family}", f"length_table: {self.params.length_table}"]
-        if self.is_synthetic:
-            notes.append(f"synthetic: true ({self.params.length} tokens)")
-        if "math_calc" in self.params.names:
-            dropped = str(self.params.drop_first_number).lower()
-            notes.append(f"math_calc: drop_first_number={dropped}")
-        is_own = self.family == "own"
-        if "math_find" in self.params.names and self.strings is OWN_STRINGS and not is_own:
-            notes.append("math_find: own first line")
-        return notes
+    def fields_of(self, name: str) -> Fields:
+        return {**FIELDS, "options": list} if name in ("code_debug", "longbook_choice_eng") else FIELDS
 
-    @property
-    def use_chat(self) -> bool:
-        """Whether the template is an instruction and not a text to be continued."""
-        return self.family in ("gpt4", "claude2")
-
-    def check(self, shape: ModelShape) -> None:
-        self.window = shape.window
-        if self.params.source == "hub" and self.params.template_family != "own":
-            sources.obtain([UPSTREAM_TEMPLATES], "hub", self.data_dir, HUB)
-            self._choose_words()
-        self.notes = self._first_notes()
-        self.data_digest = digest(self.word_files) if self.word_files else None
-        if self.is_synthetic:
-            check_length(self.params.length, shape)
-            return
-        for name in self.params.names:
-            check_room("task", name, self.params.new_tokens(name), self.params.max_prompt_tokens, shape)
-        wanted, can_generate = [file_of(name) for name in self.params.names], {*self.params.names} <= {*SYNTHETIC}
-        instead = "generated rows" if can_generate else ""
-        files = sources.obtain(wanted, self.params.source, self.data_dir, HUB, instead=instead)
-        paths = dict(zip(self.params.names, files, strict=True))
-        self.data_digest = digest([*self.word_files, *paths.values()])
-        notes = list(self.notes)
-        for name, path in paths.items():
-            has_options = name in ("code_debug", "longbook_choice_eng")
-            self.rows[name] = read_rows(
-                path,
-                {"id": (int, str), "context": str, "input": str}
-                | {"answer": (str, int, float, list)}
-                | ({"options": list} if has_options else {}),
-                self.params.on_bad_row,
-                unique="id",
-                check=checked_row(name),
-            )
-            notes += self.rows[name].notes
-        self.notes = notes
+    def check_row(self, name: str, row: Row) -> None:
+        check_row(name, row)
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        return Generated(self, tokenizer) if self.is_synthetic else Published(self, tokenizer)
+        return Generated(self, tokenizer) if self.is_embedded else super().samples(tokenizer)
 
-    def sample(self, dataset: str, id: str, row: Mapping[str, Any], fields: Mapping[str, Any]) -> Sample:
+    def sample(self, tokenizer: Any, name: str, number: int, row: Row) -> Sample:
+        """A row of a file in its prompt, cut to fit."""
+        whole = self.whole(name, f"{name}-{row['id']}", row, {})
+        limit = self.params.max_prompt_tokens or prompt_room(self.window, whole.max_new_tokens)
+        text, before, after = middle_truncate(tokenizer, whole.context + whole.question, limit)
+        question = whole.question
+        if not text.endswith(question):  # some tokenizers change blanks when they decode
+            question = tokenizer.decode(tokenizer.encode(question, add_special_tokens=False))
+        if not text.endswith(question):
+            raise ConfigError(
+                f"{whole.id}: the question alone is longer than half of the {limit} tokens that "
+                "the prompt may have; give a larger task.max_prompt_tokens or a longer model"
+            )
+        cut = {"original_prompt_tokens": before, "was_cut": after < before}
+        return replace(
+            whole, context=text.removesuffix(question), question=question, fields={**whole.fields, **cut}
+        )  # fmt: skip
+
+    def whole(self, dataset: str, id: str, row: Row, fields: Mapping[str, Any]) -> Sample:
         """One row in its prompt, uncut."""
         values = template_fields(dataset, row, self.strings["math"]["find_prefix"])
         context, question = fill(self.templates[dataset], values)
@@ -259,12 +222,12 @@ class InfiniteBench(Task):
             question=question,
             references=tuple(map(str, truth)) if isinstance(truth, list) else (str(truth),),
             max_new_tokens=self.params.new_tokens(dataset),
-            use_chat=self.use_chat,
+            use_chat=self.family in ("gpt4", "claude2"),  # their templates are instructions, no texts to be continued
             fields={
                 "dataset": dataset,
                 "ground_truth": truth,  # with its type, which two scorers look at
                 "prompts": self.family,
-                "synthetic": self.is_synthetic,
+                "synthetic": self.is_embedded,
                 **fields,
             },
         )
@@ -297,36 +260,6 @@ class InfiniteBench(Task):
         write_csv(folder / "datasets.csv", ["dataset", "rows", "score_percent", "official_scorer_raises"], lines)
 
 
-class Published(LazySamples):
-    """The rows of the files in turns, cut to fit."""
-
-    def __init__(self, task: InfiniteBench, tokenizer: Any) -> None:
-        self.task, self.tokenizer = task, tokenizer
-        by_task = [[(name, row) for _, row in task.rows[name].rows] for name in task.params.names]
-        self.places = in_turns(by_task)
-
-    def sample(self, i: int) -> Sample:
-        name, row = self.places[i]
-        whole = self.task.sample(name, f"{name}-{row['id']}", row, {})
-        limit = self.task.params.max_prompt_tokens or prompt_room(self.task.window, whole.max_new_tokens)
-        text, before, after = middle_truncate(self.tokenizer, whole.context + whole.question, limit)
-        question = whole.question
-        if not text.endswith(question):  # some tokenizers change blanks when they decode
-            question = self.tokenizer.decode(self.tokenizer.encode(question, add_special_tokens=False))
-        if not text.endswith(question):
-            raise ConfigError(
-                f"{whole.id}: the question alone is longer than half of the {limit} tokens that "
-                "the prompt may have; give a larger task.max_prompt_tokens or a longer model"
-            )
-        fields = {"original_prompt_tokens": before, "was_cut": after < before}
-        return replace(
-            whole,
-            context=text.removesuffix(question),
-            question=question,
-            fields={**whole.fields, **fields},
-        )
-
-
 class Generated(FilledSamples):
     """Rows in the units of their task, in turns."""
 
@@ -350,7 +283,7 @@ class Generated(FilledSamples):
         row = GENERATORS[name].make(self.task.strings, place, units)
         about = {key: row[key] for key in row if key not in ("context", "input", "answer")}
         fields = {"length": self.task.params.length, "units": units, **about}
-        sample = self.task.sample(name, f"{name}-{place.row}", row, fields)
+        sample = self.task.whole(name, f"{name}-{place.row}", row, fields)
         if name == "math_calc" and self.task.params.max_new_tokens is None:
             # 30,000 tokens are for 30,000 numbers; the first one may be written too.
             answer = self.tokenizer.encode(f" {[0, *row['answer']]}", add_special_tokens=False)

@@ -31,22 +31,23 @@ Not here: what is fixed for a dataset, how a row becomes a prompt, and the score
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from platform import python_version
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from kvbench.engine.declared import Count, Index, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import read_json, write_csv
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks import sources
-from kvbench.tasks.base import Data, Sample, Task
-from kvbench.tasks.checks import check_choices, check_counts, check_datasets, check_room, chosen, prompt_room
-from kvbench.tasks.lazy import LazySamples, in_turns
+from kvbench.tasks.base import Data, Sample
+from kvbench.tasks.checks import OnBadRow, Prompts, check_room, chosen, prompt_room
+from kvbench.tasks.lazy import in_turns
 from kvbench.tasks.longbench import embedded
 from kvbench.tasks.longbench.datasets import E13, EMBEDDED, EMBEDDED_ROWS, LISTS, NAMES, PIECES, base_name, facts_of
 from kvbench.tasks.longbench.prompts import OWN_PROMPTS, parts_of, shortened, takes_question_first
 from kvbench.tasks.longbench.scores import (
-    BACKENDS,
     LENGTHS,
     SCORES,
     by_length,
@@ -57,19 +58,18 @@ from kvbench.tasks.longbench.scores import (
     segmenter,
 )
 from kvbench.tasks.longbench.shared import WITH_QUESTIONS, by_context, has_questions, history_of
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows
-from kvbench.tasks.texts import digest
+from kvbench.tasks.published import Fields, Made, Row, RowsTask
+from kvbench.tasks.rows import BadRow
 from kvbench.tasks.turns.conversation import Turn
 from kvbench.tasks.turns.questions import QueryAware, QuestionParams, asked
 
-FOLDER = "longbench/data"
 PROMPTS = "longbench/config/dataset2prompt.json"
 MAXLEN = "longbench/config/dataset2maxlen.json"
 UPSTREAM = "hub dataset THUDM/LongBench (data.zip; `kvbench fetch longbench` does it, or task.source=hub)"
 PROMPTS_SOURCE = "GitHub THUDM/LongBench (LongBench/config; `kvbench fetch longbench` does it)"
 INSTEAD = "texts of Python's own manual and sources"
-POSITIONS = ("after", "before", "both")
-FIELDS: dict[str, type | tuple[type, ...]] = {
+Datasets = Annotated[str | tuple[str, ...], Some(NAMES, tuple(LISTS))]
+FIELDS: Fields = {
     "input": str,
     "context": str,
     "answers": list,
@@ -79,56 +79,25 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def check_row(dataset: str) -> Any:
-    """A check of what a row must hold beyond the types of its fields."""
-    needs_classes = SCORES[facts_of(dataset).metric].needs_classes
-
-    def check(row: Mapping[str, Any]) -> None:
-        answers = row["answers"]
-        if not answers or not all(isinstance(one, str) for one in answers):
-            raise BadRow("field 'answers' is no list of texts, or empty")
-        if not row["context"]:
-            raise BadRow("field 'context' is empty")
-        classes = row["all_classes"]
-        if needs_classes and not classes:
-            raise BadRow("field 'all_classes' is empty, and the score needs it")
-        if classes and not all(isinstance(one, str) for one in classes):
-            raise BadRow("field 'all_classes' is no list of texts")
-
-    return check
-
-
 # --- the task ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Params(QuestionParams):
-    source: str  # auto: files, or the embedded datasets where their names are given
-    datasets: str | tuple[str, ...] | None  # names, or a list's; None: en16, or embedded with source=embedded
-    rows: int | None  # of each dataset; None: all, or six embedded ones
-    prompts: str  # auto: upstream's if they are there
-    question_position: str
-    max_prompt_tokens: int | None  # None: what the window leaves besides the answer
-    max_new_tokens: int | None  # instead of the dataset's own
-    extra_new_tokens: int
+    source: Literal["auto", "hub", "local", "embedded"]  # auto: files, or the embedded datasets by their names
+    datasets: Datasets | None  # None: en16, or embedded with source=embedded
+    rows: Count | None  # of each dataset; None: all, or six embedded ones
+    prompts: Prompts
+    question_position: Literal["after", "before", "both"]
+    max_prompt_tokens: Count | None  # None: what the window leaves besides the answer
+    max_new_tokens: Count | None  # instead of the dataset's own
+    extra_new_tokens: Index
     strip: bool
-    code_sim: str
-    on_bad_row: str
+    code_sim: Literal["difflib", "levenshtein"]
+    on_bad_row: OnBadRow
 
     def __post_init__(self) -> None:
-        check_choices(
-            self,
-            source=("auto", "hub", "local", "embedded"),
-            prompts=("auto", "official", "own"),
-            question_position=POSITIONS,
-            code_sim=BACKENDS,
-            on_bad_row=ON_BAD_ROW,
-        )
-        check_counts(self, "rows", "max_prompt_tokens", "max_new_tokens")
         super().__post_init__()
-        if self.extra_new_tokens < 0:
-            raise ConfigError(f"task.extra_new_tokens={self.extra_new_tokens} is negative; give 0 or more")
-        check_datasets(self.names, NAMES, LISTS)
         if 0 < sum(name in EMBEDDED for name in self.names) < len(self.names):
             raise ConfigError(
                 f"task.datasets={list(self.names)} mixes embedded datasets with published ones; run them apart"
@@ -162,133 +131,144 @@ class Params(QuestionParams):
             )
 
     @property
+    def listed(self) -> str:
+        """One name for the chosen datasets together."""
+        usual = "embedded" if self.source == "embedded" else "en16"
+        return self.datasets if isinstance(self.datasets, str) else "+".join(self.datasets or (usual,))
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The chosen datasets."""
-        usual = "embedded" if self.source == "embedded" else "en16"
-        return chosen(usual if self.datasets is None else self.datasets, LISTS)
+        return chosen(self.listed if self.datasets is None else self.datasets, LISTS)
 
 
-class LongBench(Task):
+class LongBench(RowsTask):
     """The rows of each chosen dataset, in turns."""
 
+    params: Params
     name = "longbench"
     version = 1
     Params = Params
     data = Data(
-        tuple(f"{FOLDER}/{name}.jsonl" for name in LISTS["all21"]), what="datasets", pieces=PIECES,
+        tuple(f"longbench/data/{name}.jsonl" for name in LISTS["all21"]), what="datasets", pieces=PIECES,
         without="without all English ones only Python's own texts (task.source=embedded)",
     )  # fmt: skip
+    place, upstream, instead, unique = "longbench/data/{name}.jsonl", UPSTREAM, INSTEAD, "_id"
+    fields = FIELDS
+    words_first = False
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
-        self.params, self.data_dir, self.asking = params, data_dir, params.asking
-        self.names, self.paths = self._choose()
-        self.notes: list[str] = []
-        self.word_files: list[Path] = []  # upstream's configuration, as far as it is used
-        self._leave_out()
-        self.templates, self.whose = self._templates()
-        self.new_tokens = self._new_tokens()
-        given = params.datasets
-        listed = given if isinstance(given, str) else "+".join(given or ())
-        self.dataset = listed or ("en16" if self.paths else "embedded")
-        if params.question_position != "after":
-            self.dataset += f"/question-{params.question_position}"
-        self.rows: dict[str, tuple[Mapping[str, Any], ...]] = {}
-        self.grouped: dict[str, list[list[Mapping[str, Any]]]] = {}
-        self.window = 0
+        self.asked = params.names
+        super().__init__(params, data_dir, seed)
+        if self.names[0] in EMBEDDED:
+            self.data_source = "embedded"
+        self.grouped: dict[str, list[list[Row]]] = {}
+
+    def title(self) -> str:
+        position = self.params.question_position
+        return self.params.listed + ("" if position == "after" else f"/question-{position}")
 
     # -- what is asked --
 
-    def _choose(self) -> tuple[tuple[str, ...], dict[str, Path]]:
-        """The datasets and their files; embedded datasets have no files."""
-        params, names = self.params, self.params.names
-        self.data_source = "embedded"
-        if names[0] in EMBEDDED:
-            return names, {}
-        files = [f"{FOLDER}/{name}.jsonl" for name in names]
-        self.data_source = "hub" if params.source == "hub" else "local"
-        instead = INSTEAD if params.datasets is None else ""
-        # The configuration too, hence all files.
-        paths = sources.obtain(files, params.source, self.data_dir, UPSTREAM, only=(), instead=instead)
-        return names, dict(zip(names, paths, strict=True))
+    @property
+    def names(self) -> Sequence[str]:
+        return self.asked
+
+    @property
+    def most(self) -> int | None:
+        return self.params.rows or (EMBEDDED_ROWS if self.is_embedded else None)
+
+    @property
+    def can_be_drawn(self) -> bool:
+        return self.params.datasets is None
+
+    def prepare(self, shape: ModelShape) -> None:
+        params = self.params
+        if not self.is_embedded:
+            self.paths = self.files()
+        self._leave_out()
+        self.templates, self.whose = self._templates()
+        self.new_tokens = self._new_tokens()
+        metrics = [SCORES[facts_of(name).metric] for name in self.names]
+        if any(metric.needs_jieba for metric in metrics):
+            segmenter()
+        self.notes.append(f"prompts: {self.whose}")
+        if params.question_position != "after":
+            self.notes.append(f"question_position: {params.question_position}")
+        if any(metric.needs_backend for metric in metrics):
+            self.notes.append(f"code_sim: {params.code_sim}")
+        for name in self.names:
+            check_room("dataset", name, self.new_tokens[name], params.max_prompt_tokens, shape)
+        if self.is_embedded:
+            self.notes.append(f"embedded set {embedded.content_hash(self.names)}, Python {python_version()}")
+            self.rows = {name: [*enumerate(embedded.rows_of(name, params.rows))] for name in self.names}
+
+    def files(self) -> dict[str, Path]:
+        """The files of rows; where they are fetched, upstream's configuration is fetched with them."""
+        return super().files(only=())
 
     def _find(self, name: str) -> Path | None:
         """A file of upstream's configuration; from the hub, it lies next to the rows."""
         if self.data_source == "hub":
             root = next(iter(self.paths.values())).parents[2]
             return sources.find(name, str(root))
-        return sources.find(name, self.data_dir)
+        return None if self.is_embedded else sources.find(name, self.data_dir)
 
     def _leave_out(self) -> None:
         """Drop the datasets whose question cannot be moved."""
-        if self.params.questions > 1:
-            self.names = tuple(name for name in self.names if has_questions(name))
-            self.paths = {n: p for n, p in self.paths.items() if n in self.names}
-        if self.params.question_position == "after":
-            return
-        kept = tuple(name for name in self.names if takes_question_first(name))
-        left_out = [name for name in self.names if name not in kept]
-        if not kept:
+        names = [name for name in self.params.names if self.params.questions == 1 or has_questions(name)]
+        position = self.params.question_position
+        self.asked = [name for name in names if position == "after" or takes_question_first(name)]
+        left_out = ", ".join(name for name in names if name not in self.names)
+        if not self.names:
             raise ConfigError(
-                f"task.question_position={self.params.question_position} has no meaning for "
-                f"{', '.join(left_out)}, whose query is the text to be continued; use after, or other task.datasets"
+                f"task.question_position={position} has no meaning for {left_out}, whose query is the text to be "
+                "continued; use after, or other task.datasets"
             )
         if left_out:
-            self.notes.append(f"left out, since their query is the text to be continued: {', '.join(left_out)}")
-        self.names, self.paths = kept, {n: p for n, p in self.paths.items() if n in kept}
+            self.notes.append(f"left out, since their query is the text to be continued: {left_out}")
+        self.paths = {name: path for name, path in self.paths.items() if name in self.names}
 
     def _templates(self) -> tuple[Mapping[str, str], str]:
         """Prompt templates by dataset, and whose they are."""
-        wanted = self.params.prompts
-        path = None if self.data_source == "embedded" else self._find(PROMPTS)
+        wanted, path = self.params.prompts, self._find(PROMPTS)
         if wanted == "official" and path is None:
-            if self.data_source == "embedded":
+            if self.is_embedded:
                 raise ConfigError("task.prompts=official has none for embedded datasets; use auto or own")
             path = sources.require(PROMPTS, self.data_dir, PROMPTS_SOURCE)
-        if wanted == "own" or path is None:
-            return OWN_PROMPTS, "own"
-        self.word_files.append(path)
-        return checked_config(path, self.names, str), "official"
+        self.words = [] if wanted == "own" or path is None else [path]
+        return (checked_config(self.words[0], self.names, str), "official") if self.words else (OWN_PROMPTS, "own")
 
     def _new_tokens(self) -> dict[str, int]:
         """Longest answer of each dataset, in tokens."""
         fixed = {name: facts_of(name).max_new_tokens for name in self.names}
-        path = None if self.data_source == "embedded" else self._find(MAXLEN)
-        if path is not None:
-            self.word_files.append(path)
+        if (path := self._find(MAXLEN)) is not None:
+            self.words = [*self.words, path]
             table = checked_config(path, self.names, int)
             fixed = {name: table[base_name(name)] for name in self.names}
         given, extra = self.params.max_new_tokens, self.params.extra_new_tokens
         return {name: (given or n) + extra for name, n in fixed.items()}
 
+    def check_row(self, name: str, row: Row) -> None:
+        answers, classes = row["answers"], row["all_classes"]
+        if not answers or not all(isinstance(one, str) for one in answers):
+            raise BadRow("field 'answers' is no list of texts, or empty")
+        if not row["context"]:
+            raise BadRow("field 'context' is empty")
+        if SCORES[facts_of(name).metric].needs_classes and not classes:
+            raise BadRow("field 'all_classes' is empty, and the score needs it")
+        if classes and not all(isinstance(one, str) for one in classes):
+            raise BadRow("field 'all_classes' is no list of texts")
+
     def check(self, shape: ModelShape) -> None:
-        self.window = shape.window
-        if any(SCORES[facts_of(name).metric].needs_jieba for name in self.names):
-            segmenter()
-        self.notes.append(f"prompts: {self.whose}")
-        if self.params.question_position != "after":
-            self.notes.append(f"question_position: {self.params.question_position}")
-        if any(SCORES[facts_of(name).metric].needs_backend for name in self.names):
-            self.notes.append(f"code_sim: {self.params.code_sim}")
-        if self.data_source == "embedded":
-            content = embedded.content_hash(self.names)
-            self.notes.append(f"embedded set {content}, Python {python_version()}")
-        else:
-            self.data_digest = digest([*self.paths.values(), *self.word_files])
-        for name in self.names:
-            check_room("dataset", name, self.new_tokens[name], self.params.max_prompt_tokens, shape)
-            if self.data_source == "embedded":
-                self.rows[name] = embedded.rows_of(name, self.params.rows)
-                continue
-            rows = read_rows(self.paths[name], FIELDS, self.params.on_bad_row, unique="_id", check=check_row(name))
-            self.notes += rows.notes
-            self.rows[name] = tuple(row for _, row in rows.rows)
+        super().check(shape)
         if self.asking is not None:
             self._check_contexts()
 
     def _check_contexts(self) -> None:
         """Refuse more questions than any context has, and note where contexts have fewer."""
         asked_for = self.params.questions
-        counts = [len(group) for name in self.names for group in self.contexts(name)[: self.n_rows(name)]]
+        counts = [len(group) for name in self.names for group in self.contexts(name)]
         if max(counts, default=0) < asked_for:
             raise ConfigError(
                 f"task.questions={asked_for} is more than any context of {', '.join(self.names)} has; give "
@@ -303,29 +283,24 @@ class LongBench(Task):
     # -- samples --
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        rows = InTurns(self, tokenizer)
-        if self.asking is None or self.asking.mode != "query_aware":
-            return rows
-        return QueryAware(rows, [len(self.contexts(name)[i]) for name, i in rows.places])
+        if self.asking is None:
+            return super().samples(tokenizer)
+        places = in_turns([[(name, group) for group in self.contexts(name)] for name in self.names])
+        samples = Made(places, partial(self.conversation, tokenizer))
+        return (
+            QueryAware(samples, [len(group) for _, group in places]) if self.asking.mode == "query_aware" else samples
+        )
 
-    def contexts(self, name: str) -> list[list[Mapping[str, Any]]]:
+    def contexts(self, name: str) -> list[list[Row]]:
         """The rows of a dataset that are asked on each of its contexts."""
         if name not in self.grouped:
-            self.grouped[name] = by_context(name, self.rows[name], self.params.questions)
-        return self.grouped[name]
+            self.grouped[name] = by_context(name, [row for _, row in self.rows[name]], self.params.questions)
+        return self.grouped[name][: self.most]
 
-    def n_rows(self, name: str) -> int:
-        """How many rows of a dataset are asked."""
-        most = self.params.rows
-        if most is None and self.data_source == "embedded":
-            most = EMBEDDED_ROWS
-        there = len(self.rows[name]) if self.asking is None else len(self.contexts(name))
-        return there if most is None else min(most, there)
-
-    def conversation(self, tokenizer: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> Sample:
+    def conversation(self, tokenizer: Any, name: str, rows: Sequence[Row]) -> Sample:
         """Several rows with one context, which is cut for the longest of their questions."""
         assert self.asking is not None, name
-        samples = [self.sample(tokenizer, name, row, len(rows)) for row in rows]
+        samples = [self.sample(tokenizer, name, 0, row, len(rows)) for row in rows]
         first = min(samples, key=lambda sample: len(sample.context))
         turns = [
             Turn(
@@ -339,7 +314,7 @@ class LongBench(Task):
         ]
         return asked(first, turns, self.asking)
 
-    def sample(self, tokenizer: Any, name: str, row: Mapping[str, Any], n_turns: int = 1) -> Sample:
+    def sample(self, tokenizer: Any, name: str, number: int, row: Row, n_turns: int = 1) -> Sample:
         """One row in its prompt, cut to the longest that is allowed with as many turns of its kind."""
         facts, new_tokens = facts_of(name), self.new_tokens[name]
         position = self.params.question_position
@@ -394,20 +369,6 @@ class LongBench(Task):
         averages = averages_of({name: line["score"] for name, line in table.items()})
         text = json.dumps({"title": title, **averages, "notes": list(self.notes)}, indent=1)
         (folder / "longbench.json").write_text(text + "\n", encoding="utf-8")
-
-
-class InTurns(LazySamples):
-    """The first row of every dataset, then the second of every one."""
-
-    def __init__(self, task: LongBench, tokenizer: Any) -> None:
-        self.task, self.tokenizer = task, tokenizer
-        self.places = in_turns([[(name, i) for i in range(task.n_rows(name))] for name in task.names])
-
-    def sample(self, i: int) -> Sample:
-        name, number = self.places[i]
-        if self.task.asking is not None:
-            return self.task.conversation(self.tokenizer, name, self.task.contexts(name)[number])
-        return self.task.sample(self.tokenizer, name, self.task.rows[name][number])
 
 
 # --- summaries ---------------------------------------------------------------------------------

@@ -27,18 +27,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from kvbench.engine.declared import Count, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import read_text
 from kvbench.engine.shapes import ModelShape
-from kvbench.tasks import sources
-from kvbench.tasks.base import Data, Sample, Task
-from kvbench.tasks.checks import check_choices, check_counts, check_room, prompt_room
-from kvbench.tasks.lazy import LazySamples
+from kvbench.tasks.base import Data, Sample
+from kvbench.tasks.checks import OnBadRow, Prompts, check_room, prompt_room
 from kvbench.tasks.longbench.prompts import shortened
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows
-from kvbench.tasks.texts import digest
+from kvbench.tasks.published import Row, RowsTask
+from kvbench.tasks.rows import BadRow
 
 DATA = "longbench_v2/data.json"
 UPSTREAM = "hub dataset THUDM/LongBench-v2 (data.json)"
@@ -98,75 +97,55 @@ def point(row: Mapping[str, Any], compensated: bool) -> float:
 
 @dataclass(frozen=True)
 class Params:
-    source: str
-    prompt: str
-    prompts: str  # auto: upstream's if they are there
-    lengths: tuple[str, ...] | None  # rows of these labels; None: all
-    max_prompt_tokens: int | None  # None: what the window leaves besides the answer
-    max_new_tokens: int
-    on_bad_row: str
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self,
-            source=("auto", "local"),
-            prompt=PROMPTS,
-            prompts=("auto", "official", "own"),
-            on_bad_row=ON_BAD_ROW,
-        )
-        check_counts(self, "max_prompt_tokens", "max_new_tokens")
-        for name in self.lengths or ():
-            if name not in LENGTHS:
-                raise ConfigError(f"task.lengths={name} is no label; give some of {', '.join(LENGTHS)}")
-        if self.lengths is not None and not self.lengths:
-            raise ConfigError(f"task.lengths=[] keeps nothing; give some of {', '.join(LENGTHS)}, or null for all")
+    source: Literal["auto", "local"]
+    prompt: Literal["0shot", "no_context"]
+    prompts: Prompts
+    lengths: Annotated[tuple[str, ...], Some(LENGTHS)] | None  # rows of these labels; None: all
+    max_prompt_tokens: Count | None  # None: what the window leaves besides the answer
+    max_new_tokens: Count
+    on_bad_row: OnBadRow
 
 
-class LongBenchV2(Task):
+class LongBenchV2(RowsTask):
     """One sample per row, in the file's order."""
 
+    params: Params
     name = "longbench_v2"
     version = 1
     Params = Params
     data = Data((DATA,), "cannot be asked", by_hand=UPSTREAM)
+    place, upstream, unique = DATA, UPSTREAM, "_id"
+    words_first = False
 
-    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
-        self.params, self.data_dir = params, data_dir  # nothing is drawn
-        self.data_source = "local"
-        self.dataset = "+".join(params.lengths or ("all",)) + ("" if params.prompt == "0shot" else f"/{params.prompt}")
-        self.rows: list[Mapping[str, Any]] = []
-        self.window = 0
+    def title(self) -> str:
+        prompt = "" if self.params.prompt == "0shot" else f"/{self.params.prompt}"
+        return "+".join(self.params.lengths or ("all",)) + prompt
 
-    def check(self, shape: ModelShape) -> None:
-        self.window = shape.window
+    def prepare(self, shape: ModelShape) -> None:
         check_room("task", self.name, self.params.max_new_tokens, self.params.max_prompt_tokens, shape)
-        path = sources.require(DATA, self.data_dir, UPSTREAM)
-        words = self._template_file()
-        self.whose = "own" if words is None else "official"
-        self.template = OWN_PROMPTS[self.params.prompt] if words is None else checked_template(words)
-        self.data_digest = digest([path] if words is None else [path, words])
-        found = read_rows(path, {}, self.params.on_bad_row, unique="_id", check=check_row)
-        lengths = self.params.lengths
-        self.rows = [row for _, row in found.rows if lengths is None or row["length"] in lengths]
-        if not self.rows:
-            raise ConfigError(f"{path} has no row of task.lengths={list(lengths or ())}; give others")
-        self.notes = [f"prompts: {self.whose}", *found.notes]
-        if n := sum(bool(PLACEHOLDER.search(row["context"])) for row in self.rows):
+        self.words = self.wording(PROMPTS[self.params.prompt], PROMPTS_SOURCE)
+        self.template = checked_template(self.words[0]) if self.words else OWN_PROMPTS[self.params.prompt]
+        self.notes.append(f"prompts: {'official' if self.words else 'own'}")
+
+    def read(self) -> None:
+        super().read()
+        lengths, rows = self.params.lengths, self.rows[self.name]
+        kept = [one for one in rows if lengths is None or one[1]["length"] in lengths]
+        if not kept:
+            raise ConfigError(f"{self.paths[self.name]} has no row of task.lengths={list(lengths or ())}; give others")
+        self.rows[self.name] = kept
+        if n := sum(bool(PLACEHOLDER.search(row["context"])) for _, row in kept):
             self.notes.append(f"{n} texts hold a placeholder, which the authors' code fills in")
 
-    def _template_file(self) -> Path | None:
-        """Upstream's template; None where ours stands in."""
-        wanted, name = self.params.prompts, PROMPTS[self.params.prompt]
-        if wanted == "own":
-            return None
-        if wanted == "official":
-            return sources.require(name, self.data_dir, PROMPTS_SOURCE)
-        return sources.find(name, self.data_dir)
+    def check_row(self, name: str, row: Row) -> None:
+        """Check that a row holds texts, and one of the letters."""
+        for key in ("_id", "domain", "difficulty", "length", *COLUMNS.values(), "answer"):
+            if not isinstance(row.get(key), str) or (key != "domain" and not row[key].strip()):
+                raise BadRow(f"field {key!r} is no text, or empty")
+        if row["answer"] not in LETTERS or len(row["answer"]) != 1:
+            raise BadRow(f"field 'answer' is {row['answer'][:40]!r}, none of A, B, C, D")
 
-    def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        return Rows(self, tokenizer)
-
-    def sample(self, tokenizer: Any, row: Mapping[str, Any]) -> Sample:
+    def sample(self, tokenizer: Any, name: str, number: int, row: Row) -> Sample:
         """One row in its prompt, cut to the longest that is allowed."""
         before, after = parts_of(self.template, row)
         limit = self.params.max_prompt_tokens or prompt_room(self.window, self.params.max_new_tokens)
@@ -203,26 +182,7 @@ class LongBenchV2(Task):
         (folder / "longbench_v2.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
-class Rows(LazySamples):
-    """The rows, cut to fit when they are asked for."""
-
-    def __init__(self, task: LongBenchV2, tokenizer: Any) -> None:
-        self.task, self.tokenizer, self.places = task, tokenizer, task.rows
-
-    def sample(self, i: int) -> Sample:
-        return self.task.sample(self.tokenizer, self.places[i])
-
-
-# --- rows and prompts --------------------------------------------------------------------------
-
-
-def check_row(row: Mapping[str, Any]) -> None:
-    """Check that a row holds texts, and one of the letters."""
-    for key in ("_id", "domain", "difficulty", "length", *COLUMNS.values(), "answer"):
-        if not isinstance(row.get(key), str) or (key != "domain" and not row[key].strip()):
-            raise BadRow(f"field {key!r} is no text, or empty")
-    if row["answer"] not in LETTERS or len(row["answer"]) != 1:
-        raise BadRow(f"field 'answer' is {row['answer'][:40]!r}, none of A, B, C, D")
+# --- prompts -----------------------------------------------------------------------------------
 
 
 def checked_template(path: Path) -> str:

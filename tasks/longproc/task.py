@@ -20,24 +20,24 @@ Not here: the scores (`scores.py`), the reference of countdown (`countdown.py`).
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
 
+from kvbench.engine.declared import Count, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import LARGEST_FILE, read_text
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks import sources
-from kvbench.tasks.base import Data, Sample, Task
-from kvbench.tasks.checks import OfDatasets, check_choices, check_counts, check_datasets
-from kvbench.tasks.lazy import in_turns
+from kvbench.tasks.base import Data, Sample
+from kvbench.tasks.checks import OfDatasets, OnBadRow
 from kvbench.tasks.longproc import scores
 from kvbench.tasks.longproc.countdown import Search, examples
-from kvbench.tasks.reasoning.answers import Room, fitted
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows
-from kvbench.tasks.texts import digest
+from kvbench.tasks.published import Row
+from kvbench.tasks.reasoning.task import LongAnswers
+from kvbench.tasks.rows import BadRow
 
 PARTS = ("countdown", "path_traversal", "tom_tracking")
 LISTS = {"all": PARTS}
@@ -50,21 +50,17 @@ MOST_NUMBER = 100_000  # of countdown's numbers; published ones are below 100
 @dataclass(frozen=True)
 class Params(OfDatasets):
     lists = LISTS
-    source: str
-    datasets: str | tuple[str, ...]  # parts, or all
-    length: str  # of the answer that is asked for
-    max_new_tokens: int | None  # None: by length, or what the window leaves
-    on_bad_row: str
-
-    def __post_init__(self) -> None:
-        check_choices(self, source=("auto", "local"), length=USUAL_TOKENS, on_bad_row=ON_BAD_ROW)
-        check_counts(self, "max_new_tokens")
-        check_datasets(self.names, PARTS, LISTS)
+    source: Literal["auto", "local"]
+    datasets: Annotated[str | tuple[str, ...], Some(PARTS, tuple(LISTS))]
+    length: Literal["0.5k", "2k", "8k"]  # of the answer that is asked for
+    max_new_tokens: Count | None  # None: by length, or what the window leaves
+    on_bad_row: OnBadRow
 
 
-class LongProc(Task):
+class LongProc(LongAnswers):
     """The rows of each chosen part, in turns."""
 
+    params: Params
     name = "longproc"
     version = 1
     Params = Params
@@ -72,38 +68,29 @@ class LongProc(Task):
         tuple(f"longproc/{name}/{name}_{length}.json" for name in PARTS for length in USUAL_TOKENS),
         "the others cannot be asked", by_hand=UPSTREAM,
     )  # fmt: skip
+    place, upstream = "longproc/{name}/{name}_{length}.json", UPSTREAM
 
-    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
-        self.params, self.data_dir = params, data_dir  # nothing is drawn
-        self.data_source = "local"
-        self.dataset = f"{params.listed}/{params.length}"
-        self.rows: dict[str, Sequence[tuple[int, Mapping[str, Any]]]] = {}
-        self.templates: dict[str, str] = {}
-        self.window = 0
+    @property
+    def usual_tokens(self) -> int:
+        return USUAL_TOKENS[self.params.length]
 
-    def check(self, shape: ModelShape) -> None:
-        self.window, files, notes = shape.window, list[Path](), list[str]()
-        for name in self.params.names:
-            wanted = [f"longproc/{name}/{name}_{self.params.length}.json", f"longproc/{name}/prompts.yaml"]
-            rows, prompts = (sources.require(file, self.data_dir, UPSTREAM) for file in wanted)
-            self.templates[name] = template_of(prompts)
-            found = read_rows(rows, {}, self.params.on_bad_row, check=check_row(name))
-            self.rows[name] = found.rows
-            notes += found.notes
-            files += [rows, prompts]
-        self.data_digest = digest(files)
-        self.notes = notes
+    def title(self) -> str:
+        return f"{self.params.listed}/{self.params.length}"
 
-    def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        room = Room(USUAL_TOKENS[self.params.length], self.params.max_new_tokens, None, self.window)
-        asked = in_turns([[self._sample(name, i, row) for i, row in self.rows[name]] for name in self.params.names])
-        samples, notes = fitted(tokenizer, asked, room, lambda sample, n: replace(sample, max_new_tokens=n))
-        self.notes = [*(note for note in self.notes if note not in notes), *notes]
-        return samples
+    def prepare(self, shape: ModelShape) -> None:
+        files = [f"longproc/{name}/prompts.yaml" for name in self.names]
+        self.prompts = [sources.require(file, self.data_dir, UPSTREAM) for file in files]
+        self.templates = dict(zip(self.names, map(template_of, self.prompts), strict=True))
 
-    def _sample(self, name: str, i: int, row: Mapping[str, Any]) -> Sample:
+    def digested(self, files: Sequence[Path]) -> Sequence[Path]:
+        return [file for pair in zip(files, self.prompts, strict=True) for file in pair]
+
+    def check_row(self, name: str, row: Row) -> None:
+        CHECKS[name](row)
+
+    def sample(self, tokenizer: Any, name: str, number: int, row: Row) -> Sample:
         return Sample(
-            id=f"{name}-{self.params.length}-{i}",
+            id=f"{name}-{self.params.length}-{number}",
             context=filled(self.templates[name], values_of(name, row)),
             question="",
             references=(reference_of(name, row),),
@@ -130,28 +117,26 @@ def judged(name: str, prediction: str, reference: str, fields: Mapping[str, Any]
 # --- rows --------------------------------------------------------------------------------------
 
 
-def check_row(name: str) -> Any:
-    """A check of what a row of a part must hold."""
-    if name == "countdown":
-        return check_countdown
-    texts = ("story", "question", "solution") if name == "tom_tracking" else ("context_nl", "answer_nl")
-
-    def check(row: Mapping[str, Any]) -> None:
-        for key in texts:
-            if not isinstance(row.get(key), str) or not row[key].strip():
-                raise BadRow(f"field {key!r} is no text, or empty")
-        if name == "tom_tracking":
-            if not scores.beliefs(row["solution"]):
-                raise BadRow("field 'solution' has no step")
-            return
-        ends = row.get("question_repr")
-        if not isinstance(ends, list) or len(ends) != 2 or not all(isinstance(end, str) for end in ends):
-            raise BadRow("field 'question_repr' is no list of two texts")
-
-    return check
+def check_texts(row: Row, *names: str) -> None:
+    for key in names:
+        if not isinstance(row.get(key), str) or not row[key].strip():
+            raise BadRow(f"field {key!r} is no text, or empty")
 
 
-def check_countdown(row: Mapping[str, Any]) -> None:
+def check_tracking(row: Row) -> None:
+    check_texts(row, "story", "question", "solution")
+    if not scores.beliefs(row["solution"]):
+        raise BadRow("field 'solution' has no step")
+
+
+def check_path(row: Row) -> None:
+    check_texts(row, "context_nl", "answer_nl")
+    ends = row.get("question_repr")
+    if not isinstance(ends, list) or len(ends) != 2 or not all(isinstance(end, str) for end in ends):
+        raise BadRow("field 'question_repr' is no list of two texts")
+
+
+def check_countdown(row: Row) -> None:
     numbers, target = row.get("nums"), row.get("target")
     values = [*numbers, target] if isinstance(numbers, list) else []
     if len(values) != 5 or not all(type(value) is int and 0 <= value <= MOST_NUMBER for value in values):
@@ -160,7 +145,10 @@ def check_countdown(row: Mapping[str, Any]) -> None:
         raise BadRow(f"no equation makes {target} of {numbers}")
 
 
-def values_of(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+CHECKS = {"countdown": check_countdown, "path_traversal": check_path, "tom_tracking": check_tracking}
+
+
+def values_of(name: str, row: Row) -> dict[str, Any]:
     """Values that a part's prompt asks for."""
     if name == "countdown":
         return {"demonstration": examples(), "nums": list(row["nums"]), "target": row["target"]}
@@ -169,7 +157,7 @@ def values_of(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
     return {"city_context": row["context_nl"], "src_city": row["question_repr"][0], "dst_city": row["question_repr"][1]}
 
 
-def reference_of(name: str, row: Mapping[str, Any]) -> str:
+def reference_of(name: str, row: Row) -> str:
     if name == "countdown":
         return Search(row["nums"], row["target"]).text()
     return row["solution" if name == "tom_tracking" else "answer_nl"]

@@ -27,26 +27,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import Ge, Le
+
+from kvbench.engine.declared import Count, Some, word
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import NoJson, parse_json
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.calibration import prose
 from kvbench.tasks import sources
-from kvbench.tasks.base import Data, Sample, Task
-from kvbench.tasks.checks import check_choices, check_counts, check_lengths, check_numbers, check_some
+from kvbench.tasks.base import Data, Sample
+from kvbench.tasks.checks import Lengths, OnBadRow, check_lengths
 from kvbench.tasks.download import Piece
-from kvbench.tasks.lazy import LazySamples, in_turns, most_units
+from kvbench.tasks.lazy import Drawn, fitting, in_turns, note_left_out
 from kvbench.tasks.mrcr.made import WORDS, Dialogue, Plan
 from kvbench.tasks.prompt import first_ids, rendered
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows, write_means
-from kvbench.tasks.texts import digest, sentences
+from kvbench.tasks.published import Fields, Row, RowsTask
+from kvbench.tasks.rows import BadRow, write_means
+from kvbench.tasks.texts import sentences
 from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
-from kvbench.tasks.turns.questions import QueryAware, QuestionParams
+from kvbench.tasks.turns.questions import QuestionParams, apart
 
 NEEDLES = (1, 2, 4, 8)  # 1: of drawn dialogues alone
-MODES = (None, "independent", "query_aware")
 MOST_QUESTIONS = 32
 REVISION = "f4c69fae7cf81f7ca26b9fee34b392a50f6b8a1d"
 UPSTREAM = "hub dataset openai/mrcr (kvbench fetch mrcr)"
@@ -55,38 +58,28 @@ EXTRA = 32  # tokens that an answer may have beyond its reference
 EXACT = 0.99
 CHARACTERS = 8  # of a token at most, by which rows are left out before they are tokenised
 BINS = tuple(4096 << i for i in range(9))
+Words = Annotated[int, Ge(5)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Params(QuestionParams):
-    source: str  # auto: the files; embedded: drawn dialogues
-    needles: tuple[int, ...]  # pieces that are alike
-    lengths: tuple[int, ...]  # tokens of drawn dialogues, answer included
-    words: tuple[int, ...]  # of a drawn piece, from and to
-    rows: int | None  # of each number of needles and length; None: all, or 30 drawn ones
-    template: str
-    answer_part: str
+    source: Literal["auto", "local", "hub", "embedded"]  # auto: the files; embedded: drawn dialogues
+    questions: Annotated[int, Ge(1), Le(MOST_QUESTIONS)]
+    mode: Literal["independent", "query_aware"] | None  # another would show earlier pieces in later questions
+    needles: Annotated[tuple[int, ...], Some(NEEDLES)]  # pieces that are alike
+    lengths: Lengths  # of drawn dialogues, answer included
+    words: tuple[Words, Words]  # of a drawn piece, from and to
+    rows: Count | None  # of each number of needles and length; None: all, or 30 drawn ones
+    template: Literal["chat", "plain"]
+    answer_part: Literal["all", "after_think"]
     strip_start: bool
-    max_prompt_tokens: int | None  # longer rows are left out; None: what the window holds
-    on_bad_row: str
+    max_prompt_tokens: Count | None  # longer rows are left out; None: what the window holds
+    on_bad_row: OnBadRow
 
     def __post_init__(self) -> None:
-        check_choices(
-            self, source=("auto", "local", "hub", "embedded"), template=("chat", "plain"),
-            answer_part=("all", "after_think"), on_bad_row=ON_BAD_ROW,
-        )  # fmt: skip
-        check_counts(self, "rows", "max_prompt_tokens")
-        check_some(self, needles=NEEDLES)
-        check_numbers(self, lengths=500, words=5)
-        if len(self.words) != 2 or self.words[0] > self.words[1]:
-            raise ConfigError(f"task.words={list(self.words)} is no range; give the fewest and the most, as [40,200]")
-        if self.questions > MOST_QUESTIONS:
-            raise ConfigError(f"task.questions={self.questions} is too many on one dialogue; {MOST_QUESTIONS} at most")
-        if self.mode not in MODES:
-            raise ConfigError(
-                f"task.mode={self.mode} would show earlier pieces in later questions; use independent or query_aware"
-            )
         super().__post_init__()
+        if self.words[0] > self.words[1]:
+            raise ConfigError(f"task.words={word(self.words)} is no range; give the fewest and the most, as [40,200]")
         drawn = {"needles": 1 in self.needles, "questions": self.questions > 1, "words": self.words != WORDS}
         if self.source != "embedded" and (key := next((key for key, is_so in drawn.items() if is_so), None)):
             raise ConfigError(
@@ -116,7 +109,7 @@ def pieces() -> tuple[Piece, ...]:
     )  # fmt: skip
 
 
-class MRCR(Task):
+class MRCR(RowsTask):
     """The dialogues of each number of needles, in turns."""
 
     params: Params
@@ -127,19 +120,27 @@ class MRCR(Task):
         tuple(piece.target for piece in pieces()), "without them drawn dialogues (task.source=embedded)",
         pieces=pieces(),
     )  # fmt: skip
+    place, upstream, instead = "mrcr/{name}.jsonl", UPSTREAM, "drawn dialogues"
+    fields: ClassVar[Fields] = {"prompt": str, "answer": str, "random_string_to_prepend": str}
 
-    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
-        self.params, self.data_dir, self.seed, self.asking = params, data_dir, seed, params.asking
-        self.data_source = {"embedded": "embedded", "hub": "hub"}.get(params.source, "local")
-        size = f"{'+'.join(map(str, params.lengths))}-tokens/" if params.source == "embedded" else ""
+    def title(self) -> str:
+        params = self.params
+        size = f"{'+'.join(map(str, params.lengths))}-tokens/" if self.is_embedded else ""
         words = "" if params.template == "chat" else "/plain"
         asked = f"/{params.questions}-questions" if params.questions > 1 else ""
-        self.dataset = f"{size}{'+'.join(map(str, params.needles))}needle{words}{asked}"
-        self.rows: dict[int, list[tuple[int, Mapping[str, Any]]]] = {}
-        self.notes: list[str] = []
+        return f"{size}{'+'.join(map(str, params.needles))}needle{words}{asked}"
 
-    def check(self, shape: ModelShape) -> None:
-        self.window = shape.window
+    @property
+    def names(self) -> Sequence[str]:
+        """Files: one for each number of needles where somebody put them together, else its parts."""
+        is_hub = self.params.source == "hub"
+        found = list[str]()
+        for n in self.params.needles:
+            is_whole = not is_hub and sources.find(f"mrcr/{n}needle.jsonl", self.data_dir)
+            found += [f"{n}needle"] if is_whole else [f"{n}needle_{part}" for part in range(PARTS)]
+        return found
+
+    def prepare(self, shape: ModelShape) -> None:
         params = self.params
         self.notes = [f"template: {params.template}"]
         self.notes += [f"answer: {params.answer_part}"] if params.answer_part != "all" else []
@@ -147,60 +148,41 @@ class MRCR(Task):
         if self.is_embedded:
             check_lengths(params.lengths, shape)
             self.notes += ["drawn dialogues, not comparable with MRCR", f"pieces: {prose.prose_name()}"]
-            return
-        used = list[Path]()
-        for n in params.needles:
-            whole = None if params.source == "hub" else sources.find(f"mrcr/{n}needle.jsonl", self.data_dir)
-            names = [f"mrcr/{n}needle_{part}.jsonl" for part in range(PARTS)]
-            paths = [whole] if whole else sources.obtain(
-                names, params.source, self.data_dir, UPSTREAM, instead="drawn dialogues"
-            )  # fmt: skip
-            fields = {"prompt": str, "answer": str, "random_string_to_prepend": str}
-            found = [read_rows(path, fields, params.on_bad_row, check=check_row) for path in paths]
-            self.notes += [note for one in found for note in one.notes]
-            self.rows[n] = list(enumerate(row for one in found for _, row in one.rows))
-            used += paths
-        self.data_digest = digest(used)
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
+        params = self.params
         if self.is_embedded:
-            drawn = Drawn(self, tokenizer)
-            is_apart = self.params.asking is not None and self.params.asking.mode == "query_aware"
-            return QueryAware(drawn, [self.params.questions] * len(drawn)) if is_apart else drawn
-        by_needles = [self.fitting(tokenizer, n) for n in self.params.needles]
-        found = in_turns(by_needles)
+            cells = [(needles, length) for length in params.lengths for needles in params.needles]
+            drawn = Dialogues(self, tokenizer, cells, params.rows or 30)
+            return apart(drawn, params.asking, params.questions)
+        found = in_turns([self.fitting(tokenizer, n) for n in params.needles])
         if not found:
             raise ConfigError("no row of MRCR fits the model's window or task.max_prompt_tokens; use a longer model")
         return found
 
     def fitting(self, tokenizer: Any, n: int) -> list[Sample]:
         """The rows that fit, as many as are asked for; the result says how many of those before the last do not."""
-        found, left_out = list[Sample](), 0
         limit = min(self.window, self.params.max_prompt_tokens or self.window)
-        for number, row in self.rows[n]:
-            if len(found) == self.params.rows:
-                break
+        rows = [row for name, each in self.rows.items() if name.startswith(f"{n}needle") for _, row in each]
+
+        def make(one: tuple[int, Row]) -> Sample | None:
+            number, row = one
             if len(row["prompt"]) > CHARACTERS * limit:
-                left_out += 1
-                continue
-            turns = parse_json(row["prompt"])
-            one = self.sample(tokenizer, turns, row["answer"], row["random_string_to_prepend"], f"{n}needle-{number}", {
-                "dataset": f"{n}needle", "wanted": row.get("desired_msg_index"),
-            })  # fmt: skip
-            n_prompt = one.fields["tokens"] - len(tokenizer.encode(row["answer"], add_special_tokens=False))
-            if n_prompt + one.max_new_tokens > self.window or n_prompt > limit:
-                left_out += 1
-            else:
-                found.append(one)
-        note = f"{n}needle: {left_out} rows left out that do not fit {limit} tokens"
-        if left_out and note not in self.notes:
-            self.notes.append(note)
+                return None
+            turns, fields = parse_json(row["prompt"]), {"dataset": f"{n}needle", "wanted": row.get("desired_msg_index")}
+            start = row["random_string_to_prepend"]
+            sample = self.dialogue(tokenizer, turns, row["answer"], start, f"{n}needle-{number}", fields)
+            n_prompt = sample.fields["tokens"] - len(tokenizer.encode(row["answer"], add_special_tokens=False))
+            is_long = n_prompt + sample.max_new_tokens > self.window or n_prompt > limit
+            return None if is_long else sample
+
+        found, left_out = fitting(enumerate(rows), self.params.rows, make)
+        note_left_out(self.notes, left_out, "rows", limit, f"{n}needle: ")
         return found
 
-    def sample(
-        self, tokenizer: Any, turns: Sequence[Mapping[str, str]], answer: str, start: str, id: str,
-        fields: Mapping[str, Any],
-    ) -> Sample:  # fmt: skip
+    def dialogue(
+        self, tokenizer: Any, turns: Sequence[Mapping[str, str]], answer: str, start: str, id: str, fields: Row
+    ) -> Sample:
         context, question, n_tokens = self.written(tokenizer, turns)
         n_answer = len(tokenizer.encode(answer, add_special_tokens=False))
         return Sample(
@@ -232,53 +214,61 @@ class MRCR(Task):
         begins = prediction.lstrip() if self.params.strip_start else prediction
         return found, {"prefix": float(begins.startswith(start)), "exact": float(found >= EXACT)}
 
-    def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    def artifacts(self, folder: Path, rows: Sequence[Row], title: str) -> None:
         """mrcr.csv: by number of needles and bin, never over bins of unlike size."""
-        write_means(folder / "mrcr.csv", rows, is_sorted=True, dataset="dataset", bin="bin")
+        write_means(folder / "mrcr.csv", rows, {"dataset": "dataset", "bin": "bin"}, is_sorted=True)
+
+    def check_row(self, name: str, row: Row) -> None:
+        try:
+            turns = parse_json(row["prompt"])
+        except NoJson as error:
+            raise BadRow(f"field 'prompt' is no JSON ({error})") from None
+        if not isinstance(turns, list) or not turns:
+            raise BadRow("field 'prompt' holds no list of messages")
+        for turn in turns:
+            is_turn = isinstance(turn, dict) and turn.get("role") in ("user", "assistant")
+            if not is_turn or not isinstance(turn.get("content"), str) or not turn["content"].strip():
+                raise BadRow("field 'prompt' holds a message that has no role or no text")
+        if turns[-1]["role"] != "user":
+            raise BadRow("the last message of field 'prompt' is no question of the user")
+        start = row["random_string_to_prepend"]
+        if not start or not row["answer"].startswith(start) or row["answer"] == start:
+            raise BadRow("field 'answer' does not begin with random_string_to_prepend, or has nothing behind it")
 
 
-class Drawn(LazySamples):
-    """The first dialogue of every number of needles and length, then the second of every one."""
+class Dialogues(Drawn):
+    """Drawn dialogues, whose units are words."""
 
-    def __init__(self, task: MRCR, tokenizer: Any) -> None:
-        self.task, self.tokenizer = task, tokenizer
-        n = task.params.rows or 30
-        cells = [(needles, length) for length in task.params.lengths for needles in task.params.needles]
-        self.places = in_turns([[(*cell, i) for i in range(n)] for cell in cells])
-        self.words: dict[int, int] = {}  # that fitted a length last
+    per_unit = 2
+
+    def size(self, sample: Sample) -> int:
+        return sample.fields["tokens"] + EXTRA
 
     def sample(self, i: int) -> Sample:
-        needles, length, number = self.places[i]
+        params, (needles, length, number) = self.task.params, self.places[i]
         for again in range(20):  # some draws have long pieces
             rng = random.Random(f"mrcr {self.task.seed} {needles} {length} {number} {again}")
-            low, high = self.task.params.words
-            plan = Plan(rng, needles, sentences(), self.task.params.questions, (low, high))
+            plan = Plan(rng, needles, sentences(), params.questions, params.words)
 
-            def made(words: int, plan: Plan = plan) -> Sample:
-                return self.made(plan.of(words), f"{needles}needle-{length}-{number}", length)
+            def draw(words: int, plan: Plan = plan) -> Sample:
+                return self.draw(f"{needles}needle-{length}-{number}", length, plan.of(words))
 
-            guess = self.words.get(length) or length // 2
-            words = most_units(lambda words: self.used(made(words)), length, plan.fewest, guess)
+            words = self.filling(length, lambda n, draw=draw: self.size(draw(n)), plan.fewest)
+            if words is not None and words > plan.most:
+                raise ConfigError(
+                    f"task.lengths={length} is more than the prose that is here ({plan.most} words); give less"
+                )
             if words is not None:
-                if words > plan.most:
-                    raise ConfigError(
-                        f"task.lengths={length} is more than the prose that is here ({plan.most} words); give less"
-                    )
-                self.words[length] = words
-                return made(words)
-        asked = f" and {n} questions" if (n := self.task.params.questions) > 1 else ""
+                return draw(words)
+        asked = f" and {n} questions" if (n := params.questions) > 1 else ""
         raise ConfigError(
             f"task.lengths={length} is too short for {needles} alike pieces{asked}; give more tokens or less task.words"
         )
 
-    @staticmethod
-    def used(sample: Sample) -> int:
-        return sample.fields["tokens"] + EXTRA
-
-    def made(self, dialogues: Sequence[Dialogue], id: str, length: int) -> Sample:
+    def draw(self, id: str, length: int, dialogues: Sequence[Dialogue]) -> Sample:
         """A dialogue with its question, or with all of them one by one."""
         each = [
-            self.task.sample(self.tokenizer, one.messages, one.answer, one.start, id, {
+            self.task.dialogue(self.tokenizer, one.messages, one.answer, one.start, id, {
                 "dataset": f"{one.n_alike}needle", "length": length, "wanted": one.wanted,
             }) for one in dialogues
         ]  # fmt: skip
@@ -302,22 +292,3 @@ def together(each: Sequence[Sample], asking: Asking) -> Sample:
         conversation=Conversation(tuple(turns), asking, is_rendered=True),
         fields={key: longest.fields[key] for key in ("dataset", "length", "tokens")},
     )
-
-
-def check_row(row: Mapping[str, Any]) -> None:
-    """Check what a row must hold beyond the types of its fields."""
-    try:
-        turns = parse_json(row["prompt"])
-    except NoJson as error:
-        raise BadRow(f"field 'prompt' is no JSON ({error})") from None
-    if not isinstance(turns, list) or not turns:
-        raise BadRow("field 'prompt' holds no list of messages")
-    for turn in turns:
-        is_turn = isinstance(turn, dict) and turn.get("role") in ("user", "assistant")
-        if not is_turn or not isinstance(turn.get("content"), str) or not turn["content"].strip():
-            raise BadRow("field 'prompt' holds a message that has no role or no text")
-    if turns[-1]["role"] != "user":
-        raise BadRow("the last message of field 'prompt' is no question of the user")
-    start = row["random_string_to_prepend"]
-    if not start or not row["answer"].startswith(start) or row["answer"] == start:
-        raise BadRow("field 'answer' does not begin with random_string_to_prepend, or has nothing behind it")

@@ -23,22 +23,23 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from kvbench.engine.declared import Count
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import write_csv
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.calibration import prose
-from kvbench.tasks import sources
-from kvbench.tasks.base import Data, Sample, Task
-from kvbench.tasks.checks import SLACK, check_choices, check_counts, check_numbers
-from kvbench.tasks.lazy import LazySamples, most_units
+from kvbench.tasks.base import Data, Sample
+from kvbench.tasks.checks import SLACK, Lengths, OnBadRow
+from kvbench.tasks.lazy import Drawn, fitting, note_left_out
 from kvbench.tasks.oolong import made, scores
 from kvbench.tasks.prompt import first_ids, render
-from kvbench.tasks.rows import LONGEST_ID, ON_BAD_ROW, BadRow, read_rows
-from kvbench.tasks.texts import digest, sentences
-from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
-from kvbench.tasks.turns.questions import QueryAware
+from kvbench.tasks.published import Fields, Row, RowsTask
+from kvbench.tasks.rows import LONGEST_ID, BadRow
+from kvbench.tasks.texts import sentences
+from kvbench.tasks.turns.conversation import Asking, Base, Conversation, Feed, Turn
+from kvbench.tasks.turns.questions import apart
 
 UPSTREAM = "the hub (oolongbench/oolong-synth, oolongbench/oolong-real: one row a line)"
 OPENING = "You are a helpful assistant."
@@ -50,27 +51,18 @@ DRAWN_QUESTIONS = 5  # on a list, where nothing else is said
 
 @dataclass(frozen=True)
 class Params:
-    source: str  # auto: the files; embedded: drawn lists
-    form: str  # of files: synth | real
+    source: Literal["auto", "local", "embedded"]  # auto: the files; embedded: drawn lists
+    form: Literal["synth", "real"]  # of files
     with_labels: bool  # of synth's files: whether each line shows its label
-    lengths: tuple[int, ...]  # tokens of a drawn context with its longest question
-    questions: int | None  # on each context, at most; None: all, or 5 on a drawn list
-    rows: int | None  # contexts; None: all, or 10 drawn ones of each length
-    scoring: str
-    max_new_tokens: int
-    on_bad_row: str
-    mode: str
-    feed: str
-    budget_base: str
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self, source=("auto", "local", "embedded"), form=("synth", "real"), scoring=("official", "ours"),
-            on_bad_row=ON_BAD_ROW, mode=("independent", "query_aware"),
-        )  # fmt: skip
-        check_counts(self, "questions", "rows", "max_new_tokens")
-        check_numbers(self, lengths=500)
-        _ = self.asking
+    lengths: Lengths  # of a drawn context with its longest question
+    questions: Count | None  # on each context, at most; None: all, or 5 on a drawn list
+    rows: Count | None  # contexts; None: all, or 10 drawn ones of each length
+    scoring: Literal["official", "ours"]
+    max_new_tokens: Count
+    on_bad_row: OnBadRow
+    mode: Literal["independent", "query_aware"]
+    feed: Feed
+    budget_base: Base
 
     @property
     def asking(self) -> Asking:
@@ -87,7 +79,7 @@ class Asked:
     kind: str
 
 
-class Oolong(Task):
+class Oolong(RowsTask):
     """A conversation for each context, a turn for each question."""
 
     asking: Asking
@@ -98,26 +90,33 @@ class Oolong(Task):
         ("oolong/synth.jsonl", "oolong/real.jsonl"), "without them drawn lists (task.source=embedded)",
         by_hand=UPSTREAM,
     )  # fmt: skip
+    place, upstream, instead, unique = "oolong/{name}.jsonl", UPSTREAM, "drawn lists", "id"
 
-    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
-        self.params, self.data_dir, self.seed, self.asking = params, data_dir, seed, params.asking
-        self.data_source = "embedded" if params.source == "embedded" else "local"
-        labels = "-with-labels" if params.with_labels and params.form == "synth" else ""
-        size = f"{'+'.join(map(str, params.lengths))}-tokens"
-        self.dataset = f"{size}/drawn" if self.is_embedded else f"{params.form}{labels}"
-        self.windows: dict[str, tuple[str, list[Asked]]] = {}
-        self.notes: list[str] = []
+    def title(self) -> str:
+        labels = "-with-labels" if self.params.with_labels and self.params.form == "synth" else ""
+        size = f"{'+'.join(map(str, self.params.lengths))}-tokens"
+        return f"{size}/drawn" if self.is_embedded else f"{self.params.form}{labels}"
 
     @property
-    def n_drawn(self) -> int:
-        """Questions on a drawn list."""
-        return self.params.questions or DRAWN_QUESTIONS
+    def names(self) -> Sequence[str]:
+        return (self.params.form,)
 
     @property
     def is_real(self) -> bool:
-        return self.params.form == "real" and not self.is_embedded
+        return self.params.form == "real" and self.params.source != "embedded"
 
-    def check(self, shape: ModelShape) -> None:
+    @property
+    def key(self) -> str:
+        """The field that has the context."""
+        is_labelled = self.params.with_labels and not self.is_real
+        return "context_window_text_with_labels" if is_labelled else "context_window_text"
+
+    def fields_of(self, name: str) -> Fields:
+        return {
+            "id": (int, str), "context_window_id": (int, str), self.key: str, "question": str, "answer": (int, str),
+        }  # fmt: skip
+
+    def prepare(self, shape: ModelShape) -> None:
         params = self.params
         self.room = shape.window - params.max_new_tokens - SLACK
         self.notes = [f"scoring: {params.scoring}"]
@@ -128,50 +127,36 @@ class Oolong(Task):
                     f"{shape.name}; give shorter ones"
                 )
             self.notes += ["drawn lists, not comparable with Oolong", f"instances: {prose.prose_name()}"]
-            return
-        names = [f"oolong/{params.form}.jsonl"]
-        paths = sources.obtain(names, "local", self.data_dir, UPSTREAM, instead="drawn lists")
-        key = "context_window_text_with_labels" if params.with_labels and not self.is_real else "context_window_text"
-        fields = {"id": (int, str), "context_window_id": (int, str), key: str, "question": str, "answer": (int, str)}
-        found = read_rows(paths[0], fields, params.on_bad_row, unique="id", check=check_row(self.is_real))
-        for _, row in found.rows:
-            _, asked = self.windows.setdefault(str(row["context_window_id"]), (row[key], []))
-            kind = str(row.get("task_group") or row.get("task") or row.get("question_type") or "")[:LONGEST_ID]
-            asked.append(Asked(row["question"], str(row["answer"]), str(row.get("answer_type", "")), kind))
-        self.notes += found.notes
-        self.data_digest = digest(paths)
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        samples = Drawn(self, tokenizer) if self.is_embedded else self.published(tokenizer)
-        if self.asking.mode != "query_aware":
-            return samples
-        if isinstance(samples, Drawn):
-            return QueryAware(samples, [self.n_drawn] * len(samples))
-        return QueryAware(samples, [len(one.conversation.turns) if one.conversation else 0 for one in samples])
+        params = self.params
+        if self.is_embedded:
+            n = params.questions or DRAWN_QUESTIONS
+            lists = Lists(self, tokenizer, [(length,) for length in params.lengths], params.rows or 10)
+            return apart(lists, self.asking, n)
+        return apart(self.published(tokenizer), self.asking)
 
     def published(self, tokenizer: Any) -> list[Sample]:
-        found, left_out = list[Sample](), 0
-        for id, (context, asked) in self.windows.items():
-            if len(found) == self.params.rows:
-                break
+        windows: dict[str, tuple[str, list[Asked]]] = {}  # contexts with their questions
+        for _, row in self.rows[self.params.form]:
+            _, asked = windows.setdefault(str(row["context_window_id"]), (row[self.key], []))
+            kind = str(row.get("task_group") or row.get("task") or row.get("question_type") or "")[:LONGEST_ID]
+            asked.append(Asked(row["question"], str(row["answer"]), str(row.get("answer_type", "")), kind))
+
+        def make(window: tuple[str, tuple[str, list[Asked]]]) -> Sample | None:
+            id, (context, asked) = window
             if len(context) > CHARACTERS * self.room:
-                left_out += 1
-                continue
-            sample = self.sample(tokenizer, id, context, asked[: self.params.questions], {})
-            if sample.fields["tokens"] > self.room:
-                left_out += 1
-            else:
-                found.append(sample)
-        note = f"{left_out} contexts left out that do not fit {self.room} tokens"
-        if left_out and note not in self.notes:
-            self.notes.append(note)
+                return None
+            sample = self.context(tokenizer, id, context, asked[: self.params.questions], {})
+            return None if sample.fields["tokens"] > self.room else sample
+
+        found, left_out = fitting(windows.items(), self.params.rows, make)
+        note_left_out(self.notes, left_out, "contexts", self.room)
         if not found:
             raise ConfigError("no context of Oolong fits the model's window; use a longer model")
         return found
 
-    def sample(
-        self, tokenizer: Any, id: str, context: str, asked: Sequence[Asked], fields: Mapping[str, Any]
-    ) -> Sample:
+    def context(self, tokenizer: Any, id: str, context: str, asked: Sequence[Asked], fields: Row) -> Sample:
         texts = [written(tokenizer, context, one.question) for one in asked]
         cut = texts[0].index(context) + len(context)
         turns = [
@@ -197,6 +182,20 @@ class Oolong(Task):
             },
         )  # fmt: skip
 
+    def check_row(self, name: str, row: Row) -> None:
+        for key in ("question", "context_window_text", "context_window_text_with_labels"):
+            if key in row and (not isinstance(row[key], str) or not row[key].strip()):
+                raise BadRow(f"field {key!r} is no text or an empty one")
+        if len(str(row["context_window_id"])) > LONGEST_ID:
+            raise BadRow(f"field 'context_window_id' has more than {LONGEST_ID} characters")
+        if not str(row["answer"]).strip():
+            raise BadRow("field 'answer' is empty")
+        if not self.is_real:
+            try:
+                scores.truth_of(str(row["answer"]))
+            except ValueError as error:
+                raise BadRow(f"field 'answer' is no list of one value ({str(error)[:80]})") from None
+
     # -- scores --
 
     def score(self, sample: Sample, prediction: str) -> float:
@@ -204,6 +203,10 @@ class Oolong(Task):
         if self.is_real:
             return scores.real(prediction, answer).score
         return scores.synth(prediction, answer, kind, ours=self.params.scoring == "ours").score
+
+    def right_answer(self, sample: Sample) -> str:
+        (answer,) = sample.references
+        return answer if self.is_real else f"Answer: {scores.truth_of(answer)}".removesuffix(" 00:00:00")
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """oolong.csv: by kind, with what the kind's most frequent answer scores on the same questions."""
@@ -236,32 +239,20 @@ def written(tokenizer: Any, context: str, question: str) -> str:
     return text
 
 
-class Drawn(LazySamples):
-    """The first list of every length, then the second of every one."""
+class Lists(Drawn):
+    """Drawn lists, whose units are lines."""
 
-    def __init__(self, task: Oolong, tokenizer: Any) -> None:
-        self.task, self.tokenizer = task, tokenizer
-        self.places = [(length, i) for i in range(task.params.rows or 10) for length in task.params.lengths]
-        self.lines: dict[int, int] = {}  # that fitted a length last
+    fewest, of_fewest = FEWEST, f"a list of {FEWEST} lines"
 
-    def sample(self, i: int) -> Sample:
-        length, number = self.places[i]
+    def size(self, sample: Sample) -> int:
+        return sample.fields["tokens"]
 
-        def size(n: int) -> int:
-            return self.made(length, number, n).fields["tokens"]
-
-        n = most_units(size, length, FEWEST, self.lines.get(length) or length // 40)
-        if n is None:
-            raise ConfigError(f"task.lengths={length} is too short for a list of {FEWEST} lines; give more tokens")
-        self.lines[length] = n
-        return self.made(length, number, n)
-
-    def made(self, length: int, number: int, n: int) -> Sample:
+    def draw(self, length: int, number: int, n: int) -> Sample:
         rng = random.Random(f"oolong {self.task.seed} {length} {number}")
         lines = made.draw_lines(rng, n, sentences())
         asked = list[Asked]()
         for kind in itertools.islice(itertools.cycle(made.KINDS), number % len(made.KINDS), None):
-            if len(asked) == self.task.n_drawn:
+            if len(asked) == (self.task.params.questions or DRAWN_QUESTIONS):
                 break
             found = made.draw(random.Random(f"{number} {kind} {len(asked)} {n}"), lines, kind)
             if found is None:  # the next kind instead; labels that come so often can be counted on any list
@@ -270,26 +261,5 @@ class Drawn(LazySamples):
             type = f"ANSWER_TYPE.{made.TYPES[kind]}"
             asked.append(Asked(made.asks(question), made.written(kind, right), type, kind))
         context = HEAD + "\n".join(map(str, lines))
-        return self.task.sample(
-            self.tokenizer, f"drawn-{length}-{number}", context, asked, {"length": length, "lines": n}
-        )
-
-
-def check_row(is_real: bool) -> Any:
-    """A check of what a row must hold beyond the types of its fields."""
-
-    def check(row: Mapping[str, Any]) -> None:
-        for key in ("question", "context_window_text", "context_window_text_with_labels"):
-            if key in row and (not isinstance(row[key], str) or not row[key].strip()):
-                raise BadRow(f"field {key!r} is no text or an empty one")
-        if len(str(row["context_window_id"])) > LONGEST_ID:
-            raise BadRow(f"field 'context_window_id' has more than {LONGEST_ID} characters")
-        if not str(row["answer"]).strip():
-            raise BadRow("field 'answer' is empty")
-        if not is_real:
-            try:
-                scores.truth_of(str(row["answer"]))
-            except ValueError as error:
-                raise BadRow(f"field 'answer' is no list of one value ({str(error)[:80]})") from None
-
-    return check
+        fields = {"length": length, "lines": n}
+        return self.task.context(self.tokenizer, f"drawn-{length}-{number}", context, asked, fields)

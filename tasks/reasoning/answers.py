@@ -6,22 +6,21 @@ think only there, so scores of both are never compared, and the template is in t
 Not here: grading itself (`judge.py`, `grade.py`), each task's rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 from kvbench.engine.errors import ConfigError
 from kvbench.tasks.base import Sample
 from kvbench.tasks.ending import THOUGHT
 from kvbench.tasks.prompt import encode
-from kvbench.tasks.reasoning.grade import GRADERS
 from kvbench.tasks.reasoning.judge import RUNTIME, Graded, Judge
 
-TEMPLATES = ("plain", "chat")
-PARTS = ("all", "after_think")
+Template = Literal["plain", "chat"]
+AnswerPart = Literal["all", "after_think"]  # what the grader sees
 PLAIN = (
     "You are given a math problem.\n\nProblem: {question}\n\n You need to solve the problem step by step. First, you "
     "need to provide the chain-of-thought, then provide the final answer.\n\n Provide the final answer in the format: "
@@ -83,10 +82,10 @@ def n_tokens(tokenizer: Any, sample: Sample) -> int:
     return len(encode(tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt"))
 
 
-def fitted(tokenizer: Any, samples: Sequence[Sample], room: Room, with_room: Callable[[Sample, int], Sample]) -> Any:
+def fitted(tokenizer: Any, samples: Sequence[Sample], room: Room) -> tuple[list[Sample], list[str]]:
     """The samples with room for their answers, and the notes on it."""
     sizes = [room.new_tokens(sample.id, n_tokens(tokenizer, sample)) for sample in samples]
-    return [with_room(sample, size) for sample, size in zip(samples, sizes, strict=True)], room.notes(sizes)
+    return [replace(sample, max_new_tokens=n) for sample, n in zip(samples, sizes, strict=True)], room.notes(sizes)
 
 
 # --- grades ------------------------------------------------------------------------------------
@@ -144,7 +143,3 @@ def release(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
-
-
-def known_graders() -> Mapping[str, Any]:
-    return GRADERS

@@ -21,22 +21,24 @@ Not here: the published rows' seed; ours are other draws of the same recipes.
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
+from kvbench.engine.declared import Count, Some
 from kvbench.engine.foreign import read_text
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.calibration import prose
 from kvbench.tasks import sources
-from kvbench.tasks.base import Data, Sample, Task
-from kvbench.tasks.checks import OfDatasets, check_choices, check_counts, check_datasets, check_length
-from kvbench.tasks.lazy import FilledSamples, in_turns
+from kvbench.tasks.base import Data, Sample
+from kvbench.tasks.checks import OfDatasets, OnBadRow, Prompts, check_length
+from kvbench.tasks.lazy import FilledSamples
 from kvbench.tasks.needle.task import ESSAYS, UPSTREAM
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow, Rows, read_rows, write_means
-from kvbench.tasks.ruler.synthetic import KINDS, OWN_TEMPLATES, Material, Row
-from kvbench.tasks.texts import digest
+from kvbench.tasks.published import Fields, Row, RowsTask
+from kvbench.tasks.rows import BadRow, write_means
+from kvbench.tasks.ruler.synthetic import KINDS, OWN_TEMPLATES, Material
+from kvbench.tasks.ruler.synthetic import Row as Parts
 
 TEMPLATES = "ruler/templates.json"
 TEMPLATES_SOURCE = "GitHub NVIDIA/RULER (scripts/data/synthetic/constants.py), put into JSON"
@@ -79,21 +81,7 @@ def percent(scores: Sequence[float]) -> float:
 # --- rows of files -----------------------------------------------------------------------------
 
 
-def checked_row(dataset: str) -> Any:
-    """The check of one file's rows that goes beyond the types of its fields."""
-
-    def check(row: Mapping[str, Any]) -> None:
-        outputs = row["outputs"]
-        if not outputs or not all(isinstance(one, str) and one for one in outputs):
-            raise BadRow("field 'outputs' is not a list of texts with something in them")
-        if not isinstance(row.get("answer_prefix", ""), str):
-            raise BadRow("field 'answer_prefix' is not a text")
-        split(dataset, row)
-
-    return check
-
-
-def split(dataset: str, row: Mapping[str, Any]) -> Row:
+def split(dataset: str, row: Row) -> Parts:
     """A file's row in its parts, whichever release wrote it."""
     kind, text = KINDS[dataset], row["input"]
     start = text.rfind(kind.question)
@@ -105,7 +93,7 @@ def split(dataset: str, row: Mapping[str, Any]) -> Row:
         if cue < 0:
             raise BadRow(f"field 'input' does not end in an answer that begins with {kind.cue!r}")
         text, prefix = text[:cue], text[cue:]
-    return Row(text[:start], text[start:], prefix, tuple(row["outputs"]))
+    return Parts(text[:start], text[start:], prefix, tuple(row["outputs"]))
 
 
 # --- the task ----------------------------------------------------------------------------------
@@ -114,63 +102,44 @@ def split(dataset: str, row: Mapping[str, Any]) -> Row:
 @dataclass(frozen=True)
 class Params(OfDatasets):
     lists = LISTS
-    source: str  # auto: the files; embedded: generated rows
-    datasets: str | tuple[str, ...]  # names, or a list's: niah, all
-    length: int  # tokens of a row, answer included
-    rows: int | None  # generated rows per task; None: as many as a published file has
-    prompts: str  # auto: the official templates if they are there
-    haystack: str  # auto: the essays if they are there
-    max_new_tokens: int | None  # None: the task's own
-    control_characters: str
-    on_bad_row: str
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self,
-            source=("auto", "local", "embedded"),
-            prompts=("auto", "official", "own"),
-            haystack=("auto", "essays", "embedded"),
-            control_characters=REPLACEMENTS,
-            on_bad_row=ON_BAD_ROW,
-        )
-        check_counts(self, "length", "rows", "max_new_tokens")
-        check_datasets(self.names, DATASETS, LISTS)
+    source: Literal["auto", "local", "embedded"]  # auto: the files; embedded: generated rows
+    datasets: Annotated[str | tuple[str, ...], Some(DATASETS, tuple(LISTS))]
+    length: Count  # tokens of a row, answer included
+    rows: Count | None  # generated rows per task; None: as many as a published file has
+    prompts: Prompts
+    haystack: Literal["auto", "essays", "embedded"]  # auto: the essays if they are there
+    max_new_tokens: Count | None  # None: the task's own
+    control_characters: Literal["newline", "delete"]
+    on_bad_row: OnBadRow
 
     def new_tokens(self, dataset: str) -> int:
         """Longest answer, in tokens."""
         return self.max_new_tokens or KINDS[dataset].new_tokens
 
 
-class Ruler(Task):
+class Ruler(RowsTask):
     """The rows of the chosen tasks, the first of each and then the second of each: `limit` sees all of them."""
 
     name = "ruler"
     version = 1
     Params = Params
     data = Data((TEMPLATES,), "without them own words (task.source=embedded)", by_hand=TEMPLATES_SOURCE)
+    place, upstream, instead, unique = "ruler/{length}/{name}.jsonl", ROWS_SOURCE, "generated rows", "index"
+    fields: ClassVar[Fields] = {"index": int, "input": str, "outputs": list}
+    prompts = "official"
 
-    def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
-        self.params, self.data_dir, self.seed = params, data_dir, seed
-        self.paths = self._paths()
-        self.is_synthetic = not self.paths
-        self.data_source = "embedded" if self.is_synthetic else "local"
-        self.dataset = f"{params.length}-tokens/{params.listed}"
-        self.rows: dict[str, Rows] = {}
+    @property
+    def most(self) -> None:
+        """All rows of a file are asked: task.rows is of generated ones."""
 
-    def _paths(self) -> dict[str, Path]:
-        """The file of each chosen task; empty where rows are generated."""
-        if self.params.source == "embedded":
-            return {}
-        files = [f"ruler/{self.params.length}/{name}.jsonl" for name in self.params.names]
-        paths = sources.obtain(files, "local", self.data_dir, ROWS_SOURCE, instead="generated rows")
-        return dict(zip(self.params.names, paths, strict=True))
+    def title(self) -> str:
+        return f"{self.params.length}-tokens/{self.params.listed}"
 
-    def check(self, shape: ModelShape) -> None:
+    def prepare(self, shape: ModelShape) -> None:
         check_length(self.params.length, shape)
-        if self.is_synthetic:
+        self.notes = ["prompts: official", "rows: of files"]
+        if self.is_embedded:
             self._gather()
-        else:
-            self._read()
 
     def _gather(self) -> None:
         """Read templates and essays, and note what the result says about them."""
@@ -197,7 +166,7 @@ class Ruler(Task):
             used += files
         self.prompts = prompts
         self.material = Material(templates, essays, self.params.length)
-        self.data_digest = digest(used) if used else None
+        self.words = used
 
     def _essays(self) -> list[Path]:
         """The files of the essays; none where Python's help topics stand in."""
@@ -208,29 +177,21 @@ class Ruler(Task):
             sources.require(f"{ESSAYS}/*.txt", self.data_dir, UPSTREAM)
         return files
 
-    def _read(self) -> None:
-        self.notes, self.prompts = ["prompts: official", "rows: of files"], "official"
-        for name, path in self.paths.items():
-            self.rows[name] = read_rows(
-                path,
-                {"index": int, "input": str, "outputs": list},
-                self.params.on_bad_row,
-                unique="index",
-                check=checked_row(name),
-            )
-            self.notes += self.rows[name].notes
-        self.data_digest = digest(self.paths.values())
+    def check_row(self, name: str, row: Row) -> None:
+        outputs = row["outputs"]
+        if not outputs or not all(isinstance(one, str) and one for one in outputs):
+            raise BadRow("field 'outputs' is not a list of texts with something in them")
+        if not isinstance(row.get("answer_prefix", ""), str):
+            raise BadRow("field 'answer_prefix' is not a text")
+        split(name, row)
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        if self.is_synthetic:
-            return Generated(self, tokenizer)
-        by_task = [
-            [self.sample(name, row["index"], split(name, row), {}) for _, row in rows.rows]
-            for name, rows in self.rows.items()
-        ]
-        return in_turns(by_task)
+        return Generated(self, tokenizer) if self.is_embedded else super().samples(tokenizer)
 
-    def sample(self, dataset: str, index: int, row: Row, fields: Mapping[str, Any]) -> Sample:
+    def sample(self, tokenizer: Any, name: str, number: int, row: Row) -> Sample:
+        return self.asked(name, row["index"], split(name, row), {})
+
+    def asked(self, dataset: str, index: int, row: Parts, fields: Row) -> Sample:
         return Sample(
             id=f"{dataset}-{index}",
             context=row.context,
@@ -241,7 +202,7 @@ class Ruler(Task):
             fields={
                 "dataset": dataset,
                 "prompts": self.prompts,
-                "synthetic": self.is_synthetic,
+                "synthetic": self.is_embedded,
                 **fields,
             },
         )
@@ -250,9 +211,9 @@ class Ruler(Task):
         match = match_part if sample.fields["dataset"].startswith("qa_") else match_all
         return match(cleaned(prediction, self.params.control_characters), sample.references)
 
-    def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    def artifacts(self, folder: Path, rows: Sequence[Row], title: str) -> None:
         """datasets.csv: per task its rows and their mean in percent."""
-        write_means(folder / "datasets.csv", rows, mean=percent, dataset="dataset")
+        write_means(folder / "datasets.csv", rows, {"dataset": "dataset"}, mean=percent)
 
 
 class Generated(FilledSamples):
@@ -275,4 +236,4 @@ class Generated(FilledSamples):
         rng = random.Random(f"ruler {self.task.seed} {dataset} {number}")
         row = KINDS[dataset].make(self.task.material, rng, units)
         fields = {"length": self.task.params.length, "units": units}
-        return self.task.sample(dataset, number, row, fields)
+        return self.task.asked(dataset, number, row, fields)

@@ -21,26 +21,27 @@ Not here: scorers (`scores.py`, `functions.py`), wording (`prompts.py`), how tur
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+from kvbench.engine.declared import Count, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import write_csv
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks import sources
-from kvbench.tasks.base import Sample, Task
-from kvbench.tasks.checks import SLACK, OfDatasets, check_choices, check_counts, check_datasets
-from kvbench.tasks.lazy import LazySamples, in_turns
+from kvbench.tasks.base import Sample
+from kvbench.tasks.checks import SLACK, Lengths, OfDatasets, OnBadRow, Prompts
+from kvbench.tasks.lazy import in_turns
 from kvbench.tasks.prompt import middle_truncate
-from kvbench.tasks.rows import ON_BAD_ROW, BadRow, read_rows
+from kvbench.tasks.published import Fields, Made, Row, RowsTask
+from kvbench.tasks.rows import BadRow
 from kvbench.tasks.scbench import functions, synthetic
 from kvbench.tasks.scbench.prompts import NAMES, own_templates, pieces_of, reference_of
 from kvbench.tasks.scbench.scores import SUBTASKS, TurnScore, official_at_once, official_by_turn, turn_means, turn_score
-from kvbench.tasks.texts import digest
-from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
+from kvbench.tasks.turns.conversation import Asking, Base, Conversation, Feed, Mode, Turn
 from kvbench.tasks.turns.questions import QueryAware
 
-FOLDER = "scbench/data"
 TEMPLATES = "scbench/prompt_templates.json"
 UPSTREAM = "hub dataset microsoft/SCBench (one file for each task, put into scbench/data)"
 TEMPLATES_SOURCE = "GitHub microsoft/MInference (scbench/eval_utils.py, put into JSON by kind of piece and task)"
@@ -55,38 +56,19 @@ MIXED = {"scbench_summary_with_needles": {"scbench_summary": 800}, "scbench_repo
 
 @dataclass(frozen=True)
 class Params(OfDatasets):
-    lists = LISTS
-    source: str  # auto: the files; embedded: generated rows
-    datasets: str | tuple[str, ...]
-    lengths: tuple[int, ...]  # tokens of a generated context
-    rows: int | None  # of each dataset and length; None: all, or four generated ones
-    prompts: str
-    use_chat: str  # auto: of published rows, where the model has a template
-    max_prompt_tokens: int | None
-    max_new_tokens: int | None
-    on_bad_row: str
-    mode: str
-    feed: str
-    budget_base: str
-
-    def __post_init__(self) -> None:
-        check_choices(
-            self, source=("auto", "local", "embedded"), prompts=("auto", "official", "own"),
-            use_chat=("auto", "yes", "no"), on_bad_row=ON_BAD_ROW,
-        )  # fmt: skip
-        check_counts(self, "rows", "max_prompt_tokens", "max_new_tokens")
-        check_datasets(self.names, NAMES, LISTS)
-        real = [name for name in self.names if name not in synthetic.GENERATORS]
-        if self.source == "embedded" and real:
-            raise ConfigError(
-                f"task.source=embedded generates {', '.join(synthetic.GENERATORS)} only, not {real[0]}; leave it out "
-                "of task.datasets, or choose another source"
-            )
-        if not self.lengths or min(self.lengths) < 500 or len(set(self.lengths)) < len(self.lengths):
-            raise ConfigError(
-                f"task.lengths={list(self.lengths)} are no lengths of contexts; give some from 500 tokens on, each once"
-            )
-        _ = self.asking
+    lists, drawn = LISTS, tuple(synthetic.GENERATORS)
+    source: Literal["auto", "local", "embedded"]  # auto: the files; embedded: generated rows
+    datasets: Annotated[str | tuple[str, ...], Some(NAMES, tuple(LISTS))]
+    lengths: Lengths  # of a generated context
+    rows: Count | None  # of each dataset and length; None: all, or four generated ones
+    prompts: Prompts
+    use_chat: Literal["auto", "yes", "no"]  # auto: of published rows, where the model has a template
+    max_prompt_tokens: Count | None
+    max_new_tokens: Count | None
+    on_bad_row: OnBadRow
+    mode: Mode
+    feed: Feed
+    budget_base: Base
 
     @property
     def asking(self) -> Asking:
@@ -97,32 +79,32 @@ class Params(OfDatasets):
         return self.max_new_tokens or MIXED.get(name, {}).get(subtask) or NEW_TOKENS[subtask]
 
 
-class SCBench(Task):
+class SCBench(RowsTask):
     """The rows of each chosen task, in turns."""
 
+    params: Params
     asking: Asking
     name = "scbench"
     version = 1
     Params = Params
     packages: ClassVar[Mapping[str, str]] = dict.fromkeys(functions.PACKAGES, "")
+    place, upstream, instead, unique = "scbench/data/{name}.jsonl", UPSTREAM, "generated rows", "id"
+    fields: ClassVar[Fields] = {"id": (int, str), "context": str, "multi_turns": list}
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
-        self.params, self.data_dir, self.seed, self.asking = params, data_dir, seed, params.asking
-        is_embedded = params.source == "embedded"
-        self.data_source = "embedded" if is_embedded else "local"
-        size = "+".join(map(str, params.lengths)) + "-tokens/" if is_embedded else ""
-        self.dataset = f"{size}{params.listed}"
-        self.rows: dict[str, list[Mapping[str, Any]]] = {}
+        super().__init__(params, data_dir, seed)
         self.pools: dict[str, list[tuple[str, str]]] = {}  # functions that answers are held against, by repository
+        self.units: dict[tuple[str, int], int] = {}  # that fill a generated context
 
-    def check(self, shape: ModelShape) -> None:
-        self.window = shape.window
-        path = None if self.params.prompts == "own" or self.is_embedded else sources.find(TEMPLATES, self.data_dir)
-        if path is None and self.params.prompts == "official":
-            path = sources.require(TEMPLATES, self.data_dir, TEMPLATES_SOURCE)
-        self.templates = own_templates() if path is None else sources.read_json(path, TEMPLATES_SOURCE)
-        self.notes = [f"prompts: {'own' if path is None else 'official'}"]
-        if any("repoqa" in name for name in self.params.names):
+    def title(self) -> str:
+        lengths = "+".join(map(str, self.params.lengths))
+        return f"{lengths}-tokens/{self.params.listed}" if self.is_embedded else self.params.listed
+
+    def prepare(self, shape: ModelShape) -> None:
+        self.words = self.wording(TEMPLATES, TEMPLATES_SOURCE)
+        self.templates = sources.read_json(self.words[0], TEMPLATES_SOURCE) if self.words else own_templates()
+        self.notes.append(f"prompts: {'official' if self.words else 'own'}")
+        if any("repoqa" in name for name in self.names):
             self.notes.append(f"functions found by {functions.finder()}")
         if self.is_embedded:
             self.notes.append("generated rows, not comparable with SCBench")
@@ -131,34 +113,59 @@ class SCBench(Task):
                     f"task.lengths={list(self.params.lengths)} asks for contexts that leave no room for turns in the "
                     f"{shape.window} tokens of {shape.name}; give shorter ones, or use a longer model"
                 )
-            return
-        words = [] if path is None else [path]
-        instead = "generated rows" if {*self.params.names} <= {*synthetic.GENERATORS} else ""
-        wanted = [f"{FOLDER}/{name}.jsonl" for name in self.params.names]
-        files = sources.obtain(wanted, "local", self.data_dir, UPSTREAM, instead=instead)
-        self.data_digest = digest([*words, *files])
-        for name, file in zip(self.params.names, files, strict=True):
-            found = read_rows(
-                file, {"id": (int, str), "context": str, "multi_turns": list}, self.params.on_bad_row, unique="id",
-                check=check_row(name),
-            )  # fmt: skip
-            self.notes += found.notes
-            self.rows[name] = [one for _, one in found.rows]
-            self.learn_functions(self.rows[name])
 
-    def learn_functions(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Collect all functions asked for in a repository: an answer is held against each of them."""
-        for row in rows:
+    def check_row(self, name: str, row: Row) -> None:
+        if not row["multi_turns"]:
+            raise BadRow("field 'multi_turns' is empty: the row has no turns")
+        for turn in row["multi_turns"]:
+            if not isinstance(turn, dict) or not isinstance(turn.get("input"), str) or "answer" not in turn:
+                raise BadRow("a turn has no 'input' or no 'answer'")
+            if name == "scbench_choice_eng" and turn["answer"] not in turn.get("options", ()):
+                raise BadRow("a turn's 'answer' is none of its 'options'")
+            if turn.get("task", name) not in NEW_TOKENS:
+                raise BadRow(f"a turn has the unknown task {turn.get('task', name)!r}")
+
+    def read(self) -> None:
+        """Read the rows, and collect all functions asked for in a repository: each answer is held against them all."""
+        super().read()
+        for row in (row for rows in self.rows.values() for _, row in rows):
             asked = [(turn["name"], str(turn["answer"])) for turn in row["multi_turns"] if "name" in turn]
             self.pools.setdefault(str(row.get("repo", "")), []).extend(asked)
 
-    def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        rows = Conversations(self, tokenizer)
-        if self.asking.mode != "query_aware":
-            return rows
-        return QueryAware(rows, [len(rows.row(i)["multi_turns"]) for i in range(len(rows))])
+    # -- samples --
 
-    def sample(self, tokenizer: Any, name: str, length: int | None, row: Mapping[str, Any]) -> Sample:
+    def samples(self, tokenizer: Any) -> Sequence[Sample]:
+        if self.is_embedded:
+            cells = [(name, length) for name in self.names for length in self.params.lengths]
+            places = in_turns([[(*cell, i) for i in range(self.most or 4)] for cell in cells])
+            samples, n_turns = Made(places, partial(self.generated, tokenizer)), [synthetic.N_TURNS] * len(places)
+        else:
+            samples = super().samples(tokenizer)
+            n_turns = [len(row["multi_turns"]) for _, _, row in self.places()]
+        return QueryAware(samples, n_turns) if self.asking.mode == "query_aware" else samples
+
+    def generated(self, tokenizer: Any, name: str, length: int, number: int) -> Sample:
+        """A conversation on a generated context of so many tokens."""
+
+        def n_tokens(units: int) -> int:
+            return len(tokenizer.encode(synthetic.row(name, units, 0, self.seed)["context"]))
+
+        if (name, length) not in self.units:
+            few = synthetic.fewest(name)
+            low, high = few, 2 * few
+            while n_tokens(high) <= length and high < 1 << 20:
+                low, high = high, 2 * high
+            while high - low > max(1, low // 50):
+                middle = (low + high) // 2
+                low, high = (middle, high) if n_tokens(middle) <= length else (low, middle)
+            self.units[name, length] = low
+        row = synthetic.row(name, self.units[name, length], number, self.seed)
+        return self.conversation(tokenizer, name, length, row)
+
+    def sample(self, tokenizer: Any, name: str, number: int, row: Row) -> Sample:
+        return self.conversation(tokenizer, name, None, row)
+
+    def conversation(self, tokenizer: Any, name: str, length: int | None, row: Row) -> Sample:
         """A row as a conversation, its first piece cut to what the window leaves."""
         chat = self.params.use_chat
         uses_chat = chat == "yes" or (chat == "auto" and not self.is_embedded)
@@ -238,61 +245,3 @@ class SCBench(Task):
             official = official_by_turn if self.asking.mode in ("golden", "dialogue") else official_at_once
             lines.append([name, "official line", "", official(each, subtasks)])
         write_csv(folder / "turns.csv", ["dataset", "subtask", "turn", "score_percent"], lines)
-
-
-class Conversations(LazySamples):
-    """The first row of every task and length, then the second of every one."""
-
-    def __init__(self, task: SCBench, tokenizer: Any) -> None:
-        self.task, self.tokenizer = task, tokenizer
-        self.units: dict[tuple[str, int], int] = {}
-        lengths = task.params.lengths if task.is_embedded else (None,)
-        columns = []
-        for name in task.params.names:
-            n = task.params.rows or (4 if task.is_embedded else len(task.rows[name]))
-            n = n if task.is_embedded else min(n, len(task.rows[name]))
-            columns += [[(name, length, i) for i in range(n)] for length in lengths]
-        self.places: list[tuple[str, int | None, int]] = in_turns(columns)
-
-    def row(self, i: int) -> Mapping[str, Any]:
-        name, length, number = self.places[i]
-        if length is None:
-            return self.task.rows[name][number]
-        return synthetic.row(name, self.units_of(name, length), number, self.task.seed)
-
-    def units_of(self, name: str, length: int) -> int:
-        """How many units of a task's first row so many tokens hold."""
-        if (name, length) not in self.units:
-            few = synthetic.fewest(name)
-            low, high = few, 2 * few
-            while self.n_tokens(name, high) <= length and high < 1 << 20:
-                low, high = high, 2 * high
-            while high - low > max(1, low // 50):
-                middle = (low + high) // 2
-                low, high = (middle, high) if self.n_tokens(name, middle) <= length else (low, middle)
-            self.units[name, length] = low
-        return self.units[name, length]
-
-    def n_tokens(self, name: str, units: int) -> int:
-        return len(self.tokenizer.encode(synthetic.row(name, units, 0, self.task.seed)["context"]))
-
-    def sample(self, i: int) -> Sample:
-        name, length, _ = self.places[i]
-        return self.task.sample(self.tokenizer, name, length, self.row(i))
-
-
-def check_row(name: str) -> Any:
-    """A check of what a row must hold beyond the types of its fields."""
-
-    def check(row: Mapping[str, Any]) -> None:
-        if not row["multi_turns"]:
-            raise BadRow("field 'multi_turns' is empty: the row has no turns")
-        for turn in row["multi_turns"]:
-            if not isinstance(turn, dict) or not isinstance(turn.get("input"), str) or "answer" not in turn:
-                raise BadRow("a turn has no 'input' or no 'answer'")
-            if name == "scbench_choice_eng" and turn["answer"] not in turn.get("options", ()):
-                raise BadRow("a turn's 'answer' is none of its 'options'")
-            if turn.get("task", name) not in NEW_TOKENS:
-                raise BadRow(f"a turn has the unknown task {turn.get('task', name)!r}")
-
-    return check

@@ -9,13 +9,14 @@ Not here: how turns become tokens (`encode.py`), how they are asked (`evals/batc
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from kvbench.engine.errors import ConfigError, unknown_name
 
-MODES = ("independent", "golden", "dialogue", "query_aware")
-FEEDS = ("compressed", "tokenwise", "dense")
-BASES = ("context", "conversation")
+Mode = Literal["independent", "golden", "dialogue", "query_aware"]
+Feed = Literal["compressed", "tokenwise", "dense"]
+Base = Literal["context", "conversation"]
+MODES, FEEDS, BASES = map(get_args, (Mode, Feed, Base))
 
 
 @dataclass(frozen=True)

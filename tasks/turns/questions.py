@@ -6,27 +6,25 @@ Not here: how a conversation is asked (`evals/batch/answers.py`).
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from kvbench.engine.declared import Count
 from kvbench.engine.errors import ConfigError
 from kvbench.tasks.base import Sample
 from kvbench.tasks.lazy import LazySamples
-from kvbench.tasks.turns.conversation import MODES, Asking, Conversation, Turn, line_id
+from kvbench.tasks.turns.conversation import Asking, Base, Conversation, Feed, Mode, Turn, line_id
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionParams:
     """The keys that such tasks share."""
 
-    questions: int  # on each context; 1: one question each, asked as ever
-    mode: str | None  # independent | golden | dialogue | query_aware; None: independent, where there are several
-    feed: str  # compressed | tokenwise | dense
-    budget_base: str  # context
+    questions: Count  # on each context; 1: one question each, asked as ever
+    mode: Mode | None  # None: independent, where there are several questions
+    feed: Feed
+    budget_base: Base
 
     def __post_init__(self) -> None:
-        if self.questions < 1:
-            raise ConfigError(f"task.questions={self.questions} is below 1; give 1 or more")
-        if self.mode is not None and self.questions == 1 and self.mode in MODES:
+        if self.mode is not None and self.questions == 1:
             raise ConfigError(f"task.mode={self.mode} needs several questions; give task.questions=4, or leave it away")
-        _ = self.asking
 
     @property
     def asking(self) -> Asking | None:
@@ -63,6 +61,15 @@ def one_question(sample: Sample, turn: int) -> Sample:
         fields={**sample.fields, **this.fields, **own},
         conversation=None,
     )
+
+
+def apart(samples: Sequence[Sample], asking: Asking | None, n_turns: int | None = None) -> Sequence[Sample]:
+    """The samples, or each of their questions as one where `query_aware` asks so; None turns: as many as each has."""
+    if asking is None or asking.mode != "query_aware":
+        return samples
+    if n_turns is not None:
+        return QueryAware(samples, [n_turns] * len(samples))
+    return QueryAware(samples, [len(one.conversation.turns) if one.conversation else 0 for one in samples])
 
 
 class QueryAware(LazySamples):

@@ -19,7 +19,7 @@ from kvbench.plots.read import load
 from kvbench.plots.site.origin import words
 from kvbench.results import read_config, read_runs
 from kvbench.results.names import ROOT
-from kvbench.tests.tiny_run import example_file, save_tiny
+from kvbench.tests.tiny_run import example_file, example_task, save_tiny
 from kvbench.tests.warm import python
 
 PYPROJECT = """
@@ -167,9 +167,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     root = tmp_path_factory.mktemp("packages")
     docs = example_file(root / "docs").parent
     (toml,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "adding-a-method.md").read_text(), re.DOTALL)
-    (task,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tasks.md").read_text(), re.DOTALL)
     (docs / "pyproject.toml").write_text(toml)
-    (docs / "phone_book.py").write_text(task)
+    example_task(root / "task")["phone_book.py"].rename(docs / "phone_book.py")
     files = {"__init__": "", "halves": HALVES, "share": "SHARE = 0.5\n", "silent": SILENT}
     parts = write(root / "parts", "kvbench-parts", "parts", PARTS, **files)
     ends = "raise SystemExit(3)\n"

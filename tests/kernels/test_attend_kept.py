@@ -62,8 +62,7 @@ def on(path: str, name: str) -> Any:
     return getattr(kernel, f"{name}_{path}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "dtype"), [*((form, torch.float32) for form in FORMS), ("near", torch.bfloat16)])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("path", PATHS)
 def test_it_attends_to_what_is_kept_and_counts_it(

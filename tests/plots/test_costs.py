@@ -34,6 +34,7 @@ def cells(text: str, label: str) -> list[str]:
 def test_a_line_has_what_was_timed_length_by_length(tmp_path: Path) -> None:
     timings(tmp_path)
     text = markdown(samples_below(tmp_path))
+    assert all(made.heads != HEADS for made in sheets(samples_below(tmp_path))), "nobody asked how many requests fit"
     assert "4,000, 8,000, 16,000 tokens · batch of 1" in text and "EMBEDDED DATA" in text
     found = cells(text, "SnapKV (C)")
     times = [timing(n, 0.7) for n in (4000, 8000, 16_000)]
@@ -99,11 +100,6 @@ def test_a_second_table_says_how_many_requests_fit(tmp_path: Path) -> None:
     assert line["status"] == "oom" and line["largest_batch"] == ""
     lines = [x for x in csv_lines(tmp_path) if x["method"] == "snapkv"]
     assert {x["largest_batch"] for x in lines} == {"80", "40"} and lines[0]["batch_bound"] == "task.most_rows"
-
-
-def test_runs_from_before_requests_were_counted_have_no_such_table(tmp_path: Path) -> None:
-    timings(tmp_path)
-    assert all(made.heads != HEADS for made in sheets(samples_below(tmp_path)))
 
 
 def test_the_report_says_how_many_requests_of_the_longest_prompt_fit(tmp_path: Path) -> None:

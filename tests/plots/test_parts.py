@@ -50,12 +50,6 @@ def test_the_figure_and_the_table_are_written(runs: Path, tmp_path: Path, capsys
     assert 0 <= low < high <= 1
 
 
-def test_full_attention_alone_is_drawn_too(tmp_path: Path) -> None:
-    run_with(tmp_path, "full", "1", {"no_comma": (10, 0.9)})
-    (methods,) = parts.groups(load(tmp_path)).values()
-    assert [*methods] == ["Full"] and len(methods["Full"]) == 1
-
-
 def test_without_such_runs_or_with_a_damaged_table_it_says_so(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,7 @@ def test_within_a_margin_is_shown_where_the_interval_ends_above_it(seed: int) ->
     assert spread is not None and is_shown(found) is (spread.low > -0.05)
 
 
+@pytest.mark.slow
 def test_a_loss_as_large_as_the_margin_is_seldom_called_within_it() -> None:
     """Of data whose true mean loss is the margin, 2.5 % at most may be called within."""
     rng, n_called = random.Random(3), 0

@@ -142,17 +142,6 @@ def test_presets_look_like_their_method() -> None:
     ]
 
 
-def test_the_report_shows_methods_as_the_figures_do(tmp_path: Path) -> None:
-    for method in ("full", "quest", "smallest_keys", "mine"):
-        write_run(tmp_path, method, [1, 0, 1])
-    shown = overview(load(tmp_path), tmp_path)["looks"]
-    assert (shown["full"]["light"], shown["full"]["dark"]) == ("#000000", "#FFFFFF")
-    for method in ("quest", "smallest_keys", "mine"):
-        assert shown[method]["light"] == shown[method]["dark"] == style.look(method)["color"]
-        assert shown[method]["shape"] == look(method).path
-    assert len({(each["light"], each["shape"]) for each in shown.values()}) == 4
-
-
 def test_a_file_of_the_users_own_is_no_preset_of_ours(tmp_path: Path) -> None:
     write_run(tmp_path, "h2o_mine", [1, 0, 1])
     (run,) = load(tmp_path)

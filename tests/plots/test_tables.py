@@ -25,7 +25,6 @@ from kvbench.plots.tables.papers import (
 from kvbench.plots.tables.pivot import Cell
 from kvbench.plots.tables.words import ANY, samples_below
 from kvbench.results import sheet
-from kvbench.results.sheet import tex
 from kvbench.tests.plots.made_runs import answers, every_kind
 from kvbench.tests.plots.made_runs import write as make_run
 
@@ -257,15 +256,6 @@ def test_a_damaged_run_is_named(tmp_path: Path, capsys) -> None:
     assert folder.name in capsys.readouterr().err
 
 
-def test_latex_escapes_and_has_as_many_cells_in_every_row(tmp_path: Path) -> None:
-    assert tex(r"a_b & 5 % \x") == r"a\_b \& 5 \% \textbackslash{}x"
-    make_run(tmp_path, "h2o", "longbench", answers(PAPER[:2], 0.5), **OURS)
-    first, second = re.findall(r"\\toprule(.*?)\\bottomrule", latex(one(tmp_path)), re.S)
-    for body, columns in ((first, len(TABLE2.methods) + 2), (second, 8)):
-        rows = [line for line in body.splitlines() if " & " in line]
-        assert {len(re.split(r"(?<!\\)&", line)) for line in rows} == {columns}
-
-
 @pytest.mark.skipif(
     not (shutil.which("tectonic") or shutil.which("pdflatex")),
     reason="neither pdflatex nor tectonic is installed (Debian: texlive-latex-recommended)",
@@ -364,26 +354,6 @@ def test_figures_and_the_report_take_no_sparse_prefill_for_exact(tmp_path: Path)
     assert [label for label, one in described.items() if one["full"]] == ["Full"]
     paired = {label: one["parts"][0]["paired"] for label, one in described.items()}
     assert paired["Full"] is None and paired["MInference"]["mean"] < 0
-
-
-def test_zeros_are_not_best_and_one_sample_has_neither_spread_nor_winner(tmp_path: Path) -> None:
-    for i, n in enumerate((12, 1)):
-        for method, level in (("h2o", 0.4 * i), ("pqcache", 0.0)):
-            rows = [{"score": level, "fields": {"dataset": "trec"}}] * n
-            make_run(tmp_path / str(i), method, "longbench", rows, **OURS)
-    zeros, single = one(tmp_path / "0"), one(tmp_path / "1")
-    assert not any(cell.mark for table in (zeros, single) for cell in table.pivot.cells.values())
-    assert "all scores are 0" in markdown(zeros) and "with one sample no difference can be significant" in markdown(
-        single
-    )
-    assert "40.00 |" in markdown(single)
-
-
-def test_the_average_of_single_samples_has_the_spread_of_its_datasets(tmp_path: Path) -> None:
-    rows = [{"score": i % 2, "fields": {"dataset": name}} for i, name in enumerate(PAPER)]
-    make_run(tmp_path, "pqcache", "longbench", rows, **OURS)
-    average = at(one(tmp_path), AVERAGE, "PQCache", "1/5")
-    assert average.low is not None and average.high is not None and average.high - average.low > 0.2
 
 
 def test_runs_on_another_model_do_not_answer_a_papers_table(tmp_path: Path) -> None:

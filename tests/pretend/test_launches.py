@@ -1,7 +1,5 @@
 """Budgets of launches and waits per decode step: raised by nobody who does not say so in `benchmarks/launches.py`."""
 
-from dataclasses import replace
-
 import pytest
 
 from kvbench.benchmarks import launches
@@ -31,15 +29,6 @@ def test_the_command_exits_with_1_above_the_budget(machine: Machine, capsys, mon
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.startswith("method,launches_row,launches_further_row,waits_step")
     assert [row.split(",")[:4] for row in rows[-1:]] == [["snapkv", "42.0", "4.0", "2.0"]]
-
-
-def test_the_table_puts_together_what_costs_the_same_and_names_what_is_above() -> None:
-    plain = launches.Cost(40, 0, 1)
-    _, _, *lines = launches.lines_for(
-        {"tova": launches.Cost(46, 0, 1), "snapkv": plain, "quest": plain, "dms": replace(plain, waits=2)}
-    )
-    assert lines[0] == "| quest, snapkv | 40 | 0 | 1 |  |"
-    assert lines[1] == "| dms | 40 | 0 | 2 | waits, of 1 |"
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def moved(model: Model, device: str) -> Model:
 
 
 def answer(
-    model: Model, name: str, *settings: str, seen: list[Decoded] | None = None
+    model: Model, name: str, *settings: str, seen: list[Decoded] | None = None, n_new: int = N_NEW
 ) -> tuple[list[list[int]], list[list[Entry]]]:
     """Tokens and ledgers of a method's rows, built beside the prefill as in a run."""
     one = conformance.ours(name, *settings)
@@ -57,7 +57,7 @@ def answer(
 
     def build(trace, layer):
         if not rows:
-            rows.extend(variant.row(trace, N_NEW) for _ in range(SLOW.get(name, 2)))
+            rows.extend(variant.row(trace, n_new) for _ in range(SLOW.get(name, 2)))
         for row in rows:
             row.build(layer)
 
@@ -67,7 +67,7 @@ def answer(
         for row in rows:
             row.complete()
         trace.settle()
-        done = decode(model, trace, rows, max_new_tokens=N_NEW)
+        done = decode(model, trace, rows, max_new_tokens=n_new)
     if seen is not None:
         seen.append(done)
     return [each.ids for each in done.answers], [row.store.ledger.entries for row in rows]

@@ -37,14 +37,19 @@ def built(model: Model, names: Sequence[str], n_new: int) -> tuple[Any, list[Sel
 
 
 def answered(
-    names: Sequence[str], whole: bool = True, model: Model | None = None, n_new: int = N_NEW, **options: Any
+    names: Sequence[str], model: Model | None = None, n_new: int = N_NEW, **options: Any
 ) -> tuple[list[list[int]], list[list[Entry]], Decoded]:
-    """Tokens and ledgers of rows in one batch, with graphs or without."""
-    model = replace(model or moved(conformance.model(), "cuda:0"), allows_graphs=whole)
+    """Tokens and ledgers of rows in one batch."""
+    model = replace(model or moved(conformance.model(), "cuda:0"), allows_graphs=True)
     with model.hooked():
         trace, rows = built(model, names, n_new)
         done = decode(model, trace, rows, max_new_tokens=n_new, **options)
     return [x.ids for x in done.answers], [x.store.ledger.entries for x in rows], done
+
+
+def on_cpu(names: Sequence[str], **options: Any) -> tuple[list[list[int]], list[list[Entry]]]:
+    """What a CPU answers, where nothing is captured, and what it counts."""
+    return answered(names, model=conformance.model(), **options)[:2]
 
 
 BATCHES = {
@@ -63,7 +68,7 @@ def test_a_step_is_told_once_captured_once_and_replayed_from_then_on(machine: Ma
     ids, books, done = answered(names)
     # The first step is told, the second one captured; the last token is not read.
     assert (done.by_graphs, done.why_no_graphs) == (N_NEW - 3, None)
-    assert (ids, books) == answered(names, whole=False)[:2]
+    assert (ids, books) == on_cpu(names)
 
 
 def test_a_replayed_step_is_one_launch_beside_the_choice_of_its_token(machine: Machine) -> None:
@@ -86,13 +91,13 @@ def test_steps_behind_an_event_are_told_and_captured_anew(machine: Machine, monk
     names = ("full", "snapkv")
     ids, books, done = answered(names, n_new=16)
     assert done.by_graphs == 2 * 4  # told at steps 1, 7 and 13, captured at 2 and 8: too little follows 14
-    assert (ids, books) == answered(names, whole=False, n_new=16)[:2]
+    assert (ids, books) == on_cpu(names, n_new=16)
 
 
 def test_rows_that_end_go_on_unheard_until_half_are_gone(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their books and layers are those of a row that ended."""
     names = ("full", "snapkv", "h2o method.generated=inside")
-    said, _, _ = answered(names, whole=False)
+    said, _ = on_cpu(names)
     captured, capture = list[int](), Replay.capture
 
     def noting(one: Replay, *args: Any) -> None:
@@ -104,7 +109,7 @@ def test_rows_that_end_go_on_unheard_until_half_are_gone(machine: Machine, monke
         captured.clear()
         n_before = [ids.index(said[i][at]) if said[i][at] in ids else len(ids) for ids in said]
         ids, books, done = answered(names, stop_ids=[said[i][at]])
-        assert (ids, books) == answered(names, whole=False, stop_ids=[said[i][at]])[:2]
+        assert (ids, books) == on_cpu(names, stop_ids=[said[i][at]])
         assert done.by_graphs and captured[0] == len(names), (n_before, captured)
         assert [len({entry.step for entry in own}) for own in books] == [len(each) - 1 for each in ids]
 
@@ -147,7 +152,7 @@ def test_a_step_that_waits_is_made_without_a_graph_and_says_why(machine: Machine
     assert done.why_no_graphs.startswith(failed if only_captured else "the model waits for the GPU within a step")
     assert len(machine.released) == only_captured and not machine.recording
     torch.cuda.empty_cache()
-    assert (ids, books) == answered(("full",), whole=False)[:2]
+    assert (ids, books) == on_cpu(("full",))
 
 
 def test_a_graph_that_says_something_else_is_not_used(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +181,7 @@ def test_who_asks_for_books_amid_replayed_steps_finds_all_of_them(machine: Machi
         done = decode(model, trace, rows, max_new_tokens=N_NEW, on_step=ask)
     assert found == [4, 5] and done.by_graphs == N_NEW - 3
     books = [x.store.ledger.entries for x in rows]
-    assert ([x.ids for x in done.answers], books) == answered(("snapkv", "full"), whole=False)[:2]
+    assert ([x.ids for x in done.answers], books) == on_cpu(("snapkv", "full"))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "glm"])

@@ -52,5 +52,5 @@ def test_a_kernel_scores_units_as_the_formula_does(
         return found
 
     monkeypatch.setattr(Indexed, "search_by_kernel", classmethod(both))
-    answer(moved(conformance.model(), "cuda:0"), name, *settings)
+    answer(moved(conformance.model(), "cuda:0"), name, *settings, n_new=3)
     assert min(compared) > 0

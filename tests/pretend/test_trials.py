@@ -74,10 +74,14 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+STEP = ("step", select_attend, "attend_table", "snapkv")
+SUMS = ("column_sums", column_sums, "column_sums_triton", "h2o")
+
+
 @pytest.mark.parametrize(
-    ("op", "module", "name", "method"),
-    [("step", select_attend, "attend_table", "snapkv"), ("column_sums", column_sums, "column_sums_triton", "h2o")],
+    ("way", "op", "module", "name", "method"),
+    [("wrong", *STEP), ("wrong", *SUMS), ("fails", *STEP), ("large", *STEP), ("full", *SUMS)],
+    ids=["wrong step", "wrong sums", "fails", "large", "full"],
 )
 def test_what_does_not_do_is_left_out_by_name(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path,

@@ -98,6 +98,7 @@ def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Site]:
     monkeypatch.setenv("KVBENCH_GITHUB", f"{made.url}/raw")
     monkeypatch.setenv("KVBENCH_DATA", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     yield made
     server.shutdown()
     thread.join()
@@ -142,20 +143,35 @@ def test_all_files_arrive_where_the_loader_looks(site, sources, tmp_path: Path) 
     assert (tmp_path / "bench/big.jsonl").read_bytes() == BIG
     files_asked = [path for _, path, _ in site.asked if not path.startswith("/api/")]
     assert all(REVISION in path or CODE in path for path in files_asked)  # never a branch
-    record = json.loads((tmp_path / "bench" / download.RECORD).read_text())
-    assert [one["sha256"] for one in record.values()][1:] == [sha256(ARCHIVE), sha256(BIG)]
-    assert not list(tmp_path.rglob("*.zip"))
+    assert not list((tmp_path / "bench").rglob("*.zip"))
 
 
-def test_what_is_here_is_not_asked_for_again_and_what_was_deleted_is(site, sources, tmp_path) -> None:
+def test_what_is_here_is_not_asked_for_again_and_what_was_deleted_is_made_again(
+    site, sources, monkeypatch, tmp_path: Path
+) -> None:
     download.fetch("bench", tmp_path)
     site.asked.clear()
     download.fetch("bench", tmp_path)
     assert site.asked == []
     (tmp_path / "bench/data/lcc.jsonl").unlink()
+    (tmp_path / "bench/big.jsonl").write_bytes(b"another file")
     download.fetch("bench", tmp_path)
-    assert {path for _, path, _ in site.asked} == {hub("data.zip")}
-    assert (tmp_path / "bench/data/lcc.jsonl").exists()
+    assert (tmp_path / "bench/data/lcc.jsonl").exists() and (tmp_path / "bench/big.jsonl").read_bytes() == BIG
+    assert site.asked == []  # the hub's cache has both
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    download.fetch("bench", tmp_path / "other", only=["bench/data/*", "bench/big.jsonl"])
+    assert (tmp_path / "other/bench/data/lcc.jsonl").exists() and site.asked == []
+
+
+def test_a_file_that_was_put_there_is_taken_where_it_is_the_pinned_one(site, sources, monkeypatch, tmp_path) -> None:
+    pinned = Piece("o/d", REVISION, "big.jsonl", "bench/big.jsonl", sha256(BIG))
+    monkeypatch.setitem(sources, "bench", (pinned,))
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "big.jsonl").write_bytes(BIG)
+    assert download.fetch("bench", tmp_path) == [tmp_path / "bench/big.jsonl"] and site.asked == []
+    (tmp_path / "bench" / "big.jsonl").write_bytes(BIG[:9])  # an excerpt
+    download.fetch("bench", tmp_path)
+    assert (tmp_path / "bench" / "big.jsonl").read_bytes() == BIG
 
 
 def test_only_what_is_wanted_is_fetched(site, sources, tmp_path: Path) -> None:
@@ -174,7 +190,7 @@ def test_another_content_than_the_pinned_one_is_refused(site, sources, tmp_path,
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(download, "sha256_of", lambda file: "0" * 64)
             with pytest.raises(ConfigError, match="arrived with the checksum 000000"):
-                download.have(piece, tmp_path, made(tmp_path), lambda line: None)
+                download.have(piece, tmp_path, lambda line: None)
         assert not (tmp_path / piece.target).exists()
         return
     site.files[address[path]] = b"something else"
@@ -184,19 +200,14 @@ def test_another_content_than_the_pinned_one_is_refused(site, sources, tmp_path,
     assert not (tmp_path / "bench/big.jsonl").exists()
 
 
-def made(folder: Path) -> Path:
-    (folder / "bench").mkdir()
-    return folder / "bench" / download.RECORD
-
-
 def test_a_download_that_broke_off_goes_on_where_it_stopped(site, sources, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
     site.break_at = 3 * len(BIG) // 4
-    piece, record = sources["bench"][2], made(tmp_path)
+    piece = sources["bench"][2]
     try:
-        download.have(piece, tmp_path, record, lambda line: None)
+        download.have(piece, tmp_path, lambda line: None)
     except ConfigError:  # the client may try again by itself
-        download.have(piece, tmp_path, record, lambda line: None)
+        download.have(piece, tmp_path, lambda line: None)
     assert (tmp_path / piece.target).read_bytes() == BIG
     ranges = [wanted for method, _, wanted in site.asked if method == "GET" and wanted]
     assert ranges
@@ -256,31 +267,26 @@ def test_every_source_is_pinned_to_a_commit_and_has_its_own_place() -> None:
             assert piece.sha256 is None or len(piece.sha256) == 64
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"a":' * 100_000, b'{"NAME": 5}', b'{"NAME": {"files": 5}}',
-        b'{"NAME": {}}', b'{"NAME": {"files": [1]}}', b'{"NAME": {"files": ["../outside"]}}',
-        b'{"NAME": {"files": []}}',
-    ],
-)  # fmt: skip
-def test_a_damaged_record_is_made_again(site, sources, tmp_path: Path, content: bytes) -> None:
-    root = tmp_path / "data"
-    files = download.fetch("bench", root)
-    (tmp_path / "outside").write_text("not of the benchmark")
-    record = root / "bench" / download.RECORD
-    whole = json.loads(record.read_text())
-    record.write_bytes(content.replace(b"NAME", sources["bench"][1].name.encode()))
-    site.asked.clear()
-    assert download.fetch("bench", root) == files
-    assert json.loads(record.read_text()) == whole
-    paths = {path for _, path, _ in site.asked}
-    assert not any("prompts.json" in path for path in paths)  # its checksum says that it is whole
-
-
-def test_what_a_killed_call_has_unpacked_is_removed(site, sources, tmp_path: Path) -> None:
-    rest = tmp_path / "bench" / "data" / f"{download.UNZIPPING}dead"
+def test_what_a_killed_call_has_begun_is_in_nobodys_way(site, sources, tmp_path: Path) -> None:
+    rest = tmp_path / "bench" / "data" / ".new-dead"
     rest.mkdir(parents=True)
-    (rest / "half").write_text("")
+    (rest / "qasper.jsonl").write_text("half")
     download.fetch("bench", tmp_path)
-    assert not rest.exists()
+    assert (tmp_path / "bench/data/qasper.jsonl").read_bytes() == ROWS
+
+
+def test_a_file_of_parquet_becomes_lines(site, sources, monkeypatch, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    out, rows = BytesIO(), [{"a": "\u00e9", "n": 1}, {"a": None, "n": 2}]
+    pq.write_table(pa.Table.from_pylist(rows), out)
+    site.files[hub("rows.parquet")] = out.getvalue()
+    piece = Piece("o/d", REVISION, "rows.parquet", "bench/rows.jsonl")
+    monkeypatch.setitem(sources, "bench", (piece,))
+    (path,) = download.fetch("bench", tmp_path)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+    site.files[hub("worse.parquet")] = b"no"
+    monkeypatch.setitem(sources, "bench", (Piece("o/d", REVISION, "worse.parquet", "bench/worse.jsonl"),))
+    with pytest.raises(ConfigError, match=r"worse\.parquet is no Parquet file that can be read"):
+        download.fetch("bench", tmp_path)

@@ -257,7 +257,7 @@ def test_a_file_in_another_encoding_or_without_rows_is_refused(folder: Path) -> 
     [
         ({"source": "embedded"}, r"task\.source"),
         ({"prompts": "mine"}, r"task\.prompts"),
-        ({"extraction": "hash"}, "did you mean 'hash4'"),
+        ({"extraction": "hash"}, "use cot or hash4"),
         ({"on_bad_row": "drop"}, r"task\.on_bad_row"),
         ({"exemplars": 0}, r"task\.exemplars=0"),
         ({"exemplars": 4}, r"task\.exemplars=4 is more than there are; give 3"),

@@ -384,7 +384,7 @@ def published(name: str, id: int = 0) -> dict:
 
 def write(folder: Path, name: str, *lines: str) -> None:
     text = "".join(f"{line}\n" for line in lines)
-    (folder / infinitebench.file_of(name)).write_text(text, encoding="utf-8")
+    (folder / f"infinitebench/data/{name}.jsonl").write_text(text, encoding="utf-8")
 
 
 def test_all_twelve_are_read_asked_and_judged_by_the_table(tokenizer, folder: Path) -> None:
@@ -455,7 +455,7 @@ def test_templates_of_the_data_folder_are_used_and_named(tokenizer, folder: Path
             samples(tokenizer, folder, datasets=["passkey"])
     (folder / infinitebench.STRINGS).unlink()
     with pytest.raises(ConfigError, match="OpenBMB/InfiniteBench"):
-        task(folder, template_family="gpt4")
+        task(folder, template_family="gpt4").check(shape())
 
 
 def test_options_of_scorers_reach_them(tokenizer, folder: Path) -> None:
@@ -521,13 +521,14 @@ def test_the_authors_own_file_of_templates_is_read_and_not_run(tokenizer, folder
     assert sample.context.startswith("Q: Look for the second largest number of this list. [1, 2]")
     assert "math_find: own first line" in made.notes
     with pytest.raises(ConfigError, match=r"prompt\.py holds no templates of gpt4"):
-        task(folder, datasets=["passkey"], template_family="gpt4")
-    # Generated rows need sentences too, which the file lacks.
-    assert task(folder, source="embedded").family == "own"
+        task(folder, datasets=["passkey"], template_family="gpt4").check(shape())
+    made = task(folder, source="embedded")
+    made.check(shape())
+    assert made.family == "own"  # generated rows need sentences too, which the file lacks
 
 
 def test_published_and_generated_rows_never_share_a_run(folder: Path) -> None:
-    (folder / infinitebench.file_of("number_string")).unlink()
+    (folder / "infinitebench/data/number_string.jsonl").unlink()
     made = task(folder, datasets=["passkey", "number_string"])
     with pytest.raises(ConfigError, match=r"number_string\.jsonl is missing"):
         made.check(shape())
@@ -562,7 +563,7 @@ def test_a_bad_row_is_named_and_refused_or_skipped(tokenizer, folder: Path, name
     [
         ({"source": "net"}, r"task\.source"),
         ({"datasets": ["passkeys"]}, "did you mean 'passkey'"),
-        ({"datasets": ["passkey", "passkey"]}, "a name twice"),
+        ({"datasets": ["passkey", "passkey"]}, "has something twice"),
         ({"datasets": []}, "is empty"),
         ({"template_family": "kimi"}, r"task\.template_family"),
         ({"rows": 0}, r"task\.rows=0"),

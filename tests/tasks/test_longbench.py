@@ -207,7 +207,7 @@ def test_a_missing_template_is_replaced_by_our_own_wording_and_named(tokenizer, 
     assert first.fields["prompts"] == "own"
     assert first.context.startswith("A text:\n\nText 0")
     with pytest.raises(ConfigError, match="THUDM/LongBench"):
-        task(folder, datasets=["qasper"], prompts="official")
+        task(folder, datasets=["qasper"], prompts="official").check(shape())
 
 
 # --- truncation --------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def test_datasets_that_continue_a_text_are_left_out_of_it_and_named(tokenizer, f
     assert "question_position: before" in made.notes
     assert made.dataset.endswith("/question-before")
     with pytest.raises(ConfigError, match="no meaning for samsum"):
-        task(folder, datasets=["samsum"], question_position="both")
+        task(folder, datasets=["samsum"], question_position="both").check(shape())
 
 
 # --- scores ------------------------------------------------------------------------------------
@@ -500,12 +500,12 @@ def test_the_embedded_set_is_asked_by_its_source(tmp_path, monkeypatch, tokenize
     assert any(note.startswith("embedded set ") for note in made.notes)
     assert len(made.samples(tokenizer)) == 7 * longbench.EMBEDDED_ROWS
     with pytest.raises(ConfigError, match=r"qasper\.jsonl is missing .*kvbench fetch longbench"):
-        task(tmp_path, datasets=["qasper"])
+        task(tmp_path, datasets=["qasper"]).check(shape())
 
 
 def test_a_folder_that_was_named_must_hold_the_data(folder) -> None:
     with pytest.raises(ConfigError, match=r"narrativeqa\.jsonl is missing"):
-        task(folder)
+        task(folder).check(shape())
 
 
 def test_the_hub_is_asked_where_the_source_says_so(folder, monkeypatch, tokenizer) -> None:
@@ -563,7 +563,7 @@ def test_other_rows_or_prompts_are_another_run(folder) -> None:
         ({"source": "web"}, r"task\.source"),
         ({"datasets": "en15"}, "did you mean 'en16'"),
         ({"datasets": ["qaspr"]}, "did you mean 'qasper"),
-        ({"datasets": ["qasper", "qasper"]}, "has a name twice"),
+        ({"datasets": ["qasper", "qasper"]}, "has something twice"),
         ({"datasets": []}, "is empty"),
         ({"datasets": ["qasper", "docs_qa"]}, "mixes embedded"),
         ({"datasets": ["qasper"], "source": "embedded"}, "source=embedded has docs_qa"),
@@ -609,7 +609,7 @@ def test_a_bad_row_is_named_and_refused_or_skipped(tokenizer, folder, changes, m
 def test_a_template_file_that_is_no_good_is_refused(folder: Path, text: str) -> None:
     (folder / "longbench" / "config" / "dataset2prompt.json").write_text(text)
     with pytest.raises(ConfigError, match=r"dataset2prompt\.json"):
-        task(folder, datasets=["qasper"])
+        task(folder, datasets=["qasper"]).check(shape())
 
 
 def test_every_dataset_of_e_is_scored_as_its_namesake() -> None:

@@ -30,11 +30,12 @@ ALL = [(name, row) for name, found in rows().items() for row in found]
 
 
 def test_there_are_rows_of_every_dataset_with_longbenchs_fields() -> None:
+    task = object.__new__(longbench.LongBench)
     assert {name: len(found) for name, found in rows().items()} == dict.fromkeys(DATASETS, N_ROWS)
     assert 40 <= len(ALL) <= 100
     for name, row in ALL:
         assert {*longbench.FIELDS, "dataset", "language"} == set(row)
-        longbench.check_row(name)(row)
+        task.check_row(name, row)
     assert len({(name, row["_id"]) for name, row in ALL}) == len(ALL)
 
 

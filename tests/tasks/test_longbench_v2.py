@@ -135,8 +135,8 @@ def test_a_bad_row_is_named_and_refused_or_skipped(tokenizer, folder, bad, messa
 
 def test_damaged_files_and_wrong_values_are_sentences(tokenizer, folder) -> None:
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"lengths": ["tiny"]}, r"task\.lengths=tiny is no label"),
-        ({"lengths": []}, "keeps nothing"),
+        ({"lengths": ["tiny"]}, r"no task\.lengths 'tiny' \(all: long, medium, short\)"),
+        ({"lengths": []}, "is empty; give some of short, medium or long"),
         ({"lengths": ["long"]}, r"no row of task\.lengths=\['long'\]"),
         ({"max_prompt_tokens": 9000}, r"task\.max_prompt_tokens=9000"),
         ({"prompt": "0shot_cot"}, r"task\.prompt"),
@@ -155,11 +155,11 @@ def test_damaged_files_and_wrong_values_are_sentences(tokenizer, folder) -> None
     (folder / "longbench_v2" / "data.json").write_text("[{")
     with pytest.raises(ConfigError, match="is no JSON"):
         asked(folder, tokenizer)
-    (folder / "longbench_v2" / "prompts" / "0shot.txt").write_text("$DOC$ $Q$")
-    with pytest.raises(ConfigError, match=r"has no \$C_A\$"):
-        asked(folder, tokenizer)
     (folder / "longbench_v2" / "data.json").unlink()
     with pytest.raises(ConfigError, match="THUDM/LongBench-v2"):
+        asked(folder, tokenizer)
+    (folder / "longbench_v2" / "prompts" / "0shot.txt").write_text("$DOC$ $Q$")
+    with pytest.raises(ConfigError, match=r"has no \$C_A\$"):
         asked(folder, tokenizer)
 
 

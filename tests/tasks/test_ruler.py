@@ -284,9 +284,9 @@ def test_every_chosen_task_needs_its_file(tmp_path: Path) -> None:
     assert task(tmp_path, datasets=both[:1]).data_source == "local"
     for source in ("auto", "local"):
         with pytest.raises(ConfigError, match=r"ruler/8192/niah_single_1\.jsonl is missing .* ask generated rows"):
-            task(tmp_path, datasets=both[:1], length=8192, source=source)
+            task(tmp_path, datasets=both[:1], length=8192, source=source).check(shape())
         with pytest.raises(ConfigError, match=r"ruler/4096/vt\.jsonl is missing .*NVIDIA/RULER"):
-            task(tmp_path, datasets=both, source=source)
+            task(tmp_path, datasets=both, source=source).check(shape())
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_a_finished_run_says_each_tasks_mean(tmp_path: Path) -> None:
     [
         ({"source": "hub"}, r"task\.source"),
         ({"datasets": ["niah_single"]}, "did you mean 'niah_single_"),
-        ({"datasets": ["vt", "vt"]}, "a name twice"),
+        ({"datasets": ["vt", "vt"]}, "has something twice"),
         ({"datasets": []}, "is empty"),
         ({"haystack": "noise"}, r"task\.haystack"),
         ({"control_characters": "keep"}, r"task\.control_characters"),

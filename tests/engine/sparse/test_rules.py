@@ -224,6 +224,12 @@ def test_a_layer_or_a_density_can_be_left_whole(name: str) -> None:
         ("a_shape", {"n_local": 0}, "prefill.n_local=0 is out of range; it is a whole number from 1"),
         ("a_shape", {"observe": "all"}, "prefill.observe=all is not allowed; use kept or exact"),
         ("tri_shape", {"n_last": 0}, "prefill.n_last=0 is out of range"),
+        ("minference", {"n_vertical": Fraction(-1)}, "prefill.n_vertical=-1 is out of range"),
+        ("minference", {"n_slash": Fraction(3, 2)}, "prefill.n_slash=1.5 is out of range"),
+        ("minference", {"n_last": 0}, "prefill.n_last=0 is out of range; it is a whole number from 1"),
+        ("minference", {"n_first": -1}, "prefill.n_first=-1 is out of range; it is a whole number from 0"),
+        ("minference", {"n_near": 0}, "prefill.n_near=0 is out of range"),
+        ("minference", {"block": 0}, "prefill.block=0 is out of range"),
         ("block_sparse", {"top_chunks": 2}, "prefill.top_chunks=2 is out of range; it is a whole number from 3"),
         ("flexprefill", {"gamma": Fraction(2)}, "prefill.gamma=2 is out of range; it is a share from 0 to 1"),
         ("flexprefill", {"max_budget": 4}, "prefill.max_budget=4 is below prefill.min_budget=8"),
@@ -328,7 +334,9 @@ def test_sums_over_all_queries_are_of_the_pairs_that_were_kept(name: str) -> Non
     with model.hooked():
         trace = prefill(model, prompt(90), asked, sparsity=small(name))
         exact = prefill(model, prompt(90), asked, sparsity=small(name, observe="exact"))
+        whole = prefill(model, prompt(90), asked)
     assert trace.shares and torch.equal(torch.stack(trace.shares), torch.stack(exact.shares))
+    assert torch.equal(whole.keys(0), trace.keys(0)) and not torch.allclose(whole.keys(1), trace.keys(1), atol=1e-3)
     for layer in trace.shape.attention_layers:
         assert torch.equal(trace.keys(layer), exact.keys(layer))
         sums = trace.observed(ColumnSums(), layer)
@@ -371,5 +379,5 @@ def test_what_keeps_all_is_the_exact_pass_bit_for_bit(name: str) -> None:
     model = tiny()
     with model.hooked():
         exact, whole = (prefill(model, prompt(90), sparsity=x) for x in (None, small(name, density=Fraction(1))))
-    assert exact.logits is not None and whole.logits is not None
+    assert exact.logits is not None and whole.logits is not None and exact.share() is None
     assert torch.equal(exact.logits, whole.logits) and whole.share() == 1.0

@@ -35,8 +35,3 @@ def test_the_table_says_how_many_fit_and_who_waits(capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     assert f"of {len(rooms.METHODS)}" in shown and all(name in shown for name in rooms.METHODS)
     assert rooms.main(["--model", "nothing"]) == 2
-
-
-def test_the_page_for_users_of_gpus_has_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert rooms.main(["--chunk", "8192", "--markdown"]) == 0
-    assert capsys.readouterr().out in (CONF.parent / "docs" / "gpus.md").read_text()
