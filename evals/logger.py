@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvbench.engine.errors import ConfigError, one_line
 from kvbench.engine.foreign import parse_json
-from kvbench.evals.asked import class_and_params
+from kvbench.evals.cells import class_and_params
 from kvbench.evals.refusals import refuse_missing_package
 from kvbench.evals.screen.progress import say
 from kvbench.evals.settings import Settings

@@ -17,8 +17,7 @@ from typing import Any
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import refuse_depth
 from kvbench.evals import rescore
-from kvbench.evals.asked import class_and_params
-from kvbench.evals.cells import Cell, cell_without_task
+from kvbench.evals.cells import Cell, cell_without_task, class_and_params
 from kvbench.evals.lines import facts
 from kvbench.evals.submission import frozen
 from kvbench.evals.submission.folder import Finding

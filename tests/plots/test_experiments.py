@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.asked import ask_one
+from kvbench.evals.cells import ask_one
 from kvbench.evals.composing import composition
 from kvbench.evals.overrides import CONF, check_overrides
 from kvbench.evals.settings import Choice, Settings, load_class, methods_for, settings
