@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvbench.engine.declared import Is, Refused, reader, words
+from kvbench.engine.declared import Is, reader, words
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import LONGEST_LINE, NoJson, NoText, numbered_lines, parse_json, read_bytes, write_csv
 
@@ -21,18 +21,23 @@ LARGEST_LIST = 1 << 30  # bytes of a .json file, twice the largest published one
 LONGEST_ID = 1000  # characters; it stands in every table, message and log
 
 
+def is_empty(value: Any) -> bool:
+    """Whether a value is a text of blanks, or a list without elements."""
+    return not value.strip() if isinstance(value, str) else isinstance(value, list) and not value
+
+
 @dataclass(frozen=True)
 class Something:
-    """A text with more than blanks, or a list that is not empty."""
+    """A text or a list that is not empty."""
 
     def holds(self, value: Any) -> bool:
-        return bool(value.strip() if isinstance(value, str) else value)
+        return not is_empty(value)
 
 
 Fields = Mapping[str, Any]  # what a row has under each name, as a type that engine/declared.py reads
 Id = str | int
-Text = Annotated[str, Something(), Is("a text with something in it")]
-Texts = Annotated[list[str], Something(), Is("a list of texts with something in it")]
+Text = Annotated[str, Something()]
+Texts = Annotated[list[str], Something(), Is("a list of texts")]
 
 
 @dataclass(frozen=True)
@@ -127,8 +132,10 @@ def with_fields(row: Any, fields: Fields) -> Mapping[str, Any]:
             raise BadRow(f"field {name!r} is missing")
         try:
             reader(hint, exact=True)(row[name], name)
-        except Refused:
-            given = "" if isinstance(row[name], list | dict) or not str(row[name]).strip() else f": {row[name]!r:.60}"
+        except ConfigError:
+            if is_empty(row[name]):
+                raise BadRow(f"field {name!r} is empty") from None
+            given = "" if isinstance(row[name], list | dict) else f": {row[name]!r:.60}"
             raise BadRow(f"field {name!r} is not {words(hint)}{given}") from None
     return row
 

@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from annotated_types import Ge, Le
 
-from kvbench.engine.declared import Count, Some
+from kvbench.engine.declared import Count, Is, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import LARGEST_FILE, read_text
 from kvbench.engine.shapes import ModelShape
@@ -47,8 +47,15 @@ UPSTREAM = "GitHub princeton-pli/LongProc (folder data)"
 FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 Number = Annotated[int, Ge(0), Le(100_000)]  # of countdown; published ones are below 100
 FIELDS: dict[str, Fields] = {
-    "countdown": {"nums": tuple[Number, Number, Number, Number], "target": Number},
-    "path_traversal": {"context_nl": Text, "answer_nl": Text, "question_repr": tuple[str, str]},
+    "countdown": {
+        "nums": Annotated[tuple[Number, Number, Number, Number], Is("a list of four numbers from 0 on")],
+        "target": Number,
+    },
+    "path_traversal": {
+        "context_nl": Text,
+        "answer_nl": Text,
+        "question_repr": Annotated[tuple[str, str], Is("a list of two texts")],
+    },
     "tom_tracking": {"story": Text, "question": Text, "solution": Text},
 }
 
