@@ -261,7 +261,7 @@ Tables for programs say so in a column beside the number.
 the margin with the p-value that the correction leaves, so the rows "differences" below are the coverage of that rule
 too. Gaffke's coverage is measured there and conjectured in general; nobody has proven it for every distribution.
 
-result.json of older runs has intervals of other rules; tables, figures and the report compute theirs from the samples.
+Tables, figures and the report compute intervals from the samples, whatever an older result.json has.
 
 ## Coverage
 

@@ -372,9 +372,12 @@ def post_processing_of(settings: Settings, rules: type[Rules], params: Any) -> P
 def early_shape(settings: Settings) -> ModelShape | None:
     """The model's shape, where it can be read without torch."""
     spec = settings.model
-    if settings.weights == "random" and (given := architecture(spec)) is not None:
+    given = architecture(spec)
+    if settings.weights == "random" and given is not None:
         return shape_of_config(given, spec.name)
     shape = header_shape(spec.name, spec.id, spec.revision)  # refuses a model that is not there
+    if spec.id == "embedded" and given is not None:
+        shape = shape_of_config(given, spec.name)
     return None if spec.trust_remote_code else shape
 
 

@@ -46,18 +46,6 @@ FILE = re.compile(r"(?P<path>.*\.py)(:(?P<name>\w+))?", re.DOTALL)  # path/to/mi
 ROWS = re.compile(r".*\.ya?ml", re.DOTALL)  # of a task alone
 TARGET = re.compile(r"(?P<path>.*\.(py|ya?ml))(:(?P<name>\w+))?@(?P<digest>[0-9a-f]{16})", re.DOTALL)
 LIVE: dict[str, type] = {}  # classes of a notebook's cells, by what stands for their files
-# What methods called or defined before they returned values, and what they return now (engine/placement.py).
-FORMER = {
-    r"store\.(keep|keep_until_full|keep_reached|keep_all|keep_ragged|replace|keep_searchable|keep_coded)\(": "arrange "
-    "returns where the tokens go now: Kept(positions, n_window), Whole(), Ragged, Made, Searched or Coded",
-    r"store\.(offload|offload_values|keep_recent)\(": "arrange returns Offloaded(n_sink, n_window) now",
-    r"\]\.(evict|drop_but|retain|release|roll)\(": "behind(layer, weights) returns Evict(slots), Stay(slots) or "
-    "Release(n) now",
-    r"\.meter\.\w+\(|count_rebuilt\(": "select returns Selection(positions, Cost(moved_bytes=n)) now, and behind "
-    "Change(cost=…)",
-    r"def (log_weights|made_keys|stand_ins|step_rows)\(": "select returns Selection(positions, bias=…, keys=…, "
-    "stand_ins=…) now",
-}
 NAME = re.compile(r"[A-Za-z]\w*(-\w+)*", re.ASCII)  # of a method: it names folders
 
 
@@ -216,9 +204,6 @@ def digest_of(source: bytes) -> str:
 
 def module_of(source: bytes, path: Path, digest: str) -> ModuleType:
     """The file as a module; the same one whenever its source is the same."""
-    for former, now in FORMER.items():
-        if found := re.search(former, source.decode(errors="replace")):
-            raise ConfigError(f"{path} has {found[0]!r}, which is gone: {now} (docs/adding-a-method.md)")
     name = f"outside.{path.stem}_{digest}"
     return sys.modules.get(name) or new_module(name, source, path)
 

@@ -141,18 +141,13 @@ def of_run(last: str) -> Iterator[str]:
     if not has_value:
         groups = (path.name for path in conf().iterdir() if path.is_dir() and any(path.glob("*.yaml")))
         yield from (f"{group}=" for group in sorted(groups))
-        yield from (f"{key}=" for key in keys((conf() / "config.yaml").read_text()))
+        from kvbench.run import keys_text
+
+        keys = (line.partition(":") for line in keys_text().splitlines())
+        yield from (f"{key}=" for key, colon, _ in keys if colon and key.isidentifier())
         return
     first, comma, _ = value.rpartition(",")
     yield from (f"{group}={first}{comma}{name}" for name in names(group))
-
-
-def keys(config: str) -> Iterator[str]:
-    """The keys at the top of conf/config.yaml, read without a parser."""
-    for line in config[config.index("\nratio:") : config.index("\nhydra:")].splitlines():
-        key, colon, _ = line.partition(":")
-        if colon and key.isidentifier():
-            yield key
 
 
 def names(group: str) -> list[str]:

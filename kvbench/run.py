@@ -72,9 +72,13 @@ def help_text() -> str:
         names = ", ".join(sorted(file.stem for file in (CONF / folder).glob("*.yaml")))
         lines = textwrap.wrap(names, 80, break_on_hyphens=False)
         listed.append(f"  {folder:<16}" + ("\n" + " " * 18).join(lines))
-    config = (CONF / "config.yaml").read_text()
-    keys = config[config.index("\nratio:") : config.index("\nhydra:")].strip()
-    return HELP.format(groups="\n".join(listed), keys=textwrap.indent(keys, "  "))
+    return HELP.format(groups="\n".join(listed), keys=textwrap.indent(keys_text(), "  "))
+
+
+def keys_text() -> str:
+    """The keys of conf/config.yaml with their defaults and comments, which a parser drops."""
+    config = (CONF / "config.yaml").read_text(encoding="utf-8")
+    return config[config.index("\nratio:") : config.index("\nhydra:")].strip()
 
 
 def compose_and_run(argv: list[str], run: "Run | None" = None) -> "list[tuple[Path, RunResult]]":

@@ -13,6 +13,7 @@ Prompts are longer than all windows and chunks. Some architectures cannot be bui
 """
 
 import copy
+import re
 import sys
 import warnings
 from collections import Counter
@@ -326,14 +327,18 @@ def text_types() -> list[str]:
 
 
 def as_markdown(found: Sequence[Found]) -> str:
-    """The table of docs/models.md, without what was not built."""
-    rows = list[list[Cell]]()
+    """The table of docs/models.md, without what was not built: a row for what became of several alike."""
+    alike = dict[tuple[str, str], list[str]]()
     for one in found:
         if one.word != "not built":
             why = one.says.partition(f"the model {one.name!r} ")[2].partition("; use a model")[0] or one.says
+            why = re.split(r": logits differ | \(it knows ", why)[0]
             says = "as transformers answers" if one.word == "exact" else f"{one.word}: {why}"
-            rows.append([Word(one.name, "code"), one.layers or ABSENT, says])
-    return markdown(Sheet(["architecture", "layers compressed", ""], rows, n_keys=3))
+            alike.setdefault((says, one.layers or ABSENT), []).append(one.name)
+    rows: list[list[Cell]] = [
+        [says, layers, Word(", ".join(alike[says, layers]), "code")] for says, layers in sorted(alike)
+    ]
+    return markdown(Sheet(["", "layers compressed", "architectures"], rows, n_keys=3))
 
 
 def counted(found: Sequence[Found]) -> str:

@@ -100,7 +100,7 @@ def test_eight_variants_say_beside_each_other_what_they_say_alone(model: Model, 
 
 
 def cell(out: Path, *words: str) -> Settings:
-    grid = ["task.source=embedded", "task.lengths=[500]", "task.depths=[0,50,100]"]
+    grid = ["task.source=embedded", "task.lengths=[900]", "task.depths=[0,50,100]"]
     overrides = [*words, *grid, "dtype=float32", "device=cpu", f"out={out}"]
     method = words[0].removeprefix("method=")
     with composing(CONF):

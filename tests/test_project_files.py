@@ -29,7 +29,7 @@ FORMS = [path for path in sorted((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")) if p
 PAGES = [ROOT / name for name in ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "llms.txt", "README.md")]
 PAGES += [GITHUB / "pull_request_template.md", ROOT / "runs" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FILES = [*PAGES, *WORKFLOWS, *FORMS]
-OWN = [path for path in FILES if path.parent.name not in ("docs", "runs") and path.name != "README.md"]
+OWN = [path for path in FILES if path.parent not in (ROOT / "docs", ROOT / "runs") and path.name != "README.md"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 PLACES = "|".join([r"\.ci", r"\.github", "benchmarks", "conf", "docs", "kvbench", "tests", *TOP])

@@ -32,16 +32,6 @@ class Broken(Exception):
 
 def check_gguf(file: Path) -> int:
     """How many numbers the file's tensors hold; `ConfigError` where it is no GGUF file, cut or damaged."""
-    return walked(file).n_numbers
-
-
-def read_gguf(file: Path) -> dict[str, Any]:
-    """The metadata of a GGUF file, lists left out; refuses what `check_gguf` refuses."""
-    return walked(file).fields
-
-
-def walked(file: Path) -> "Header":
-    """The header, walked through and compared with the file."""
     try:
         with file.open("rb") as handle:
             if handle.read(4) != b"GGUF":
@@ -52,7 +42,7 @@ def walked(file: Path) -> "Header":
             with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 header = Header(content)
                 header.check()
-                return header
+                return header.n_numbers
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); make it readable or give another file") from None
     except Broken as error:

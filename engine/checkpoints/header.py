@@ -1,8 +1,8 @@
-"""Which file a model is, and its shape from a GGUF header or a config.json: no weights, no torch, no transformers.
+"""Which file a model is, and its shape from a config.json: no weights, no torch, no transformers.
 
 So a value that does not suit a model is refused at once, before anything is converted. Only what is certain is said:
-for an architecture that is not listed here, or a file that leaves something to transformers' own defaults, the answer
-is None, and `read_shape` of `engine/checkpoints/load.py` has it later.
+for a .gguf file, an architecture that is not listed here, or a config.json that leaves something to transformers' own
+defaults, the answer is None, and `read_shape` of `engine/checkpoints/load.py` has it later.
 
 Not here: conversion (`conversion.py`), loading (`load.py`).
 """
@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvbench.engine.checkpoints.gguf import read_gguf
+from kvbench.engine.checkpoints.gguf import check_gguf
 from kvbench.engine.errors import ConfigError, first_line
 from kvbench.engine.shapes import ModelShape
 
@@ -30,10 +30,10 @@ PLAIN = ("llama", "mistral", "qwen2", "qwen3")  # architectures with full attent
 
 
 def header_shape(name: str, id: str, revision: str | None = None) -> ModelShape | None:
-    """The model's shape, where its header or config.json alone says it; `ConfigError` where there is no such model."""
-    file = gguf_file(id)
-    if file is not None:
-        return shape_of_gguf(read_gguf(file), name)
+    """The model's shape, where its config.json alone says it; `ConfigError` where there is no such model."""
+    if (file := gguf_file(id)) is not None:
+        check_gguf(file)
+        return None
     folder = Path(id).expanduser()
     if folder.is_dir():
         check_config(folder / "config.json", id)
@@ -60,20 +60,6 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape | None:
         return None
     n_layers, h, h_kv, d_model, window = counts
     d_h = config.get("head_dim") or (None if config["model_type"] == "qwen3" else d_model // h)
-    return made(name, n_layers, h, h_kv, d_h, window, d_model)
-
-
-def shape_of_gguf(fields: Mapping[str, Any], name: str) -> ModelShape | None:
-    """Shape of a model from the metadata of a GGUF file."""
-    architecture = fields.get("general.architecture")
-    keys = ("block_count", "attention.head_count", "attention.head_count_kv", "embedding_length", "context_length")
-    counts: list[Any] = [fields.get(f"{architecture}.{key}") for key in keys]
-    if architecture not in PLAIN or not all(is_positive(n) for n in counts):
-        return None
-    if any("sliding_window" in key for key in fields):
-        return None
-    n_layers, h, h_kv, d_model, window = counts
-    d_h = fields.get(f"{architecture}.attention.key_length") or d_model // h
     return made(name, n_layers, h, h_kv, d_h, window, d_model)
 
 

@@ -29,6 +29,8 @@ from kvbench.results.machine import cpu_model
 from kvbench.results.sheet import Sheet, on_terminal
 
 EXTRAS = {  # optional packages, and what they are for
+    "flash-attn": "prompts on a GPU",
+    "wandb": "logger=wandb, after `wandb login` or with WANDB_MODE=offline",
     "ray": "sweeps on many machines",
     "submitit": "on Slurm",
     "wandb-workspaces": "make dashboard",
@@ -100,7 +102,7 @@ def machine() -> list[Fact]:
             Fact("Python", platform.python_version()),
             Fact("packages", f"missing: {names}", f"the packages {names} are not installed; run `make setup`"),
         ]
-    return [python(), processors(), dtype(), kernels(), triton(), flash_attn(), memory(), extras(), graders(), wandb()]
+    return [python(), processors(), dtype(), kernels(), triton(), memory(), extras(), graders()]
 
 
 def python() -> Fact:
@@ -175,13 +177,6 @@ def triton() -> Fact:
     return Fact("Triton", f"{found}{words}; {said}")
 
 
-def flash_attn() -> Fact:
-    found = installed("flash-attn") if find_spec("flash_attn") else None
-    if found is None:
-        return Fact("flash-attn", "not installed; torch's own attention reads prompts" if has_gpu() else "not needed")
-    return Fact("flash-attn", found)
-
-
 def memory() -> Fact:
     """Free memory where models are loaded; a container's limit counts."""
     return Fact("memory", f"{gb(free_bytes())} free on {'cuda:0' if has_gpu() else 'this machine'}")
@@ -211,19 +206,6 @@ def graders() -> Fact:
     return Fact("graders", text)
 
 
-def wandb() -> Fact:
-    """What logger=wandb would meet; nothing is asked of a server."""
-    found = installed("wandb")
-    if found is None:
-        return Fact("W&B", "not installed: pip install -c constraints.txt wandb")
-    mode = os.environ.get("WANDB_MODE", "")
-    if mode in ("offline", "disabled", "dryrun"):
-        return Fact("W&B", f"{found}, {mode} by WANDB_MODE")
-    if import_module("kvbench.evals.logger").has_account():
-        return Fact("W&B", f"{found}, logged in")
-    return Fact("W&B", f"{found}, not configured: `wandb login`, or WANDB_MODE=offline; only logger=wandb needs it")
-
-
 # --- what lies on its disks ---
 
 
@@ -231,25 +213,22 @@ def folders() -> list[Fact]:
     """Where runs and conversions go."""
     digests = import_module("kvbench.engine.checkpoints.digests")
     runs, cache = import_module("kvbench.evals.asked").RUNS, digests.cache_home()
-    return [cache_folder(cache), runs_folder(runs), embedded(cache)]
+    return [
+        folder("cache", cache, "set XDG_CACHE_HOME to another one"),
+        folder("runs", runs, "give out=/somewhere/else with each command"),
+        embedded(cache),
+    ]
 
 
-def cache_folder(cache: Path) -> Fact:
-    return Fact("cache", f"{shown(cache)}, {gb(shutil.disk_usage(existing(cache)).free)} free on its disk")
-
-
-def runs_folder(runs: Path) -> Fact:
-    if writable(runs):
-        return Fact("runs", f"{shown(runs)}, {gb(shutil.disk_usage(existing(runs)).free)} free on its disk")
-    return Fact(
-        "runs",
-        f"{shown(runs)} cannot be written",
-        f"runs cannot be written to {shown(runs)}; unlock the folder, or give out=/somewhere/else with each command",
-    )
+def folder(name: str, path: Path, remedy: str) -> Fact:
+    if writable(path):
+        return Fact(name, f"{shown(path)}, {gb(shutil.disk_usage(existing(path)).free)} free on its disk")
+    problem = f"the folder {shown(path)} cannot be written; unlock it, or {remedy}"
+    return Fact(name, f"{shown(path)} cannot be written", problem)
 
 
 def embedded(cache: Path) -> Fact:
-    """The model of the main job: installed, converted or convertible, and small enough."""
+    """The model of the main job: installed, and small enough."""
     name = "embedded model"
     try:
         file = header.embedded_file()
@@ -259,22 +238,8 @@ def embedded(cache: Path) -> Fact:
     if longest(model) < SHORTEST:
         problem = f"the main job needs about 2 GB of free memory and {gb(free_bytes())} are free; end other programs"
         return Fact(name, "does not fit into memory", problem)
-    if converted(cache, file):
-        return Fact(name, f"{file.stem}, converted in the cache")
-    wanted, free = model.n_weights * 4, shutil.disk_usage(existing(cache)).free
-    remedy = "or set XDG_CACHE_HOME to a folder on another disk"
-    if not writable(cache):
-        return Fact(
-            name,
-            f"{file.stem}, not converted",
-            f"the cache folder {shown(cache)} cannot be written; unlock it, {remedy}",
-        )
-    if free < wanted:
-        problem = (
-            f"the embedded model takes {gb(wanted)} in {shown(cache)} and {gb(free)} are free; free some, {remedy}"
-        )
-        return Fact(name, f"{file.stem}, not converted", problem)
-    return Fact(name, f"{file.stem}, converted at the first start: {gb(wanted)}, a minute")
+    when = "converted in the cache" if converted(cache, file) else "converted at the first start, in a minute"
+    return Fact(name, f"{file.stem}, {when}")
 
 
 def converted(cache: Path, file: Path) -> bool:

@@ -1,8 +1,8 @@
 """`python run.py --list KIND`: what can stand on a command line, no wider than the terminal.
 
 What is said of a task is its card, and which of its data are here; of a method, the first line of its card, and its
-family; of a model, what its architecture says. No sample is made and torch is not imported, but for models and for what
-installed packages bring; a package that brings nothing that can be asked has a line on standard error.
+family; of a model, what its architecture says. No sample is made and torch is not imported, but for what installed
+packages bring; a package that brings nothing that can be asked has a line on standard error.
 
 Not here: how many samples a task has and how long they take (`--dry-run`), which files it lacks and how to get them
 (`--check`), all that a model's shape says (`--check model=NAME`), a method's parameters (its file in conf/method),
@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import yaml
 
-from kvbench.engine.budget import token_bytes
 from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError, one_line, unknown_name
 from kvbench.engine.terminal import say
@@ -38,7 +37,7 @@ from kvbench.tasks.base import Data
 TASK_HEADS = ["task", "what it asks", "data here"]
 METHOD_HEADS = ["method", "published as: what it does", "presets"]
 PACKAGED_HEADS = [*METHOD_HEADS[:2], "package"]
-MODEL_HEADS = ["model", "hub name", "weights", "layers", "window", "KV per\ntoken"]
+MODEL_HEADS = ["model", "hub name", "layers", "heads\nQ / KV", "window"]
 FAMILY = re.compile(r"^Figures +(.+): #", re.MULTILINE)
 T = TypeVar("T")
 REFERENCES = "references"  # the family of what has no place in figures of one
@@ -149,17 +148,18 @@ def experiments() -> Iterator[Sheet]:
 
 
 def models() -> Iterator[Sheet]:
+    """List the models of conf/model by what their architectures' files say."""
     known = shipped()
     rows = []
     for one in known:
-        n = len(one.shape.kept_layers)
-        size = f"{n * token_bytes(one.shape) / 1024:.0f} KB"
-        rows.append([one.name, one.id, f"{one.n_weights / 1e9:.2f} G", f"{n}", f"{one.shape.window:,}", size])
+        values = one.architecture
+        h, h_kv = values["num_attention_heads"], values.get("num_key_value_heads") or values["num_attention_heads"]
+        window = f"{values['max_position_embeddings']:,}"
+        rows.append([one.name, one.id, f"{values['num_hidden_layers']}", f"{h} / {h_kv}", window])
     notes = [
-        "layers: those that keep keys and values of the whole text; KV per token: of these, in bfloat16",
         f"weights are here of: {', '.join(one.name for one in known if where(one).startswith('here')) or 'none'}",
         "any other model goes by its folder, .gguf file or hub name",
-        "what a model has, and which methods run on it: python run.py --check model=NAME",
+        "a model's weights and bytes per token, and which methods run on it: python run.py --check model=NAME",
     ]
     yield Sheet(MODEL_HEADS, rows, notes=notes, n_keys=2, n_wrapped=2)
 

@@ -117,8 +117,8 @@ class Check:
             part = self.config.get(group)
             if isinstance(part, Mapping) and "package" in part:
                 self.done.why.append(f"its {group} is of the package {part['package']!r:.80}, which is not imported")
-            elif isinstance(part, Mapping) and "digest" in part and not self.methods:
-                self.done.why.append("its method is a file of its own, which is not run here")
+            elif isinstance(part, Mapping) and "digest" in part and not (group == "method" and self.methods):
+                self.done.why.append(f"its {group} is a file of its own, which is not run here")
         if self.benchmark is None:
             self.done.why.append("its prompts are of no frozen benchmark, so that nobody knows what was asked")
         return not self.done.why

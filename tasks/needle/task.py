@@ -10,7 +10,7 @@ Haystacks   Paul Graham's essays from the data folder, or Python's help topics, 
             them for a style of our own where no folder has the essays. The text is cut to a length in tokens; the
             needle goes in at a depth in percent, moved left to a sentence's end, and its real index is recorded.
 Styles      `own` needs no data: a random phone number of an office, impossible to guess
-            (docs/needle.md has the measurements); `own_name`: its director's random name, an
+            (docs/needle.md has its wording); `own_name`: its director's random name, an
             answer of two words instead of seven digits. The others read needle/strings.json:
             `data_engineering` (completion prompt of the KV-compression papers), `instruct` (the
             same as a user turn), `kamradt` (the original's chat) and `magic_number` (a random
@@ -26,21 +26,23 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Le
+
+from kvbench.engine.declared import Count, Index, Named, Once
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import read_text
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.calibration import prose
 from kvbench.tasks import sources
 from kvbench.tasks.base import Data, Sample, Task
-from kvbench.tasks.checks import check_choices, check_counts
 from kvbench.tasks.lazy import LazySamples
 from kvbench.tasks.needle.haystack import GRIDS, Grid, full_stop_ids, hide, spaced_depths, steps
 from kvbench.tasks.needle.heatmap import draw_heatmap, pivot, write_table
 from kvbench.tasks.texts import digest
 from kvbench.tasks.turns.conversation import Turn
-from kvbench.tasks.turns.questions import QueryAware, QuestionParams, asked
+from kvbench.tasks.turns.questions import QuestionParams, apart, asked
 
 ESSAYS = "needle/PaulGrahamEssays"
 STRINGS = "needle/strings.json"
@@ -67,7 +69,6 @@ LAST_NAMES = (
 ).split()
 PROMPT_ROOM = 150  # tokens of wrapper and question; the longest, kamradt's in Llama-3 chat, has 90
 CHARACTERS = 64  # of a text are looked at for a token first; the longest tokens of blanks have 128, of prose 16
-MOST_DEPTHS = 1_000  # that a number stands for
 NEEDLE_ROOM = 100  # tokens; every needle has 15 to 60 of them, whatever the tokenizer
 
 
@@ -220,50 +221,32 @@ def _listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
+Percent = Annotated[float, Ge(0), Le(100)]
+
+
 @dataclass(frozen=True)
 class Params(QuestionParams):
-    source: str  # where the haystack comes from; auto: the essays if they are there
-    style: str  # auto: own
-    grid: str  # a preset of lengths and depths
-    lengths: tuple[int, ...] | None  # tokens; instead of the grid's
-    depths: tuple[float, ...] | int | None  # percent, or how many; instead of the grid's
-    depth_spacing: str  # of a number of depths
-    scorer: str  # auto: the style's own
-    snap: str  # period: move a needle left to a full stop; none: leave it in mid-sentence
-    buffer: int | None  # tokens kept free for question and answer; None: 200, or 150 without snap
-    seeds: int | None  # random values per cell; None: the grid's own
-    needles: int  # more than one: hidden in even steps from the depth to the end
-    max_new_tokens: int | None  # None: the style's own
+    questions: Annotated[int, Ge(1), Le(len(CITIES))]
+    source: Literal["auto", "embedded", "local"]  # where the haystack comes from; auto: the essays if they are there
+    style: Annotated[str, Named(("auto", *STYLES))]  # auto: own
+    grid: Annotated[str, Named(tuple(GRIDS))]  # a preset of lengths and depths
+    lengths: Annotated[tuple[int, ...], Once()] | None  # tokens; instead of the grid's
+    depths: Annotated[tuple[Percent, ...], Once()] | Annotated[int, Ge(1), Le(1000)] | None  # or how many; as above
+    depth_spacing: Literal["linear", "sigmoid"]  # of a number of depths
+    scorer: Annotated[str, Named(("auto", *SCORERS))]  # auto: the style's own
+    snap: Literal["period", "none"]  # period: move a needle left to a full stop; none: leave it in mid-sentence
+    buffer: Index | None  # tokens kept free for question and answer; None: 200, or 150 without snap
+    seeds: Count | None  # random values per cell; None: the grid's own
+    needles: Annotated[int, Ge(1), Le(len(CITIES))]  # more than one: hidden in even steps from the depth to the end
+    max_new_tokens: Count | None  # None: the style's own
 
     def __post_init__(self) -> None:
-        check_choices(
-            self,
-            source=("auto", "embedded", "local"),
-            style=("auto", *STYLES),
-            grid=GRIDS,
-            depth_spacing=("linear", "sigmoid"),
-            scorer=("auto", *SCORERS),
-            snap=("period", "none"),
-        )
-        check_counts(self, "seeds", "needles", "max_new_tokens")
         super().__post_init__()
         if self.questions > 1 and (self.needles > 1 or not self.style_name.startswith("own")):
             raise ConfigError(
                 f"task.questions={self.questions} hides a needle for each question; use task.needles=1 and "
                 "task.style=own or own_name with it"
             )
-        if self.n_needles > len(CITIES):
-            raise ConfigError(
-                f"task.needles={self.n_needles} is more than there are cities; give {len(CITIES)} or fewer"
-            )
-        if self.buffer is not None and self.buffer < 0:
-            raise ConfigError(f"task.buffer={self.buffer} is negative; give 0 or more tokens")
-        self._check_grid()
-        self._check_random()
-
-    def _check_grid(self) -> None:
-        if isinstance(self.depths, int) and self.depths > MOST_DEPTHS:
-            raise ConfigError(f"task.depths={self.depths} is more than anyone can look at; give at most {MOST_DEPTHS}")
         follows_window = self.lengths is None and not self.cells().lengths
         if not follows_window and min(self.cells().lengths, default=0) < self.shortest:
             raise ConfigError(
@@ -271,21 +254,8 @@ class Params(QuestionParams):
                 f"{self.n_needles} needle(s) and task.buffer={self.reserve}; give lengths of "
                 f"{self.shortest} or more"
             )
-        for name, values in (("lengths", self.cells().lengths), ("depths", self.cells().depths)):
-            if len(set(values)) < len(values):
-                raise ConfigError(f"task.{name}={list(values)} has a value twice; give each once")
-        depths = self.cells().depths
-        if not depths or not all(0 <= depth <= 100 for depth in depths):
-            raise ConfigError(
-                f"task.depths={self.depths} is not made of percents; give some of 0 to 100, or how "
-                "many to spread over them"
-            )
-
-    def _check_random(self) -> None:
-        if self.kind.is_random:
-            return
         for name, value in (("seeds", self.seeds), ("needles", self.needles)):
-            if value is not None and value > 1:
+            if not self.kind.is_random and value is not None and value > 1:
                 raise ConfigError(
                     f"task.{name}={value} needs a needle with a random value, which "
                     f"task.style={self.style} has not; use 1, or style own, own_name or magic_number"
@@ -400,10 +370,7 @@ class Needle(Task):
         return min(self.grid.lengths) if self.params.reserve >= PROMPT_ROOM else None
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        cells = Cells(self, tokenizer)
-        if self.asking is None or self.asking.mode != "query_aware":
-            return cells
-        return QueryAware(cells, [self.params.questions] * len(cells))
+        return apart(Cells(self, tokenizer), self.asking, self.params.questions)
 
     def haystack(self) -> str:
         """One pass over the corpus."""

@@ -42,9 +42,8 @@ def screen(capsys: pytest.CaptureFixture[str]) -> tuple[int, str, dict[str, str]
 
 @pytest.fixture(autouse=True)
 def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "KVBENCH_KERNELS", "KVBENCH_DATA"):
+    for name in ("KVBENCH_KERNELS", "KVBENCH_DATA"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
@@ -107,7 +106,6 @@ def test_gpus_are_named_and_the_first_ones_memory_decides(
     assert lines["Triton"] == f"{version('triton')}; every kernel does what torch does"
     assert "CUDA 12.8: cuda:0 NVIDIA H200, 70.0 GB of 150.0 GB free; cuda:1" in lines["processors"]
     assert lines["dtype"] == "auto is bfloat16 on cuda: on a GPU it is fast"
-    assert "torch's own attention" in lines["flash-attn"]
     rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert " 121,885" in rows["llama-3.1-8b-instruct"], "of 70 GB, not of 150"
     assert "does not fit" in rows["llama-3.1-70b-instruct"]
@@ -176,16 +174,17 @@ def test_without_packages_it_says_only_that(
     assert text.splitlines()[-1] == "the packages gguf are not installed; run `make setup`"
 
 
-@pytest.mark.parametrize("what", ["the cache folder", "runs"])
+@pytest.mark.parametrize("what", ["cache", "runs"])
 def test_a_folder_that_cannot_be_written_is_a_sentence(
     what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    is_cache = what == "the cache folder"
+    is_cache = what == "cache"
     monkeypatch.setattr(check, "writable", lambda path: path.is_relative_to(tmp_path) != is_cache)
     code, text, _ = screen(capsys)
     assert code == 1
-    assert text.splitlines()[-1].startswith(what)
+    assert "cannot be written; unlock it, or " in text.splitlines()[-1]
+    assert ("XDG_CACHE_HOME" in text.splitlines()[-1]) == is_cache
 
 
 def test_too_little_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,31 +195,6 @@ def test_too_little_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys
     assert "needs about 2 GB of free memory and 0.5 GB are free" in text.splitlines()[-1]
 
 
-def test_too_small_a_disk_for_the_conversion_is_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    usage = check.shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(check.shutil, "disk_usage", lambda path: usage)
-    code, text, _ = screen(capsys)
-    assert code == 1
-    assert "takes 0.5 GB in" in text.splitlines()[-1] and "XDG_CACHE_HOME" in text.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        ({}, "not configured: `wandb login`, or WANDB_MODE=offline"),
-        ({"WANDB_MODE": "offline"}, "offline by WANDB_MODE"),
-        ({"WANDB_API_KEY": "x" * 40}, "logged in"),
-    ],
-)
-def test_the_state_of_wandb(environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert said in check.wandb().text
-
-
 def test_extras_that_are_missing_are_named_with_their_use(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(name: str) -> str:
         if name == "ray":
@@ -229,7 +203,9 @@ def test_extras_that_are_missing_are_named_with_their_use(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(packages, "version", found)
     text = check.extras().text
-    assert text.startswith("ray 2.50; pip install -c constraints.txt: submitit (on Slurm), ")
+    assert text.startswith(
+        "ray 2.50; pip install -c constraints.txt: flash-attn (prompts on a GPU), wandb (logger=wandb"
+    )
 
 
 def test_graders_that_are_missing_are_named_with_their_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

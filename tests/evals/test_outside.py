@@ -1,7 +1,6 @@
 """A method in a file outside the repository runs like ours, and what is wrong with the file is said in a sentence."""
 
 import pickle
-import re
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -204,22 +203,6 @@ def test_what_a_file_defines_decides_its_comm_whichever_file_it_is(base: str, co
 def test_our_own_methods_keep_the_comm_that_they_had(name: str) -> None:
     wanted = 0 if name in ("rkv", "triattention", "full_stopped") else Fraction(1, 64)
     assert composed(f"method={name}", "budget=100").budget.comm == wanted
-
-
-@pytest.mark.parametrize(
-    ("line", "now"),
-    [
-        ("self.store.keep(layer, 3)", r"arrange returns where the tokens go now: Kept\(positions, n_window\)"),
-        ("self.store.offload(layer, 0, 4)", r"returns Offloaded\(n_sink, n_window\) now"),
-        ("self.store[layer].evict(slots)", r"behind\(layer, weights\) returns Evict\(slots\)"),
-        ("self.store[layer].meter.count('moved_meta_bytes', 3)", r"Selection\(positions, Cost\(moved_bytes=n\)\) now"),
-    ],
-)
-def test_a_file_that_was_written_for_verbs_is_told_which_value_to_return(tmp_path: Path, line: str, now: str) -> None:
-    body = f"    title, drops = 'Mine', True\n    def arrange(self, layer):\n        {line}\n"
-    assert re.search(
-        now, refused(f"method={write(tmp_path, HEAD + 'class Mine(SelectiveAttention):' + chr(10) + body)}")
-    )
 
 
 def test_a_method_that_places_nothing_is_told_what_to_return(

@@ -56,26 +56,18 @@ def pipe(path: Path) -> None:
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
     "cut result": lambda f: half(f / "result.json"),
-    "no result": lambda f: (f / "result.json").write_bytes(b"\0" * 99),
-    "deep result": lambda f: (f / "result.json").write_text(DEEP),
     "deep notes": lambda f: edit(f / "result.json", params={"a": json.loads("[" * 300 + "]" * 300)}),
     "other schema": lambda f: edit(f / "result.json", schema_version=99),
-    "no share": lambda f: edit(f / "result.json", comm_exact="1e999999999"),
     "a share of nothing": lambda f: edit(f / "result.json", ratio_exact="1/0"),
     "a pipe": lambda f: pipe(f / "result.json"),
     "a folder": lambda f: ((f / "samples.jsonl").unlink(), (f / "samples.jsonl").mkdir())[0],
-    "cut samples": lambda f: half(f / "samples.jsonl"),
     "no samples": lambda f: (f / "samples.jsonl").unlink(),
-    "deep samples": lambda f: edit_sample(f, method_report={"a": json.loads("[" * 300 + "]" * 300)}),
     "another report": lambda f: edit_sample(f, method_report=[1]),
-    "no configuration": lambda f: (f / "config.yaml").unlink(),
     "deep configuration": lambda f: (f / "config.yaml").write_text(DEEP),
     "a date": lambda f: (f / "config.yaml").write_text("limit: 2020-01-01"),
-    "a tree without an end": lambda f: (f / "config.yaml").write_text("a: &x [*x]"),
     "a tree of a billion": lambda f: (f / "config.yaml").write_text(
         "a0: &a0 [[], []]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
     ),
-    "binary configuration": lambda f: (f / "config.yaml").write_bytes(b"\xff\0\xfe"),
 }
 
 

@@ -69,7 +69,7 @@ def test_every_table_and_figure_has_a_file() -> None:
         "turns_scbench",
         "turns_shared",
     }  # of docs/decode-time.md, and of docs/turns.md
-    others |= {"prefills", "prefills_exact", "kept_as"}  # of docs/prefills.md, and of what is kept
+    others |= {"prefills", "prefills_exact", "kept_as"}  # of docs/prefills.md and docs/options.md
     others |= {"lengths", "lengths_ruler", "agents"}  # of lengths, and of agent traces
     others |= {"mbe", "mbe_system"}  # of docs/own-figures.md
     assert {path.stem for path in FILES} == wanted | others

@@ -284,18 +284,18 @@ def n_calls(root: Path) -> int:
     return n
 
 
-def test_a_run_costs_as_much_beside_twenty_others_as_beside_five(tmp_path: Path) -> None:
+def test_a_run_costs_as_much_beside_forty_others_as_beside_ten(tmp_path: Path) -> None:
     draw = random.Random(0)
     counts = []
-    for n_runs in (5, 10, 20):
+    for n_runs in (10, 20, 40):
         root = tmp_path / str(n_runs)
         for i in range(n_runs):
             write_run(root, "quest" if i else "full", [draw.random() for _ in range(4)], f"1/{i + 2}", ledger=False)
         if not counts:
             n_calls(root)  # fills what is kept between pages
         counts.append(n_calls(root))
-    five, ten, twenty = counts
-    assert (twenty - ten) / 10 == pytest.approx((ten - five) / 5, rel=0.02)
+    ten, twenty, forty = counts
+    assert (forty - twenty) / 20 == pytest.approx((twenty - ten) / 10, rel=0.02)
 
 
 def test_every_metric_has_a_direction_on_the_page(root: Path) -> None:

@@ -1,7 +1,5 @@
 """`kvbench table`: any runs, rows and columns by their keys."""
 
-import csv
-import io
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from pandas import concat
 
 from kvbench.plots.table import main
 from kvbench.plots.tables.pivot import Pivot, WrongKey, pivots
-from kvbench.plots.tables.shown import label, records, sheet_of
+from kvbench.plots.tables.shown import records, sheet_of
 from kvbench.plots.tables.words import samples_below
 from kvbench.results import sheet as printing
 from kvbench.tests.plots.made_runs import write
@@ -21,10 +19,6 @@ HITS = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
 
 def markdown(pivot: Pivot) -> str:
     return printing.markdown(sheet_of(pivot))
-
-
-def as_csv(made: list[Pivot]) -> str:
-    return printing.as_csv(records(made))
 
 
 def rows(scores: list[float], **fields: Any) -> list[dict[str, Any]]:
@@ -156,7 +150,7 @@ def test_any_value_can_be_compared_with_any_method(tmp_path: Path) -> None:
     said = markdown(sheet)
     assert "mass, difference to SnapKV (C) by method" in said and "| PQCache | **+0.500**" in said
     assert "Paired with SnapKV (C) on the same prompts" in said
-    assert "difference_to_snapkv_c" in as_csv([sheet]).splitlines()[0]
+    assert "difference_to_snapkv_c" in printing.as_csv(records([sheet])).splitlines()[0]
     with pytest.raises(WrongKey, match=r"no run is of 'SnapKV'; there is .*SnapKV"):
         one(tmp_path, against="SnapKV")
 
@@ -299,31 +293,11 @@ def test_no_runs_and_no_room_are_said(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "choose another --out" in capsys.readouterr().err
 
 
-def test_csv_has_each_name_once_and_every_number(tmp_path: Path) -> None:
-    needles(tmp_path)
-    lines = list(csv.reader(io.StringIO(as_csv(pivots(samples_below(tmp_path))))))
-    assert len(set(lines[0])) == len(lines[0]) and len(lines) == 1 + 6
-    assert all(len(line) == len(lines[0]) for line in lines)
-
-
 def test_all_formats_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     needles(tmp_path / "runs")
     assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
     assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".csv", ".html", ".md", ".tex"]
     assert capsys.readouterr().out.count("table.") == 4
-
-
-def test_latex_has_caption_and_label_and_joins_equal_heads(tmp_path: Path) -> None:
-    for comm in ("1/128", "1/64"):
-        for ratio in ("1/10", "1/5"):
-            write(tmp_path, "pqcache", "needle", rows(HITS), ratio=ratio, comm=comm)
-    sheet = one(tmp_path, columns=["ratio", "comm"])
-    made = printing.latex(sheet_of(sheet), caption="100 % ours_")
-    assert r"\multicolumn{2}{c}{0.1} & \multicolumn{2}{c}{0.2} \\" in made
-    assert r"\cmidrule(lr){2-3} \cmidrule(lr){4-5}" in made
-    assert r"\caption{100 \% ours\_}" in made and rf"\label{{tab:{label(sheet)}}}" in made
-    with pytest.raises(WrongKey):
-        pivots(samples_below(tmp_path), columns=["nothing"])
 
 
 def test_prefills_by_method_say_what_each_computed_beside_its_score(tmp_path: Path) -> None:

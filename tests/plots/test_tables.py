@@ -25,7 +25,6 @@ from kvbench.plots.tables.papers import (
 from kvbench.plots.tables.pivot import Cell
 from kvbench.plots.tables.words import ANY, samples_below
 from kvbench.results import sheet
-from kvbench.results.sheet import tex
 from kvbench.tests.plots.made_runs import answers, every_kind
 from kvbench.tests.plots.made_runs import write as make_run
 
@@ -255,15 +254,6 @@ def test_a_damaged_run_is_named(tmp_path: Path, capsys) -> None:
     (folder / "result.json").write_text("{}")
     assert main([str(tmp_path)]) == 2
     assert folder.name in capsys.readouterr().err
-
-
-def test_latex_escapes_and_has_as_many_cells_in_every_row(tmp_path: Path) -> None:
-    assert tex(r"a_b & 5 % \x") == r"a\_b \& 5 \% \textbackslash{}x"
-    make_run(tmp_path, "h2o", "longbench", answers(PAPER[:2], 0.5), **OURS)
-    first, second = re.findall(r"\\toprule(.*?)\\bottomrule", latex(one(tmp_path)), re.S)
-    for body, columns in ((first, len(TABLE2.methods) + 2), (second, 8)):
-        rows = [line for line in body.splitlines() if " & " in line]
-        assert {len(re.split(r"(?<!\\)&", line)) for line in rows} == {columns}
 
 
 @pytest.mark.skipif(

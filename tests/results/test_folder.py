@@ -158,7 +158,17 @@ def test_a_result_of_another_schema_is_refused_unchanged(copied: Path) -> None:
     assert contents(copied) == before
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": "x"}', "\x00" * 50])
+UNREADABLE = ("[" * 3000 + "]" * 3000, "9" * 5000, "1e999", "[" * 400 + "]" * 400)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", '{"schema_version": "x"}', "\x00" * 50),
+        *(f'{{"schema_version": 1, "{key}": {value}}}' for key in ("params", "seed") for value in UNREADABLE),
+        *(f'{{"schema_version": {value}}}' for value in UNREADABLE),
+    ],
+)
 def test_a_corrupt_result_is_moved_aside_and_made_again(text: str, copied: Path, finished: Path) -> None:
     (copied / "result.json").write_text(text)
     with pytest.raises(ValueError, match=r"result\.json is not the result of a run"):
@@ -244,29 +254,23 @@ def test_a_changed_prompt_is_refused(copied: Path) -> None:
             folder.check_prompt("needle/0", "0" * 16)
 
 
-def test_a_folder_that_cannot_be_written_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file" / "run", tmp_path / "file", Path("/dev/null"), Path("/dev/null/x")):
-        with pytest.raises(ConfigError, match=r"cannot be used .*; choose another one with out=DIR"):
-            open_folder(path)
-    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"config\.yaml is no plain file"):
-        open_folder(tmp_path / "run")
-
-
-def test_a_place_that_cannot_be_written_is_refused_without_a_trace(
+def test_a_place_that_cannot_be_written_is_refused_in_a_sentence_and_without_a_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "run", tmp_path / "file", Path("/dev/null"), Path("/dev/null/x")):
-        with pytest.raises(ConfigError, match=r"cannot be used .*Not a directory.*; choose another one with out=DIR"):
-            refuse_closed(path)
+        for refuses in (open_folder, refuse_closed):
+            with pytest.raises(ConfigError, match=r"cannot be used .*; choose another one with out=DIR"):
+                refuses(path)
     refuse_closed(tmp_path)
     refuse_closed(tmp_path / "not" / "yet")
     monkeypatch.setattr(os, "access", lambda path, how: Path(path) != tmp_path)
     with pytest.raises(ConfigError, match="Permission denied"):
         refuse_closed(tmp_path / "not" / "yet")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"config\.yaml is no plain file"):
+        open_folder(tmp_path / "run")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind root")

@@ -526,18 +526,6 @@ def test_a_line_that_cannot_be_read_or_believed_is_refused(line: str, n_behind: 
             read_samples(tmp_path)
 
 
-@pytest.mark.parametrize("value", [DEEP, "9" * 5000, "1e999", "[" * 400 + "]" * 400])
-@pytest.mark.parametrize("key", ["schema_version", "params", "seed"])
-def test_a_result_that_cannot_be_read_is_made_again(key: str, value: str, tmp_path: Path) -> None:
-    first = run(tmp_path)
-    (tmp_path / "result.json").write_text(f'{{"schema_version": 1, "{key}": {value}}}')
-    with pytest.raises(ValueError, match=r"result\.json is not the result"):
-        read_runs(tmp_path)
-    with open_folder(tmp_path) as folder:
-        assert folder.finished is None
-    assert finish(tmp_path) == first
-
-
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1 nonsense PAR1"])
 def test_a_damaged_part_of_a_ledger_is_lost_and_said(content: bytes, tmp_path: Path) -> None:
     with open_folder(tmp_path) as folder:

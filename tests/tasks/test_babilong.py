@@ -107,8 +107,8 @@ def test_a_length_is_of_text_and_facts_to_the_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"lengths": ["4kb"]}, "no lengths"),
-        ({"source": "embedded", "datasets": ["qa11"]}, "draws qa1 to qa10 only"),
+        ({"lengths": ["4kb"]}, "is not allowed; use a length like 4k or 1M"),
+        ({"source": "embedded", "datasets": ["qa11"]}, "and qa10 only, not qa11"),
         ({"source": "embedded", "lengths": ["16k"]}, "do not fit the 8192 tokens of tiny"),
         ({}, "babilong/4k/qa1.json is missing"),
     ],

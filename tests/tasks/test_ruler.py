@@ -370,7 +370,7 @@ def test_a_finished_run_says_each_tasks_mean(tmp_path: Path) -> None:
     [
         ({"source": "hub"}, r"task\.source"),
         ({"datasets": ["niah_single"]}, "did you mean 'niah_single_"),
-        ({"datasets": ["vt", "vt"]}, "a name twice"),
+        ({"datasets": ["vt", "vt"]}, "has something twice"),
         ({"datasets": []}, "is empty"),
         ({"haystack": "noise"}, r"task\.haystack"),
         ({"control_characters": "keep"}, r"task\.control_characters"),

@@ -9,6 +9,9 @@ import transformers
 from kvbench.engine.checkpoints.header import header_shape, shape_of_config
 from kvbench.engine.checkpoints.load import read_shape
 from kvbench.engine.errors import ConfigError
+from kvbench.evals.asked import early_shape
+from kvbench.evals.models import look_up
+from kvbench.evals.settings import from_words
 from kvbench.tests.tiny import COMMON, CONFIGS
 from kvbench.tests.tiny_gguf import save_tiny_gguf
 
@@ -22,9 +25,17 @@ def test_a_config_says_what_transformers_says_of_it_or_nothing(kind: str, tmp_pa
     assert kind != "llama" or shape is not None
 
 
-def test_the_header_of_a_gguf_file_says_what_its_conversion_does(tmp_path: Path) -> None:
+def test_a_gguf_file_says_nothing_of_its_shape_and_is_refused_where_it_is_cut(tmp_path: Path) -> None:
     file = save_tiny_gguf(tmp_path / "tiny.gguf")
-    assert header_shape("m", str(file)) == read_shape("m", str(file)) is not None
+    assert header_shape("m", str(file)) is None
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="is damaged or incomplete"):
+        header_shape("m", str(file))
+
+
+def test_the_embedded_model_is_what_its_architecture_says() -> None:
+    spec = from_words(["method=full"])
+    assert early_shape(spec) == look_up(spec) is not None
 
 
 @pytest.mark.parametrize(
