@@ -41,7 +41,7 @@ def scorer(value: Any, key: str) -> Scorer:
     module, _, name = values.pop("_target_").rpartition(".")
     rules: type[Rules] = getattr(import_module(module), name)
     named = values.pop("name")
-    if not rules.is_scorer:
+    if not rules.traits.is_scorer:
         raise ConfigError(
             f"{key}={named} scores no tokens that another method could choose among; use one that does, such as "
             f"{key}=snapkv"

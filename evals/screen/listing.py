@@ -32,6 +32,7 @@ from kvbench.evals.plugins import Plugin
 from kvbench.evals.screen.check import where
 from kvbench.evals.screen.fits import shipped
 from kvbench.evals.settings import Choice, choice, load_class, refuse_missing
+from kvbench.methods import combinations
 from kvbench.methods.named import values_of
 from kvbench.results.names import card_of, known, own_methods
 from kvbench.results.sheet import ABSENT, Sheet, show
@@ -42,6 +43,7 @@ TASK_HEADS = ["task", "what it asks", "data here"]
 METHOD_HEADS = ["method", "published as: what it does", "presets"]
 PACKAGED_HEADS = [*METHOD_HEADS[:2], "package"]
 KEY_HEADS = ["key", "default", "allowed", "what it does"]
+REFUSED_HEADS = ["with", "what is refused, and why"]
 MODEL_HEADS = ["model", "hub name", "layers", "heads\nQ / KV", "window"]
 FAMILY = re.compile(r"^Figures +(.+): #", re.MULTILINE)
 T = TypeVar("T")
@@ -50,7 +52,7 @@ REFERENCES = "references"  # the family of what has no place in figures of one
 
 def main(words: Sequence[str]) -> int:
     """Print the list that is named."""
-    lists = {"tasks": tasks, "methods": methods, "models": models, "experiments": experiments}
+    lists = {"tasks": tasks, "methods": methods, "models": models, "experiments": experiments, "combinations": refused}
     if len(words) == 2 and words[0] == "methods":
         show(keys(words[1]), fits=True)
         return 0
@@ -197,6 +199,18 @@ def models() -> Iterator[Sheet]:
         "a model's weights and bytes per token, and which methods run on it: python run.py --check model=NAME",
     ]
     yield Sheet(MODEL_HEADS, rows, notes=notes, n_keys=2, n_wrapped=2)
+
+
+def refused() -> Iterator[Sheet]:
+    """List what cannot be asked together, by what is given beside a method."""
+    rows = [[key, sentence(row)] for key, rows in combinations.GROUPS.items() for row in rows]
+    yield Sheet(REFUSED_HEADS, rows, n_keys=2, n_wrapped=2)
+
+
+def sentence(row: combinations.Row) -> str:
+    """A row in general, with its reasons behind it."""
+    reasons = [one for _, says in row.reasons if (one := combinations.in_general(says)) != "…"]
+    return combinations.in_general(row.says) + (f" (…: {'; '.join(reasons)})" if reasons else "")
 
 
 def here(data: Data | None) -> str:

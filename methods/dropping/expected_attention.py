@@ -56,6 +56,7 @@ from kvbench.kernels.scratch import at_once, finer, finest
 from kvbench.methods.allocator import Allocator
 from kvbench.methods.rules import refuse_cap
 from kvbench.methods.scoring import ScoringMethod
+from kvbench.methods.traits import Traits
 
 TENSORS = ("query_mean", "query_cov")  # of a file of statistics: (layers, h, d_h) and (layers, h, d_h, d_h)
 LONGEST_HEADER = 1 << 20  # bytes
@@ -197,12 +198,9 @@ class ExpectedAttention(ScoringMethod):
             return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
     @classmethod
-    def weighs_values(cls, params: Params) -> bool:
-        return params.value_norm
-
-    @classmethod
-    def own_allocator(cls, params: Params) -> Allocator:
-        return Allocator("head_protect", params.alpha)
+    def traits_of(cls, params: Params) -> Traits:
+        division = Allocator("head_protect", params.alpha)
+        return replace(super().traits_of(params), weighs_values=params.value_norm, allocator=division)
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:

@@ -58,6 +58,7 @@ from kvbench.kernels.topk import top_stable
 from kvbench.methods.base import Variant
 from kvbench.methods.indexed import Indexed
 from kvbench.methods.rules import refuse_cap
+from kvbench.methods.traits import Traits
 
 PUBLISHED_REPRESENTATIVES = 4  # of a block
 
@@ -132,10 +133,6 @@ class InfLLM(Indexed):
         return Fraction(min(PUBLISHED_REPRESENTATIVES, params.block_len), params.block_len)
 
     @classmethod
-    def turns_queries(cls, params: Params) -> str:
-        return "method=infllm with method.position=fixed" if params.position == "fixed" else ""
-
-    @classmethod
     def check_model(cls, params: Params, model: Checkpoint) -> None:
         if params.position == "fixed" and not model.n_rotary:
             raise ConfigError("method.position=fixed needs a model with rotary positions; use method.position=true")
@@ -159,8 +156,9 @@ class InfLLM(Indexed):
         )  # fmt: skip
 
     @classmethod
-    def extends(cls, params: Params) -> bool:
-        return super().extends(params) or params.grow_blocks
+    def traits_of(cls, params: Params) -> Traits:
+        turns = "method=infllm with method.position=fixed" if params.position == "fixed" else ""
+        return replace(super().traits_of(params), extends=params.grow_blocks, turns_queries=turns)
 
     def extend(self, layer: int, q: Tensor, grown: Variant) -> None:
         at = self.store[layer]

@@ -113,7 +113,7 @@ class Oolong(RowsTask):
 
     def fields_of(self, name: str) -> Fields:
         return {
-            "id": (int, str), "context_window_id": (int, str), self.key: str, "question": str, "answer": (int, str),
+            "id": int | str, "context_window_id": int | str, self.key: str, "question": str, "answer": int | str,
         }  # fmt: skip
 
     def prepare(self, shape: ModelShape) -> None:
@@ -132,7 +132,8 @@ class Oolong(RowsTask):
         params = self.params
         if self.is_embedded:
             n = params.questions or DRAWN_QUESTIONS
-            lists = Lists(self, tokenizer, [(length,) for length in params.lengths], params.rows or 10)
+            cells = dict.fromkeys([(length,) for length in params.lengths], params.rows or 10)
+            lists = Lists(self, tokenizer, cells)
             return apart(lists, self.asking, n)
         return apart(self.published(tokenizer), self.asking)
 

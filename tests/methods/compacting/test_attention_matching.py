@@ -30,6 +30,7 @@ from kvbench.methods.compacting.matching import (
     weights_of,
 )
 from kvbench.methods.full import Full
+from kvbench.methods.rules import planned
 from kvbench.tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = AttentionMatching.Params(
@@ -178,10 +179,10 @@ def test_the_ledger_is_the_formula_to_the_byte(h: int, h_kv: int) -> None:
 
 def test_a_tenth_of_the_memory_pays_for_996_keys_of_10000() -> None:
     asked = BudgetRequest(None, None, request(ratio="1").comm, memory=request(ratio="1/10").ratio)
-    budget, plan, _ = AttentionMatching.planned(PARAMS, asked, LLAMA, 10_000)
+    budget, plan, _ = planned(AttentionMatching, PARAMS, asked, LLAMA, 10_000)
     assert budget.tokens == 996
     assert sum(t for _, _, t in plan.chunks) == 996 and plan.chunks[0][0] == 0 and plan.chunks[-1][1] == 10_000
-    assert AttentionMatching.planned(replace(PARAMS, biases="none"), asked, LLAMA, 10_000)[0].tokens == 1000
+    assert planned(AttentionMatching, replace(PARAMS, biases="none"), asked, LLAMA, 10_000)[0].tokens == 1000
 
 
 def test_all_keys_with_their_own_values_are_full_attention() -> None:

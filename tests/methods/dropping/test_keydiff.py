@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvbench.engine.errors import ConfigError
 from kvbench.methods.allocator import Allocator
+from kvbench.methods.combinations import ALLOCATION, COMMAND, Case, refuse
 from kvbench.methods.dropping.keydiff import KeyDiff, anchor, survivors, unlikeness
 from kvbench.methods.full import Full
 from kvbench.tests.vectors import Check, built, differs, first, load, request, row_of, step, trace_of
@@ -161,7 +162,7 @@ def test_heads_may_share_a_budget_and_each_survives_its_blocks_with_its_own(para
     _, k, v = tokens(100)
     k[:, 1] += 3  # all keys of a head point one way: it starves
     trace, pooled = trace_of(k, v, 4), Allocator("head_mix", Fraction(1, 3))
-    KeyDiff.check_allocator(params, pooled)
+    refuse(ALLOCATION, Case(KeyDiff, params, allocator=pooled), COMMAND)
     variant = KeyDiff.variant_for(params, request(tokens=30), trace.shape, 100, allocator=pooled)
     row = built(variant.row(trace, 4))
     counts = row.store[0].kept_counts()
@@ -170,4 +171,4 @@ def test_heads_may_share_a_budget_and_each_survives_its_blocks_with_its_own(para
         found = row.store[0].positions()[0, head]
         assert found[found >= 0].tolist() == kept(row_on(k, v, n, params))[head]
     with pytest.raises(ConfigError, match=r"KeyDiff evicts while it decodes; use method\.evict=prompt with it"):
-        KeyDiff.check_allocator(replace(params, evict="always"), pooled)
+        refuse(ALLOCATION, Case(KeyDiff, replace(params, evict="always"), allocator=pooled), COMMAND)

@@ -20,8 +20,7 @@ from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
 from kvbench.engine.softmax import Softmax
-from kvbench.evals.asked import Lookups, ask_one
-from kvbench.evals.cells import cell_without_task
+from kvbench.evals.cells import Lookups, ask_one, cell_without_task
 from kvbench.evals.settings import from_words
 from kvbench.methods.allocator import Allocator
 from kvbench.methods.base import SelectiveAttention, Variant

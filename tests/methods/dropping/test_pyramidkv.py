@@ -165,7 +165,7 @@ def test_layers_keep_their_own_counts_by_their_rank_among_the_compressed() -> No
 @pytest.mark.parametrize("ratio", ["0.1", "0.2"])
 def test_layers_of_a_long_prompt_keep_different_counts(ratio: str) -> None:
     shape = ModelShape("smollm2-135m", 30, 9, 3, 64, 8192, tuple(range(30)))
-    budget = resolve(request(ratio=ratio), 4000, PyramidKV.drops)
+    budget = resolve(request(ratio=ratio), 4000, PyramidKV.traits.drops)
     plan = PyramidKV.plan_for(PARAMS, budget, shape)
     assert len(set(plan.counts)) == 30
     assert plan.counts[0] > 10 * plan.counts[-1]
@@ -174,7 +174,7 @@ def test_layers_of_a_long_prompt_keep_different_counts(ratio: str) -> None:
 
 def test_published_integers_may_lie_above_the_budget() -> None:
     shape = ModelShape("llama", 32, 32, 8, 128, 8192, tuple(range(32)))
-    budget = resolve(request(tokens=128), 8192, PyramidKV.drops)
+    budget = resolve(request(tokens=128), 8192, PyramidKV.traits.drops)
     published = PyramidKV.plan_for(replace(PARAMS, match_published=True), budget, shape)
     assert (published.cap, published.total / 32) == (128, 133.5)
     ours = PyramidKV.plan_for(PARAMS, budget, shape)

@@ -12,6 +12,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.packed.codes import quantise_tokens, rebuild_tokens, unpack
 from kvbench.methods.quantising.hf_quantized_cache import HFQuantizedCache, RequantizedCache
+from kvbench.methods.rules import planned
 from kvbench.tests.vectors import row_of, step, trace_of
 
 WHOLE = BudgetRequest(Fraction(1), None, Fraction(0))
@@ -77,14 +78,14 @@ def test_the_page_s_example() -> None:
 
 
 def test_memory_chooses_bits_and_names_the_least() -> None:
-    def planned(memory: str) -> HFQuantizedCache.Plan:
+    def chosen(memory: str) -> HFQuantizedCache.Plan:
         request = BudgetRequest(None, None, Fraction(0), memory=Fraction(memory))
-        return HFQuantizedCache.planned(params(4, 64, 128), request, LARGE, 10_000)[1]
+        return planned(HFQuantizedCache, params(4, 64, 128), request, LARGE, 10_000)[1]
 
-    assert (planned("1/3").bits, planned("1/5").bits) == (4, 2)
+    assert (chosen("1/3").bits, chosen("1/5").bits) == (4, 2)
     with pytest.raises(ConfigError, match=r"use memory=0\.1563 or more"):
-        planned("1/8")
-    assert planned("0.1563").bits == 2
+        chosen("1/8")
+    assert chosen("0.1563").bits == 2
 
 
 def test_what_would_mix_tokens_is_refused() -> None:

@@ -120,7 +120,7 @@ def test_published_counts_are_in_floating_point() -> None:
 
 
 WITH_A_MODEL = ("kvzip", "kvzap", "fastkvzip")  # their scores are not of keys, values and queries alone
-SCORERS = [name for name in own_methods() if own_class(name).is_scorer and not scorer_fields(own_class(name))]
+SCORERS = [name for name in own_methods() if own_class(name).traits.is_scorer and not scorer_fields(own_class(name))]
 
 
 @pytest.mark.parametrize("name", [name for name in SCORERS if name not in WITH_A_MODEL])

@@ -7,6 +7,7 @@ import torch
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.trace import Trace
 from kvbench.methods.allocator import Allocator
+from kvbench.methods.combinations import ALLOCATION, COMMAND, Case, refuse
 from kvbench.methods.ranking.random import BASE, FIRST, SECOND, STEP, Random, drawn, marks
 from kvbench.tests.vectors import Check, differs, first, load, request, row_of, trace_of
 
@@ -105,4 +106,4 @@ def test_kvpress_draws_for_every_head() -> None:
 
 def test_random_numbers_are_not_pooled() -> None:
     with pytest.raises(ConfigError, match="those of Random tokens do not compare"):
-        Random.check_allocator(PARAMS, Allocator("head_mix"))
+        refuse(ALLOCATION, Case(Random, PARAMS, allocator=Allocator("head_mix")), COMMAND)

@@ -18,6 +18,7 @@ from kvbench.engine.observe import ChannelSums
 from kvbench.engine.passes.session import Call
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
+from kvbench.engine.search import select_rows
 from kvbench.engine.selection import Found
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
@@ -212,12 +213,12 @@ class Noting(InfiniGen):
         self.true: list[Tensor] = []
 
     @classmethod
-    def select_rows(cls, rows: Any, layer: int, q: Tensor) -> Sequence[Found]:
+    def search(cls, rows: Any, layer: int, q: Tensor) -> Sequence[Found]:
         for i, row in enumerate(rows):
             row.true.append(q[i : i + 1])
             if row.wants_lookahead:
                 row.foretold.append(row.q_ahead)
-        return super().select_rows(rows, layer, q)
+        return super().search(rows, layer, q)
 
 
 def ask(ratio: str = "0.2", comm: str = "1/4") -> BudgetRequest:
@@ -225,7 +226,7 @@ def ask(ratio: str = "0.2", comm: str = "1/4") -> BudgetRequest:
 
 
 def resolved(ratio: str, s: int, comm: str = "1/64") -> Any:
-    return InfiniGen.budget_for(ask(ratio, comm), s)
+    return InfiniGen.budget_for(PARAMS, ask(ratio, comm), s)
 
 
 def read(model: Model, ids: list[int]) -> Trace:
@@ -355,7 +356,7 @@ def test_it_decodes_on_other_architectures(kind: str) -> None:
     assert compressed
     assert row.report()["k_mean"] == 16
     assert row.n_selections == 5 * len(compressed)
-    assert row.store.ledger.within(row.budget, model.shape, row.skipped_layers())
+    assert row.store.ledger.within(row.budget, model.shape, row.skipped)
 
 
 def test_where_layers_change_little_the_layer_below_foretells_the_true_selection() -> None:
@@ -623,9 +624,9 @@ def test_rows_choose_together_what_they_choose_alone() -> None:
             row.store[0].append(*at_all(60, q, k, v)[1:])
         return made
 
-    together = InfiniGen.select_rows(rows(), 0, asked)
+    together = select_rows(InfiniGen, rows(), 0, asked)
     for i, row in enumerate(rows()):
-        alone = InfiniGen.select_rows([row], 0, asked[i : i + 1])[0]
+        alone = select_rows(InfiniGen, [row], 0, asked[i : i + 1])[0]
         assert alone is not None and together[i] is not None
         assert torch.equal(together[i].idx.sort(-1).values, alone.idx.sort(-1).values)  # type: ignore[union-attr]
 
@@ -683,5 +684,5 @@ def test_layers_left_whole_are_in_the_overall_share() -> None:
     model = tiny()
     row = built(row_for(InfiniGen, AHEAD, ask("0.1"), read(model, prompt(100)), 4))
     say(model, [row], n=2)
-    assert row.skipped_layers() == [0, 1]
+    assert row.skipped == [0, 1]
     assert row.report()["overall_ratio"] == pytest.approx((2 + 0.1) / 3)

@@ -15,6 +15,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import BandLogits, BandSums
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
+from kvbench.methods.base import reported
 from kvbench.methods.full import Full
 from kvbench.methods.retrieving.infllm import InfLLM, representatives
 from kvbench.tests.tiny import prompt, tiny
@@ -379,7 +380,7 @@ def test_the_whole_budget_observes_nothing_and_keeps_all(position: bool | str) -
     for t in range(10):
         take(row, t, q, k, v)
         assert row.store.attended(0).all()
-    assert row.reported() == {}
+    assert reported(row) == {}
 
 
 SHAPE = trace_of(*tokens(4)[1:], 4).shape

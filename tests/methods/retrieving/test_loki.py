@@ -10,6 +10,7 @@ import torch
 from kvbench.engine.budget import key_bytes
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.trace import Known, Trace
+from kvbench.engine.search import select_rows
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.labels import label_scores
 from kvbench.methods.calibration.pca import components, moments
@@ -208,9 +209,9 @@ def test_rows_choose_together_what_they_choose_alone() -> None:
         return made
 
     asked = torch.cat([q[:, :, t : t + 1] for t in range(len(changes))])
-    together = Loki.select_rows(rows(), 0, asked)
+    together = select_rows(Loki, rows(), 0, asked)
     for i, row in enumerate(rows()):
-        alone = Loki.select_rows([row], 0, asked[i : i + 1])[0]
+        alone = select_rows(Loki, [row], 0, asked[i : i + 1])[0]
         assert torch.equal(together[i].idx.sort(-1).values, alone.idx.sort(-1).values)  # type: ignore[union-attr]
 
 

@@ -19,6 +19,7 @@ from kvbench.engine.turns.state import fork_of
 from kvbench.kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, pq_codes_ref
 from kvbench.kernels.pq_fit import pq_fit
 from kvbench.kernels.pq_scores import pq_logits_ref
+from kvbench.methods.base import reported
 from kvbench.methods.full import Full
 from kvbench.methods.retrieving import pqcache
 from kvbench.methods.retrieving.pqcache import PQCache, code_shape
@@ -204,7 +205,7 @@ def test_budgets_agree_with_the_table() -> None:
             row = dict(zip(map(str, x["columns"]), map(int, line), strict=True))
             shape = ModelShape("any", 1, row["Hk"], row["Hk"], row["d_h"], 1 << 20, (0,))
             ratio, comm = (f"{row[f'{x}_num']}/{row[f'{x}_den']}" for x in ("ratio", "comm"))
-            budget = resolve(request(ratio, comm=comm), row["s"], PQCache.drops)
+            budget = resolve(request(ratio, comm=comm), row["s"], PQCache.traits.drops)
             params = replace(PARAMS, n_sink=row["sinks"])
             if budget.attends_all:
                 continue
@@ -599,4 +600,4 @@ def test_the_report_says_which_quantiser_it_was() -> None:
     assert said["iterations"] == [10]
     assert 0 < said["kmeans_rounds"] <= 10
     json.dumps(said)
-    assert variant(tokens, 110, ask=request("1")).reported() == {}
+    assert reported(variant(tokens, 110, ask=request("1"))) == {}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.errors import ConfigError
+from kvbench.engine.search import select_rows
 from kvbench.engine.selection import selection
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.retrieving.retroinfer import (
@@ -308,9 +309,9 @@ def test_rows_with_other_budgets_are_searched_together() -> None:
     assert rows[0].index(0) is rows[2].index(0)
     for row in rows:
         row.store[0].append(k[:, :, s:], v[:, :, s:])
-    together = RetroInfer.select_rows(rows, 0, q[:, :, s:].expand(3, -1, -1, -1))
+    together = select_rows(RetroInfer, rows, 0, q[:, :, s:].expand(3, -1, -1, -1))
     for row, found in zip(rows, map(selection, together), strict=True):
-        alone = selection(RetroInfer.select_rows([row], 0, q[:, :, s:])[0])
+        alone = selection(select_rows(RetroInfer, [row], 0, q[:, :, s:])[0])
         assert found.idx is not None and alone.idx is not None and torch.equal(found.idx, alone.idx)
 
 

@@ -15,6 +15,7 @@ from kvbench.engine.passes.trace import Trace
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.step import attend_group
+from kvbench.methods.base import reported
 from kvbench.methods.full import Full
 from kvbench.methods.retrieving.oracle import Oracle
 from kvbench.methods.retrieving.sparq import (
@@ -128,7 +129,7 @@ def test_budgets_agree_with_the_table() -> None:
                 f"{row['ratio_num']}/{row['ratio_den']}",
                 comm=f"{row['comm_num']}/{row['comm_den']}",
             )
-            budget = resolve(asked, row["s"], SparQ.drops)
+            budget = resolve(asked, row["s"], SparQ.traits.drops)
             params = replace(PARAMS, n_sink=row["sinks"])
             fair = SparQ.plan_for(params, budget, shape)
             assert fair == SparQ.Plan(row["n_sink"], row["local"] + 1, row["k"], row["sparq_r"])
@@ -413,7 +414,7 @@ def test_the_report_says_what_the_second_copy_of_k_takes() -> None:
     trace = trace_of(k, v, 6)
     assert reports["columns"] == {"n_components": 2, "columns_host_bytes": key_bytes(trace.shape, 60 + 64)}
     assert reports["rows"]["columns_host_bytes"] == 0
-    assert row_of(SparQ, PARAMS, trace, request("1", comm="0")).reported() == {}
+    assert reported(row_of(SparQ, PARAMS, trace, request("1", comm="0"))) == {}
 
 
 def test_too_little_comm_is_refused_before_a_model_is_loaded() -> None:
