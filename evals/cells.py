@@ -10,12 +10,11 @@ only prompts tell (`evals/prepare.py`), the loop over a cell's samples (`evals/l
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbench import checkout
-from kvbench.engine import declared
 from kvbench.engine.budget import EVERYTHING, NO_FRAME, BudgetRequest, Bytes, Frame
 from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.checkpoints.header import header_shape, shape_of_config
@@ -246,20 +245,36 @@ def check(cell: Cell, stage: str, model: Checkpoint | None = None) -> None:
         rules.check_cache(params, settings.cache)
         if cell.quantizer is not None:
             cell.quantizer.rules.check_shape(cell.quantizer.params, shape)
-        declared.sizes("method", params, *window)
-        declared.sizes("cache", settings.cache, *window)
+        refuse_sizes("method", params, *window)
+        refuse_sizes("cache", settings.cache, *window)
     if cell.sparsity is not None:
         cell.sparsity.check(shape)
-        declared.sizes("prefill", cell.sparsity, *window)
+        refuse_sizes("prefill", cell.sparsity, *window)
     if task is None:
         return
     task.check(shape)
-    declared.sizes("task", cell.task_params, max(MOST_COUNT, shape.window), "for which nobody waits")
+    refuse_sizes("task", cell.task_params, max(MOST_COUNT, shape.window), "for which nobody waits")
     shortest = task.shortest_prompt()
     # Of bytes a prompt that is shorter still has a larger share.
     if shortest is not None and not isinstance(settings.budget.memory, Bytes):
         with naming(settings):
             planned(rules, params, settings.budget, shape, shortest, settings.cache, quantizer=cell.quantizer)
+
+
+def refuse_sizes(group: str, params: Any, most: int, of: str) -> None:
+    """Raise `ConfigError` where a whole number of a dataclass, or of its lists, is above `most`.
+
+    All are sizes or counts but seeds and tokens' ids. A larger one would have no meaning, and where it is a kernel, a
+    page or a list's length no end either.
+    """
+    for field in fields(params):
+        value = getattr(params, field.name)
+        if is_dataclass(value) and not isinstance(value, type):
+            refuse_sizes(f"{group}.{field.name}".removesuffix(".params"), value, most, of)
+        numbers = value if isinstance(value, tuple) else (value,)
+        for number in numbers:
+            if isinstance(number, int) and number > most and not field.name.endswith(("seed", "_ids")):
+                raise ConfigError(f"{group}.{field.name}={number} is out of range; it is at most {most}, {of}")
 
 
 def rules_and_params(choice: Choice) -> tuple[type[Rules], Any]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from string import Formatter
 from typing import Any, NamedTuple
 
-from kvbench.engine import declared
+from kvbench.engine.budget import gigabytes
 from kvbench.engine.errors import ConfigError
 from kvbench.methods.traits import Traits
 
@@ -358,7 +358,7 @@ TABLE = tuple(row for rows in GROUPS.values() for row in rows)
 def answer_bytes(c: Case) -> str:
     """What a token of so many answers takes."""
     element, shape = 4 if c.dtype == "float32" else 2, c.shape
-    return declared.gigabytes(c.sampling.n_answers * len(shape.kept_layers) * shape.h_kv * shape.width * element)
+    return gigabytes(c.sampling.n_answers * len(shape.kept_layers) * shape.h_kv * shape.width * element)
 
 
 def no_growth(c: Case) -> str:

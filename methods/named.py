@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 
@@ -24,6 +24,8 @@ class Scorer:
 
     A field of `Params` that is one is given as a name of conf/method, or as its name and values that differ there.
     """
+
+    words: ClassVar[str] = "a method that scores tokens"
 
     rules: type[Rules]
     params: Any

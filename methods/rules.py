@@ -43,6 +43,12 @@ class Quantizer(NamedTuple):
         return f"{self.rules.title_of(self.params)}{' first' if self.first else ''}"
 
 
+def refuse_cap(shape: ModelShape, what: str, instead: str) -> None:
+    """Refuse `what` adds up logits of a model that bends them: their sum is no product with a sum."""
+    if shape.is_capped:
+        raise ConfigError(f"{what}, and the model {shape.name!r} caps its logits, whose sum is another; use {instead}")
+
+
 @dataclass(frozen=True)
 class NoParams:
     """Parameters of a method that has nothing to set."""
@@ -52,7 +58,7 @@ class Rules:
     title: ClassVar[str]  # as tables print it
     version: ClassVar[int] = 1  # raised whenever its answers change; part of a run's identity
     traits: ClassVar[Traits] = Traits()  # a line of the class for each that is not the usual: `drops = True`
-    Params: ClassVar[type] = NoParams  # frozen dataclass of the method's own parameters, checked in its __post_init__
+    Params: ClassVar[type] = NoParams  # frozen dataclass of the method's own parameters, each with its range
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)

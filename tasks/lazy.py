@@ -7,7 +7,7 @@ Not here: what a sample holds (each task).
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -66,20 +66,21 @@ class LazySamples(Sequence[Sample]):
 class Drawn(LazySamples):
     """The first sample of every cell, then the second of every one, each with as many units as its length holds.
 
-    A cell is what its samples share; a length in tokens stands last in it.
+    A cell is what its samples share; a length in tokens stands last in it. A place is a cell and a number.
     """
 
     fewest = 1  # units of a sample
     of_fewest = "one unit"  # what a length is too short for, in words
     per_unit = 40  # tokens that a unit takes, as a first guess
 
-    def __init__(self, task: Any, tokenizer: Any, cells: Sequence[tuple[Any, ...]], rows: int) -> None:
-        self.task, self.tokenizer = task, tokenizer
-        self.places = in_turns([[(*cell, number) for number in range(rows)] for cell in cells])
-        self.fitted: dict[Any, int] = {}  # units of the last sample of a length, which are near the next one's
+    def __init__(self, task: Any, tokenizer: Any, cells: Mapping[tuple[Any, ...], int]) -> None:
+        """`cells` says how many samples each has."""
+        self.task, self.tokenizer, self.cells = task, tokenizer, cells
+        self.places = in_turns([[(*cell, number) for number in range(n)] for cell, n in cells.items()])
+        self.fitted: dict[Any, int] = {}  # units that filled a length last, which are near the next sample's
 
     def draw(self, *place_and_units: Any) -> Sample:
-        """The sample of a place, which is a cell and a number, with so many units; who fills otherwise has none."""
+        """The sample of a place with so many units; who fills otherwise has none."""
         raise NotImplementedError
 
     def size(self, sample: Sample) -> int:
@@ -93,12 +94,54 @@ class Drawn(LazySamples):
             raise ConfigError(f"task.lengths={place[-2]} is too short for {self.of_fewest}; give more tokens")
         return self.draw(*place, units)
 
-    def filling(self, length: int, size: Callable[[int], int], fewest: int) -> int | None:
-        """The most units that the length holds; None where the fewest do not fit."""
-        units = most_units(size, length, fewest, self.fitted.get(length) or length // self.per_unit)
+    def filling(self, length: int, size: Callable[[int], int], fewest: int, key: Any = None) -> int | None:
+        """The most units that the length holds; None where the fewest do not fit. `key`: whose units are near."""
+        units = most_units(size, length, fewest, self.fitted.get(key or length) or length // self.per_unit)
         if units is not None:
-            self.fitted[length] = units
+            self.fitted[key or length] = units
         return units
+
+
+class Alike(Drawn):
+    """Cells, each of a dataset and a length, whose samples are alike: the first one says how many units fit.
+
+    Another one whose units are longer takes fewer of them.
+    """
+
+    @abstractmethod
+    def least(self, dataset: str) -> int:
+        """Units that a sample of this dataset needs."""
+
+    @abstractmethod
+    def surplus(self, units: int, excess: int) -> int:
+        """How many units to leave out of a sample that has `excess` tokens too many; at least one is."""
+
+    def sample(self, i: int) -> Sample:
+        dataset, length, number = self.places[i]
+        least = self.least(dataset)
+        if dataset not in self.fitted and self.size(self.draw(dataset, length, 0, least)) <= length:
+            self.fitted[dataset] = doubled(lambda n: self.size(self.draw(dataset, length, 0, n)) <= length, least)
+        units = self.fitted.get(dataset, 0)
+        while units >= least:
+            sample = self.draw(dataset, length, number, units)
+            excess = self.size(sample) - length
+            if excess <= 0:
+                return sample
+            units -= max(1, self.surplus(units, excess))
+        raise ConfigError(
+            f"task.length={length} is too short for {dataset}; give more tokens, or leave it out of task.datasets"
+        )
+
+
+def doubled(fits: Callable[[int], bool], fewest: int, part: int | None = None) -> int:
+    """The most units that fit, of which the fewest do; exactly, or to a part of them."""
+    low, high = fewest, 2 * fewest
+    while fits(high) and high < 1 << 20:
+        low, high = high, 2 * high
+    while high - low > max(1, low // part if part else 0):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def fitting(rows: Iterable[T], most: int | None, make: Callable[[T], Sample | None]) -> tuple[list[Sample], int]:
@@ -125,67 +168,3 @@ def note_left_out(notes: list[str], n: int, what: str, room: int, of: str = "") 
 def n_tokens(tokenizer: Any, sample: Sample) -> int:
     """Tokens of a sample's prompt, chat template included."""
     return len(encode(tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt"))
-
-
-class FilledSamples(LazySamples):
-    """Generated samples of several datasets, each with as many units as `length` tokens hold, answer included.
-
-    The first sample of a dataset says how many units fit. Another one whose units are longer takes fewer of them.
-    """
-
-    def __init__(self, tokenizer: Any, length: int, datasets: Sequence[str]) -> None:
-        self.tokenizer, self.length = tokenizer, length
-        self.datasets = datasets  # of each sample
-        self.most: dict[str, int] = {}  # units, by dataset
-
-    @abstractmethod
-    def fewest(self, dataset: str) -> int:
-        """Units that a sample of this dataset needs."""
-
-    @abstractmethod
-    def draw(self, i: int, units: int) -> Sample:
-        """Sample number i with so many units."""
-
-    @abstractmethod
-    def surplus(self, units: int, excess: int) -> int:
-        """How many units to leave out of a sample that has `excess` tokens too many; at least one is."""
-
-    def sample(self, i: int) -> Sample:
-        dataset = self.datasets[i]
-        if dataset not in self.most:
-            self.most[dataset] = self._most(dataset)
-        units = self.most[dataset]
-        while units >= self.fewest(dataset):
-            sample = self.draw(i, units)
-            excess = self._excess(sample)
-            if excess <= 0:
-                return sample
-            units -= max(1, self.surplus(units, excess))
-        raise self._too_short(dataset)
-
-    def _most(self, dataset: str) -> int:
-        """The largest number of units that fits, found on the dataset's first sample."""
-        first, low = self.datasets.index(dataset), self.fewest(dataset)
-
-        def fits(units: int) -> bool:
-            return self._excess(self.draw(first, units)) <= 0
-
-        if not fits(low):
-            raise self._too_short(dataset)
-        high = low
-        while fits(high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
-
-    def _excess(self, sample: Sample) -> int:
-        """Tokens of prompt and answer beyond the length."""
-        prompt = encode(self.tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt")
-        return len(prompt) + sample.max_new_tokens - self.length
-
-    def _too_short(self, dataset: str) -> ConfigError:
-        return ConfigError(
-            f"task.length={self.length} is too short for {dataset}; give more tokens, or leave it out of task.datasets"
-        )

@@ -44,7 +44,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.declared import Count, Is, Share, Tokens, refuse_cap
+from kvbench.engine.declared import Count, Is, Share, Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.model import Model
 from kvbench.engine.observe import Observation, QueryStatistics
@@ -54,6 +54,7 @@ from kvbench.engine.softmax import Softmax
 from kvbench.engine.terminal import say
 from kvbench.kernels.scratch import at_once, finer, finest
 from kvbench.methods.allocator import Allocator
+from kvbench.methods.rules import refuse_cap
 from kvbench.methods.scoring import ScoringMethod
 from kvbench.methods.traits import Traits
 

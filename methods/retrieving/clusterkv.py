@@ -45,7 +45,7 @@ from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.books.spans import span
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
 from kvbench.engine.caches.blocks import BlockCacheSpec
-from kvbench.engine.declared import Count, Index, Named, Tokens, refuse_cap
+from kvbench.engine.declared import Count, Index, Named, Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.beside import Beside
 from kvbench.engine.placement import Offloaded, Release
@@ -61,6 +61,7 @@ from kvbench.kernels.scratch import Scratch, empty, finer, finest
 from kvbench.kernels.topk import sort_keys_triton
 from kvbench.methods.base import overall_ratio
 from kvbench.methods.indexed import Indexed
+from kvbench.methods.rules import refuse_cap
 
 TOKENS_PER_CLUSTER = 80  # paper: 400 clusters of 32,000 tokens, 4 of 320
 

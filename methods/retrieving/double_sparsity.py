@@ -45,13 +45,14 @@ from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import Budget, BudgetRequest, show
-from kvbench.engine.declared import Count, Index, refuse_cap
+from kvbench.engine.declared import Count, Index
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import Observation
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.base import overall_ratio
 from kvbench.methods.calibration.known import Calibrated, NeedsCalibration
 from kvbench.methods.retrieving.labels import Labels, LabelSearch, stored
+from kvbench.methods.rules import refuse_cap
 from kvbench.methods.traits import Traits
 
 WHOLE_BITS = 16  # of a label that is not quantised

@@ -44,7 +44,7 @@ from kvbench.engine.attend import Part
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
 from kvbench.engine.caches.eviction import Update
-from kvbench.engine.declared import Tokens, Window, refuse_cap
+from kvbench.engine.declared import Tokens, Window
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import BandLogits, BandSums, Observation
 from kvbench.engine.placement import Change, Offloaded, Release
@@ -57,6 +57,7 @@ from kvbench.kernels.rows.logits import block_keys, blocks_of
 from kvbench.kernels.topk import top_stable
 from kvbench.methods.base import Variant
 from kvbench.methods.indexed import Indexed
+from kvbench.methods.rules import refuse_cap
 from kvbench.methods.traits import Traits
 
 PUBLISHED_REPRESENTATIVES = 4  # of a block

@@ -41,13 +41,14 @@ from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
-from kvbench.engine.declared import Is, Whole, refuse_cap
+from kvbench.engine.declared import Is, Whole
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import Observation
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.scratch import finer
 from kvbench.methods.calibration.known import Calibrated, NeedsCalibration
 from kvbench.methods.retrieving.labels import Labels, LabelSearch, stored
+from kvbench.methods.rules import refuse_cap
 from kvbench.methods.traits import Traits
 
 PUBLISHED_SHARE = Fraction(1, 4)  # of a key's components, the paper's d_f

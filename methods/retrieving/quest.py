@@ -38,7 +38,7 @@ from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
-from kvbench.engine.declared import Index, Window, refuse_cap
+from kvbench.engine.declared import Index, Window
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Offloaded, Release
 from kvbench.engine.search import Launch, Units
@@ -47,6 +47,7 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.pages import page_bounds, page_keys_triton, page_scores
 from kvbench.methods.base import Variant, overall_ratio
 from kvbench.methods.indexed import Indexed
+from kvbench.methods.rules import refuse_cap
 from kvbench.methods.traits import Traits
 
 

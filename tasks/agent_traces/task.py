@@ -169,8 +169,8 @@ class AgentTraces(RowsTask):
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         params = self.params
         if self.is_embedded:
-            cells = [(length,) for length in params.lengths]
-            return apart(Days(self, tokenizer, cells, params.rows or 10), params.asking, params.turns)
+            cells = dict.fromkeys([(length,) for length in params.lengths], params.rows or 10)
+            return apart(Days(self, tokenizer, cells), params.asking, params.turns)
         return apart(self.recorded(tokenizer), params.asking)
 
     def recorded(self, tokenizer: Any) -> list[Sample]:
@@ -397,8 +397,8 @@ def words() -> tuple[str, ...]:
 class Days(Drawn):
     """Drawn work, whose units are events; words of a note fill what is left."""
 
-    def __init__(self, task: AgentTraces, tokenizer: Any, cells: Sequence[tuple[int]], rows: int) -> None:
-        super().__init__(task, tokenizer, cells, rows)
+    def __init__(self, task: AgentTraces, tokenizer: Any, cells: Mapping[tuple[int], int]) -> None:
+        super().__init__(task, tokenizer, cells)
         self.fewest, self.per_unit = 2 * task.params.turns + 4, task.params.output_tokens + 60
 
     def sample(self, i: int) -> Sample:

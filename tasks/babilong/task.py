@@ -157,7 +157,7 @@ class BabiLong(RowsTask):
         if not self.is_embedded:
             return super().samples(tokenizer)
         cells = [(name, length) for length in self.params.lengths for name in self.params.names]
-        return Worlds(self, tokenizer, cells, self.params.rows or 100)
+        return Worlds(self, tokenizer, dict.fromkeys(cells, self.params.rows or 100))
 
     def sample(self, tokenizer: Any, name: str, number: int, row: Row) -> Sample:
         length, _, name = name.partition("/")

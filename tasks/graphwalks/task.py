@@ -148,7 +148,7 @@ class GraphWalks(RowsTask):
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         if self.is_embedded:
             cells = [(kind, length) for length in self.params.lengths for kind in self.params.problems]
-            return Graphs(self, tokenizer, cells, self.params.rows or 30)
+            return Graphs(self, tokenizer, dict.fromkeys(cells, self.params.rows or 30))
         every = [(f"{part}-{number}", row) for part, rows in self.rows.items() for number, row in rows]
 
         def make(one: tuple[str, Row]) -> Sample | None:

@@ -35,8 +35,7 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.tasks.base import Data, Sample
 from kvbench.tasks.checks import Lengths, OfDatasets, OnBadRow, check_lengths
 from kvbench.tasks.helmet import scores
-from kvbench.tasks.lazy import LazySamples, in_turns, most_units
-from kvbench.tasks.prompt import encode
+from kvbench.tasks.lazy import Drawn
 from kvbench.tasks.published import Fields, Row, RowsTask
 from kvbench.tasks.rows import BadRow
 
@@ -163,11 +162,10 @@ class Helmet(RowsTask):
             raise BadRow("field 'ctxs' has a document whose label is no number from 0, or whose id is none")
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        cells = [(name, length) for length in self.params.lengths for name in self.names]
-        numbers = {name: range(20) if self.is_embedded else range(len(self.rows[name])) for name in self.names}
-        return Filled(
-            self, tokenizer, in_turns([[(*cell, i) for i in numbers[cell[0]][: self.most]] for cell in cells])
-        )
+        drawn = dict.fromkeys(self.names, self.most or 20)
+        n = drawn if self.is_embedded else {name: len(rows[: self.most]) for name, rows in self.rows.items()}
+        cells = {(name, length): n[name] for length in self.params.lengths for name in self.names}
+        return Filled(self, tokenizer, cells)
 
     def asked(self, name: str, length: int, number: int, units: int) -> Asked:
         """A row, or a drawn one, with so many documents or demonstrations."""
@@ -314,33 +312,22 @@ def drawn_object(rng: random.Random, n: int, shots: int) -> Asked:
     return Asked(asked.context, asked.question, asked.references, {"keys": n}, (f'"{picked[0][0]}": "{picked[0][1]}"',))
 
 
-class Filled(LazySamples):
-    """The first row of every part and length, then the second of every one; each as full as its length allows."""
-
-    def __init__(self, task: Helmet, tokenizer: Any, places: Sequence[tuple[str, int, int]]) -> None:
-        self.task, self.tokenizer, self.places = task, tokenizer, places
-        self.units: dict[tuple[str, int], int] = {}  # that fitted last
+class Filled(Drawn):
+    """Rows, each as full as its length allows."""
 
     def sample(self, i: int) -> Sample:
         name, length, number = self.places[i]
-
-        def made(units: int) -> Sample:
-            asked = self.task.asked(name, length, number, units)
-            return self.task.made(name, length, f"{name}-{length}-{number}", asked)
-
-        def size(units: int) -> int:
-            sample = made(units)
-            ids = encode(self.tokenizer, sample, chat="auto", system_prompt="", scope="full_prompt")
-            return len(ids) + sample.max_new_tokens
-
         most = self.task.units(name, number)
-        if most is not None and size(most) <= length:
-            return made(most)
-        units = most_units(size, length, 1, self.units.get((name, length)) or length // 40)
+        if most is not None and self.size(whole := self.draw(name, length, number, most)) <= length:
+            return whole
+        units = self.filling(length, lambda n: self.size(self.draw(name, length, number, n)), 1, (name, length))
         if units is None:
             raise ConfigError(f"task.lengths={length} is too short for {name}; give more tokens")
-        self.units[name, length] = units
-        return made(units)
+        return self.draw(name, length, number, units)
+
+    def draw(self, name: str, length: int, number: int, units: int) -> Sample:
+        asked = self.task.asked(name, length, number, units)
+        return self.task.made(name, length, f"{name}-{length}-{number}", asked)
 
 
 def flat(answers: Sequence[Any]) -> list[Any]:

@@ -55,7 +55,7 @@ from kvbench.tasks.infinitebench.prompts import (
 )
 from kvbench.tasks.infinitebench.scores import SCORERS, checked_score
 from kvbench.tasks.infinitebench.synthetic import GENERATORS, OWN_STRINGS, Place
-from kvbench.tasks.lazy import FilledSamples, in_turns
+from kvbench.tasks.lazy import Alike
 from kvbench.tasks.prompt import middle_truncate
 from kvbench.tasks.published import Fields, Row, RowsTask
 
@@ -191,7 +191,11 @@ class InfiniteBench(RowsTask):
         check_row(name, row)
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        return Generated(self, tokenizer) if self.is_embedded else super().samples(tokenizer)
+        if not self.is_embedded:
+            return super().samples(tokenizer)
+        params = self.params
+        cells = {(name, params.length): params.rows or GENERATORS[name].n_rows for name in params.names}
+        return Generated(self, tokenizer, cells)
 
     def sample(self, tokenizer: Any, name: str, number: int, row: Row) -> Sample:
         """A row of a file in its prompt, cut to fit."""
@@ -260,30 +264,20 @@ class InfiniteBench(RowsTask):
         write_csv(folder / "datasets.csv", ["dataset", "rows", "score_percent", "official_scorer_raises"], lines)
 
 
-class Generated(FilledSamples):
-    """Rows in the units of their task, in turns."""
+class Generated(Alike):
+    """Rows in the units of their task."""
 
-    def __init__(self, task: InfiniteBench, tokenizer: Any) -> None:
-        self.task = task
-        self.places = in_turns([self._places(name) for name in task.params.names])
-        super().__init__(tokenizer, task.params.length, [name for name, _ in self.places])
-
-    def _places(self, name: str) -> list[tuple[str, Place]]:
-        n = self.task.params.rows or GENERATORS[name].n_rows
-        return [(name, Place(row, n, f"{self.task.seed} {name}")) for row in range(n)]
-
-    def fewest(self, dataset: str) -> int:
+    def least(self, dataset: str) -> int:
         return GENERATORS[dataset].fewest
 
     def surplus(self, units: int, excess: int) -> int:
-        return excess * units // (2 * self.length)
+        return excess * units // (2 * self.task.params.length)
 
-    def draw(self, i: int, units: int) -> Sample:
-        name, place = self.places[i]
+    def draw(self, name: str, length: int, number: int, units: int) -> Sample:
+        place = Place(number, self.cells[name, length], f"{self.task.seed} {name}")
         row = GENERATORS[name].make(self.task.strings, place, units)
         about = {key: row[key] for key in row if key not in ("context", "input", "answer")}
-        fields = {"length": self.task.params.length, "units": units, **about}
-        sample = self.task.whole(name, f"{name}-{place.row}", row, fields)
+        sample = self.task.whole(name, f"{name}-{number}", row, {"length": length, "units": units, **about})
         if name == "math_calc" and self.task.params.max_new_tokens is None:
             # 30,000 tokens are for 30,000 numbers; the first one may be written too.
             answer = self.tokenizer.encode(f" {[0, *row['answer']]}", add_special_tokens=False)

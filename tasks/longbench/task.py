@@ -61,7 +61,7 @@ from kvbench.tasks.longbench.shared import WITH_QUESTIONS, by_context, has_quest
 from kvbench.tasks.published import Fields, Made, Row, RowsTask
 from kvbench.tasks.rows import BadRow
 from kvbench.tasks.turns.conversation import Turn
-from kvbench.tasks.turns.questions import QueryAware, QuestionParams, asked
+from kvbench.tasks.turns.questions import QuestionParams, apart, asked
 
 PROMPTS = "longbench/config/dataset2prompt.json"
 MAXLEN = "longbench/config/dataset2maxlen.json"
@@ -287,9 +287,7 @@ class LongBench(RowsTask):
             return super().samples(tokenizer)
         places = in_turns([[(name, group) for group in self.contexts(name)] for name in self.names])
         samples = Made(places, partial(self.conversation, tokenizer))
-        return (
-            QueryAware(samples, [len(group) for _, group in places]) if self.asking.mode == "query_aware" else samples
-        )
+        return apart(samples, self.asking, [len(group) for _, group in places])
 
     def contexts(self, name: str) -> list[list[Row]]:
         """The rows of a dataset that are asked on each of its contexts."""

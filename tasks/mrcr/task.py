@@ -153,7 +153,7 @@ class MRCR(RowsTask):
         params = self.params
         if self.is_embedded:
             cells = [(needles, length) for length in params.lengths for needles in params.needles]
-            drawn = Dialogues(self, tokenizer, cells, params.rows or 30)
+            drawn = Dialogues(self, tokenizer, dict.fromkeys(cells, params.rows or 30))
             return apart(drawn, params.asking, params.questions)
         found = in_turns([self.fitting(tokenizer, n) for n in params.needles])
         if not found:

@@ -132,7 +132,8 @@ class Oolong(RowsTask):
         params = self.params
         if self.is_embedded:
             n = params.questions or DRAWN_QUESTIONS
-            lists = Lists(self, tokenizer, [(length,) for length in params.lengths], params.rows or 10)
+            cells = dict.fromkeys([(length,) for length in params.lengths], params.rows or 10)
+            lists = Lists(self, tokenizer, cells)
             return apart(lists, self.asking, n)
         return apart(self.published(tokenizer), self.asking)
 

@@ -33,6 +33,7 @@ from kvbench.tasks.published import Row, RowsTask
 from kvbench.tasks.rows import BadRow
 
 FIELD = re.compile(r"\{([^\W\d][\w.-]*)\}")
+KINDS = (".jsonl", ".json")
 HUB = re.compile(r"[\w.-]+/[\w.-]+")
 TEMPLATES = ("context", "question", "answer_prefix")
 
@@ -79,7 +80,7 @@ class OwnTask(RowsTask):
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         file = self.folder / Path(params.rows).expanduser()
-        is_hub = not file.exists() and HUB.fullmatch(params.rows) and file.suffix not in (".jsonl", ".json")
+        is_hub = not file.exists() and HUB.fullmatch(params.rows) and file.suffix not in KINDS
         self.file = None if is_hub else file
         super().__init__(params, data_dir, seed)
         self.data_source = "hub" if is_hub else "local"
@@ -92,6 +93,11 @@ class OwnTask(RowsTask):
         return self.file.stem if self.file else f"{self.params.rows}/{self.params.split}"
 
     def prepare(self, shape: ModelShape) -> None:
+        if self.file and self.file.suffix not in KINDS:
+            raise ConfigError(
+                f"task.rows={self.params.rows} is no file of rows by its name; give a .jsonl file, such as pandas' "
+                "to_json(path, orient='records', lines=True) writes, or a dataset of the hub as org/name"
+            )
         self.notes = [f"licence: {self.params.licence}"] if self.params.licence else []
 
     def files(self, only: Sequence[str] | None = None) -> dict[str, Path]:
@@ -185,6 +191,8 @@ def read_task(path: Path) -> tuple[str, dict[str, Any]]:
             raise ConfigError(f"{path}: {unknown_name('key of a task', str(key), [*known, 'name'])}")
     if lacking := [name for name in needed if name not in tree]:
         raise ConfigError(f"{path} has no {' and no '.join(lacking)}; see docs/adding-a-task.md")
+    if braces := [name for name, value in tree.items() if isinstance(value, Mapping)]:
+        raise ConfigError(f"{path}: {braces[0]} begins with a brace, which means something to YAML; put it into quotes")
     values = {name: tree.get(name, default) for name, default in known.items()}
     return str(tree.get("name", path.stem)), values
 

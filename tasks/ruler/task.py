@@ -33,7 +33,7 @@ from kvbench.methods.calibration import prose
 from kvbench.tasks import sources
 from kvbench.tasks.base import Data, Sample
 from kvbench.tasks.checks import OfDatasets, OnBadRow, Prompts, check_length
-from kvbench.tasks.lazy import FilledSamples
+from kvbench.tasks.lazy import Alike
 from kvbench.tasks.needle.task import ESSAYS, UPSTREAM
 from kvbench.tasks.published import Fields, Row, RowsTask
 from kvbench.tasks.rows import BadRow, write_means
@@ -186,7 +186,10 @@ class Ruler(RowsTask):
         split(name, row)
 
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
-        return Generated(self, tokenizer) if self.is_embedded else super().samples(tokenizer)
+        if not self.is_embedded:
+            return super().samples(tokenizer)
+        cells = [(name, self.params.length) for name in self.params.names]
+        return Generated(self, tokenizer, dict.fromkeys(cells, self.params.rows or N_ROWS))
 
     def sample(self, tokenizer: Any, name: str, number: int, row: Row) -> Sample:
         return self.asked(name, row["index"], split(name, row), {})
@@ -216,24 +219,16 @@ class Ruler(RowsTask):
         write_means(folder / "datasets.csv", rows, {"dataset": "dataset"}, mean=percent)
 
 
-class Generated(FilledSamples):
-    """Rows in the units of their task, in turns."""
+class Generated(Alike):
+    """Rows in the units of their task."""
 
-    def __init__(self, task: Ruler, tokenizer: Any) -> None:
-        self.task = task
-        n = task.params.rows or N_ROWS
-        self.places = [(name, row) for row in range(n) for name in task.params.names]
-        super().__init__(tokenizer, task.params.length, [name for name, _ in self.places])
-
-    def fewest(self, dataset: str) -> int:
+    def least(self, dataset: str) -> int:
         return KINDS[dataset].fewest
 
     def surplus(self, units: int, excess: int) -> int:
         return units // 100
 
-    def draw(self, i: int, units: int) -> Sample:
-        dataset, number = self.places[i]
+    def draw(self, dataset: str, length: int, number: int, units: int) -> Sample:
         rng = random.Random(f"ruler {self.task.seed} {dataset} {number}")
         row = KINDS[dataset].make(self.task.material, rng, units)
-        fields = {"length": self.task.params.length, "units": units}
-        return self.task.asked(dataset, number, row, fields)
+        return self.task.asked(dataset, number, row, {"length": length, "units": units})

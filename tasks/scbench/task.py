@@ -32,7 +32,7 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.tasks import sources
 from kvbench.tasks.base import Sample
 from kvbench.tasks.checks import SLACK, Lengths, OfDatasets, OnBadRow, Prompts
-from kvbench.tasks.lazy import in_turns
+from kvbench.tasks.lazy import doubled, in_turns
 from kvbench.tasks.prompt import middle_truncate
 from kvbench.tasks.published import Fields, Made, Row, RowsTask
 from kvbench.tasks.rows import BadRow
@@ -40,7 +40,7 @@ from kvbench.tasks.scbench import functions, synthetic
 from kvbench.tasks.scbench.prompts import NAMES, own_templates, pieces_of, reference_of
 from kvbench.tasks.scbench.scores import SUBTASKS, TurnScore, official_at_once, official_by_turn, turn_means, turn_score
 from kvbench.tasks.turns.conversation import Asking, Base, Conversation, Feed, Mode, Turn
-from kvbench.tasks.turns.questions import QueryAware
+from kvbench.tasks.turns.questions import apart
 
 TEMPLATES = "scbench/prompt_templates.json"
 UPSTREAM = "hub dataset microsoft/SCBench (one file for each task, put into scbench/data)"
@@ -138,27 +138,18 @@ class SCBench(RowsTask):
         if self.is_embedded:
             cells = [(name, length) for name in self.names for length in self.params.lengths]
             places = in_turns([[(*cell, i) for i in range(self.most or 4)] for cell in cells])
-            samples, n_turns = Made(places, partial(self.generated, tokenizer)), [synthetic.N_TURNS] * len(places)
-        else:
-            samples = super().samples(tokenizer)
-            n_turns = [len(row["multi_turns"]) for _, _, row in self.places()]
-        return QueryAware(samples, n_turns) if self.asking.mode == "query_aware" else samples
+            return apart(Made(places, partial(self.generated, tokenizer)), self.asking, synthetic.N_TURNS)
+        n_turns = [len(row["multi_turns"]) for _, _, row in self.places()]
+        return apart(super().samples(tokenizer), self.asking, n_turns)
 
     def generated(self, tokenizer: Any, name: str, length: int, number: int) -> Sample:
         """A conversation on a generated context of so many tokens."""
 
-        def n_tokens(units: int) -> int:
-            return len(tokenizer.encode(synthetic.row(name, units, 0, self.seed)["context"]))
+        def fits(units: int) -> bool:
+            return len(tokenizer.encode(synthetic.row(name, units, 0, self.seed)["context"])) <= length
 
         if (name, length) not in self.units:
-            few = synthetic.fewest(name)
-            low, high = few, 2 * few
-            while n_tokens(high) <= length and high < 1 << 20:
-                low, high = high, 2 * high
-            while high - low > max(1, low // 50):
-                middle = (low + high) // 2
-                low, high = (middle, high) if n_tokens(middle) <= length else (low, middle)
-            self.units[name, length] = low
+            self.units[name, length] = doubled(fits, synthetic.fewest(name), 50)
         row = synthetic.row(name, self.units[name, length], number, self.seed)
         return self.conversation(tokenizer, name, length, row)
 

@@ -63,13 +63,15 @@ def one_question(sample: Sample, turn: int) -> Sample:
     )
 
 
-def apart(samples: Sequence[Sample], asking: Asking | None, n_turns: int | None = None) -> Sequence[Sample]:
-    """The samples, or each of their questions as one where `query_aware` asks so; None turns: as many as each has."""
+def apart(
+    samples: Sequence[Sample], asking: Asking | None, n_turns: int | Sequence[int] | None = None
+) -> Sequence[Sample]:
+    """The samples, or where `query_aware` asks so each of their questions as one; `n_turns` that each has."""
     if asking is None or asking.mode != "query_aware":
         return samples
-    if n_turns is not None:
-        return QueryAware(samples, [n_turns] * len(samples))
-    return QueryAware(samples, [len(one.conversation.turns) if one.conversation else 0 for one in samples])
+    if n_turns is None:
+        n_turns = [len(one.conversation.turns) if one.conversation else 0 for one in samples]
+    return QueryAware(samples, [n_turns] * len(samples) if isinstance(n_turns, int) else n_turns)
 
 
 class QueryAware(LazySamples):

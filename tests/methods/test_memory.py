@@ -198,12 +198,6 @@ def test_the_block_cache_gets_what_is_left() -> None:
     assert cache == replace(spec, tokens=128 * n_blocks)
 
 
-def test_shares_beyond_the_cache_are_refused() -> None:
-    for memory in ("0", "9/8"):
-        with pytest.raises(ConfigError, match=f"memory={float(Fraction(memory)):g} is out of range"):
-            asked(memory)
-
-
 # --- in bytes ------------------------------------------------------------------------------------
 
 

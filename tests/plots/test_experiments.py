@@ -116,9 +116,7 @@ def test_each_method_that_it_sweeps_is_accepted_at_its_published_scale(path: Pat
 
 
 @pytest.mark.parametrize("name", [path.stem for path in FILES if "task: latency" in path.read_text()])
-def test_every_method_can_meet_its_budget_of_the_prompts_that_are_timed_at_smoke_scale(
-    name: str,
-) -> None:
+def test_every_method_can_meet_its_budget_of_the_prompts_that_are_timed_at_smoke_scale(name: str) -> None:
     shape = ModelShape("smollm2-135m", 30, 9, 3, 64, 8192, tuple(range(30)))
     for cell in cells(f"experiment={name}", "scale=smoke"):
         ready = composed(cell)

@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from kvbench.engine.declared import build_params
-from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks.graphwalks import graphs
 from kvbench.tasks.graphwalks.scores import nodes_of, verdict
@@ -67,35 +66,6 @@ def test_published_answers_are_made_again_from_the_edges(tmp_path: Path) -> None
     as_published = task(tmp_path, truth="file", strip_end=False, extraction="harness")
     assert as_published.samples(tokenizer)[0].references == ("a1", "b1")
     assert as_published.score(bfs, "Final Answer: [c1]\n") == 0.0
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"problem_type": "dfs"}, "line 1: field 'problem_type' is 'dfs'"),
-        ({"problem_type": "bfs"}, "asks for no operation of this problem_type"),
-        ({"answer_nodes": "a1"}, "no list of texts"),
-        ({"prompt": PROMPT.format("none", "Find the parents of node b1.")}, "has no edges"),
-    ],
-)
-def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, change, said: str) -> None:
-    write(tmp_path, ROW | change)
-    with pytest.raises(ConfigError, match=said):
-        task(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"problems": ["dfs"]}, "task.problems"),
-        ({"source": "embedded", "lengths": [9000]}, "answers of 512 tokens leave"),
-        ({"source": "embedded", "thinking": True}, "answers of 8192 tokens leave"),
-        ({}, "graphwalks/short.jsonl is missing"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused_in_a_sentence(tmp_path: Path, given, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        task(tmp_path, **given)
 
 
 def test_some_drawn_parents_are_none_and_searches_have_one_to_twenty_nodes(tmp_path: Path) -> None:

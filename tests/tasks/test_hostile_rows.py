@@ -96,6 +96,43 @@ def test_a_row_without_a_field_or_with_another_type_is_refused_by_its_name(file:
             assert "line 2: " in said and f"'{key}'" in said, (key, said)
 
 
+def called(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": arguments}}]}
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "says"),
+    [
+        ("agent_traces/airline", {"messages": []}, "field 'messages' is empty"),
+        ("agent_traces/airline", {"messages": [{"role": "robot", "content": "x"}]}, "message 0 has no role"),
+        ("agent_traces/airline", {"messages": [{"role": "assistant", "content": None}]}, "message 0 has no content"),
+        ("agent_traces/airline", {"messages": [called("{}") | {"tool_calls": [1]}]}, "other than one call"),
+        ("agent_traces/airline", {"messages": [called("{}") | {"role": "user", "content": "x"}]}, "of an assistant"),
+        ("agent_traces/airline", {"messages": [called("[")]}, "are no JSON"),
+        ("agent_traces/airline", {"messages": [called("[]")]}, "are no object"),
+        ("babilong/1k/qa1", {"target": "moon"}, "field 'target' is 'moon', no answer to qa1"),
+        ("babilong/1k/qa1", {"question": " "}, "field 'question' is empty"),
+        ("graphwalks/short", {"problem_type": "dfs"}, "field 'problem_type' is 'dfs'"),
+        ("graphwalks/short", {"problem_type": "bfs"}, "asks for no operation of this problem_type"),
+        ("graphwalks/short", {"answer_nodes": "a1"}, "no list of texts"),
+        ("graphwalks/short", {"prompt": "Operation:\nFind the parents of node b1."}, "has no edges"),
+        ("mrcr/2needle", {"prompt": "[{"}, "field 'prompt' is no JSON"),
+        ("mrcr/2needle", {"prompt": "[]"}, "no list of messages"),
+        ("mrcr/2needle", {"prompt": '[{"role": "robot", "content": "x"}]'}, "no role or no text"),
+        ("mrcr/2needle", {"prompt": '[{"role": "assistant", "content": "x"}]'}, "no question of the user"),
+        ("mrcr/2needle", {"answer": "Rain"}, "does not begin with random_string_to_prepend"),
+        ("oolong/synth", {"question": " "}, "field 'question' is no text"),
+        ("oolong/synth", {"context_window_text": 7}, "field 'context_window_text' is not a text"),
+        ("oolong/synth", {"answer": ""}, "field 'answer' is empty"),
+        ("oolong/synth", {"context_window_id": "x" * 2000}, "more than 1000 characters"),
+    ],
+)
+def test_a_row_that_cannot_be_asked_is_named(file: str, change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    first, second = lines(file)
+    said = refusal(tmp_path, file, first + json.dumps(json.loads(second) | change).encode() + b"\n")
+    assert "line 2: " in said and says in said
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

@@ -6,27 +6,25 @@ import pytest
 
 from kvbench.engine.errors import ConfigError
 from kvbench.tasks.base import Sample
-from kvbench.tasks.lazy import FilledSamples, in_turns
+from kvbench.tasks.lazy import Alike
 from kvbench.tests.tiny_tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer(None, adds_bos=False)
 
 
-class Words(FilledSamples):
+class Words(Alike):
     """Row i of a dataset has words of i + 1 letters, so that later rows hold fewer of them."""
 
     def __init__(self, length: int = 200) -> None:
-        self.places = in_turns([[("a", i) for i in range(4)], [("b", i) for i in range(2)]])
-        super().__init__(TOKENIZER, length, [name for name, _ in self.places])
+        super().__init__(None, TOKENIZER, {("a", length): 4, ("b", length): 2})
 
-    def fewest(self, dataset: str) -> int:
+    def least(self, dataset: str) -> int:
         return 2
 
     def surplus(self, units: int, excess: int) -> int:
         return 0
 
-    def draw(self, i: int, units: int) -> Sample:
-        name, row = self.places[i]
+    def draw(self, name: str, length: int, row: int, units: int) -> Sample:
         return Sample(f"{name}-{row}", f"{'x' * (row + 1)} " * units, "?", max_new_tokens=8)
 
 
@@ -52,7 +50,8 @@ def test_samples_are_as_full_as_the_length_allows() -> None:
     for i, sample in enumerate(samples := Words()):
         n_units = len(sample.context.split())
         n_tokens = len(TOKENIZER.encode(sample.context + sample.question)) + 8
-        one_more = samples.draw(i, n_units + 1)
+        name, length, row = samples.places[i]
+        one_more = samples.draw(name, length, row, n_units + 1)
         assert n_tokens <= 200
         if sample.id.endswith("-0"):
             assert len(TOKENIZER.encode(one_more.context + one_more.question)) + 8 > 200

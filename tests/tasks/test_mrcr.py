@@ -80,41 +80,6 @@ def test_a_template_that_changes_words_is_refused(tmp_path: Path, template: str 
         task(tmp_path).samples(tiny_tokenizer(template, adds_bos=False))
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"prompt": "[{"}, "line 1: field 'prompt' is no JSON"),
-        ({"prompt": "[]"}, "no list of messages"),
-        ({"prompt": json.dumps([{"role": "robot", "content": "x"}])}, "no role or no text"),
-        ({"prompt": json.dumps(TURNS[:2])}, "no question of the user"),
-        ({"answer": "Rain"}, "does not begin with random_string_to_prepend"),
-    ],
-)
-def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, change, said: str) -> None:
-    write(tmp_path, ROW | change)
-    with pytest.raises(ConfigError, match=said):
-        task(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"needles": [3]}, "task.needles"),
-        ({"lengths": [10]}, "task.lengths"),
-        ({"needles": [1]}, "task.needles of drawn dialogues"),
-        ({"questions": 4}, "task.questions of drawn dialogues"),
-        ({"source": "embedded", "questions": 4, "mode": "golden"}, "use independent or query_aware"),
-        ({"source": "embedded", "questions": 40}, "a whole number from 1 to 32"),
-        ({"source": "embedded", "words": [40, 20]}, "is no range"),
-        ({"source": "embedded", "lengths": [9000]}, "more than the 4096 tokens"),
-        ({}, "2needle_0.jsonl is missing"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused_in_a_sentence(tmp_path: Path, given, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        task(tmp_path, **given)
-
-
 # --- cases -------------------------------------------------------------------------------------------------------
 
 

@@ -167,14 +167,6 @@ def test_values_differ_between_cells_and_seeds_and_repeat_with_the_seed(tokenize
     assert values(0) == values(0)
 
 
-def test_samples_have_unique_ids_and_can_be_sliced(tokenizer) -> None:
-    samples = task(depths=[0, 50, 100], seeds=2).samples(tokenizer)
-    ids = [sample.id for sample in samples]
-    assert len(set(ids)) == len(samples) == 6
-    assert [sample.id for sample in samples[1:3]] == ids[1:3]
-    assert samples[-1].id == ids[-1]
-
-
 def test_the_papers_grids_have_sixteen_lengths_and_ten_depths() -> None:
     for name, longest in (("8k", 8_000), ("32k", 32_000), ("128k", 128_000)):
         grid = task(grid=name, lengths=None, depths=None).params.cells()

@@ -79,34 +79,6 @@ def test_a_real_row_counts_its_first_box(tmp_path: Path) -> None:
     assert one.score(one_question(sample, 0), "\\boxed{Pike, Percy}") == 0.5
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"question": " "}, "field 'question' is no text"),
-        ({"context_window_text": 7}, "field 'context_window_text' is not a text"),
-        ({"answer": ""}, "field 'answer' is empty"),
-        ({"context_window_id": "x" * 2000}, "more than 1000 characters"),
-    ],
-)
-def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, change, said: str) -> None:
-    write(tmp_path, ROW | change)
-    with pytest.raises(ConfigError, match=said):
-        task(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"mode": "golden"}, "task.mode"),
-        ({"source": "embedded", "lengths": [4096]}, "do not fit the 4096 tokens"),
-        ({}, "oolong/synth.jsonl is missing"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused_in_a_sentence(tmp_path: Path, given, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        task(tmp_path, **given)
-
-
 # --- cases -------------------------------------------------------------------------------------------------------
 
 

@@ -373,12 +373,3 @@ def test_what_it_is_called_and_what_it_refuses() -> None:
         AttentionMatching.variant_for(replace(PARAMS, chunk=4000), request(tokens=2), LLAMA, 10_000)
     with pytest.raises(ConfigError, match="takes up to 20032 positions, more than the 8192"):
         AttentionMatching.variant_for(omp, request(tokens=100), replace(LLAMA, window=8192), 10_000)
-    for wrong, message in (
-        ({"select": "best"}, "select=best is not allowed; use highest, omp or omp_fast"),
-        ({"queries": "all"}, "queries=all is not allowed; use prompt, moved or repeat"),
-        ({"ridge": -1.0}, "ridge=-1.0 is out of range"),
-        ({"chunk": 8}, "chunk=8 is out of range"),
-        ({"first_ids": ()}, "first_ids are the tokens of a request"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            replace(PARAMS, **wrong)

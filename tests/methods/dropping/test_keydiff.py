@@ -157,19 +157,6 @@ def test_the_label_says_how_the_prompt_was_read() -> None:
     assert KeyDiff.label(ONE_SHOT, asked) == "KeyDiff (one-shot) (C)"
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("block_len", 0, r"method\.block_len=0 is out of range; it is a whole number from 1"),
-        ("blocks", "true", r"method\.blocks=true is not allowed; use simulated, none or read"),
-        ("evict", "never", "use prompt or always"),
-    ],
-)
-def test_impossible_parameters_are_refused(key: str, value: object, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        replace(BLOCKS, **{key: value})
-
-
 @pytest.mark.parametrize("params", [ONE_SHOT, replace(BLOCKS, block_len=16)])
 def test_heads_may_share_a_budget_and_each_survives_its_blocks_with_its_own(params: KeyDiff.Params) -> None:
     _, k, v = tokens(100)

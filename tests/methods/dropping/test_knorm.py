@@ -183,20 +183,6 @@ def test_layers_that_stay_whole_take_no_part_in_a_division(allocator: Allocator)
     assert counts[2] != counts[5]
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("full_layers", -1, r"method\.full_layers=-1 is out of range"),
-        ("every", 0, r"method\.every=0 is out of range; it is a whole number from 1"),
-        ("prune_after", -1, "prune_after=-1"),
-        ("budget_rule", "exact", "fair or official"),
-    ],
-)
-def test_impossible_parameters_are_refused(key: str, value: object, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        replace(PARAMS, **{key: value})
-
-
 def test_a_model_with_no_layer_left_is_refused() -> None:
     shape = layers_of(torch.zeros(2, 2, 4, 16)).shape
     with pytest.raises(ConfigError, match="leaves no layer of vectors to compress; use at most 1"):

@@ -302,23 +302,6 @@ def test_what_its_scores_may_be_compared_over_depends_on_the_selection() -> None
     assert LagKV.label(replace(PARAMS, selection="ranks"), asked) == "LagKV (ranks) (C)"
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("lag", 1, r"method\.lag=1 is out of range; it is a whole number from 2"),
-        ("n_sink", -1, "a number of tokens, 0 or more"),
-        ("value_weight", -1.0, "0 or more"),
-        ("value_weight", float("nan"), "0 or more"),
-        ("selection", "rank", "use quota, ranks or scores"),
-        ("evict", "never", "use prompt or always"),
-        ("budget_rule", "exact", "fair or official"),
-    ],
-)
-def test_impossible_parameters_are_refused(key: str, value: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        replace(PARAMS, **{key: value})
-
-
 def test_partitions_are_what_is_compressed_while_decoding() -> None:
     with pytest.raises(ConfigError, match=r"selection=ranks evicts nothing while decoding; use it with method\.evict="):
         replace(PARAMS, selection="ranks", evict="always")

@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -185,8 +184,6 @@ def test_what_it_is_called_and_what_it_refuses() -> None:
     asked = request(ratio="1/5", comm="1/64")
     assert TOVA.label(ALWAYS, asked) == "TOVA (C)" and TOVA.label(ONE_SHOT, asked) == "TOVA (one-shot) (C)"
     assert TOVA.traits.comparable == "set"
-    with pytest.raises(ConfigError, match=r"method\.evict=never is not allowed; use always or prompt"):
-        replace(ALWAYS, evict="never")
     with pytest.raises(ConfigError, match="the smallest ratio for it is 1/50"):
         row_of(TOVA, ALWAYS, trace_of(*tokens(50)[1:], 4), request(ratio="1/51"))
 

@@ -1,6 +1,7 @@
 """`compose=kivi`: what a dropping method keeps becomes codes."""
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def in_bytes(memory: str, ratio: str | None = None) -> BudgetRequest:
     ],
 )
 def test_tokens_follow_from_memory_and_bits(
-    shape: ModelShape, s: int, bits: int, residual: int, tokens: tuple[int, int, int]
+    shape: ModelShape, s: int, bits: Any, residual: int, tokens: tuple[int, int, int]
 ) -> None:
     quantizer = Quantizer(KIVI, KIVI.Params(bits, bits, 32, residual))
     for memory, n in zip(("1/4", "1/8", "1/16"), tokens, strict=True):

@@ -292,14 +292,8 @@ def test_variants_share_labels_and_competing_ones_have_their_own() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"comm_mode": "near"}, "method.comm_mode=near"),
-        ({"channel": "v"}, "method.channel=v"),
-        ({"granularity": "layer"}, "method.granularity=layer"),
-        ({"label_bits": 17}, "method.label_bits=17"),
-        ({"group_factor": 0}, "method.group_factor=0"),
         ({"heavy": 8}, "method.heavy=8 .*generated=compete"),
         ({"calibration": "as_released"}, "calibration=as_released .*channel=qk"),
-        ({"calibrate": "always"}, "method.calibrate=always"),
     ],
 )
 def test_wrong_parameters_are_named(change: dict[str, Any], named: str) -> None:

@@ -521,19 +521,3 @@ def test_variants_with_other_windows_share_a_prefill(position: bool | str) -> No
     with model.hooked():
         plain, kept = prefill(model, ids), prefill(model, ids, wanted[0])
     assert torch.equal(plain.keys(2), kept.keys(2))
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("block_len", 0, "at least 1"),
-        ("n_sink", -1, "0 or more"),
-        ("repr_score", "both", "use prob or logit"),
-        ("repr_granularity", "layer", "use query_head or kv_head"),
-        ("position", "cache", "use true or fixed"),
-        ("budget_rule", "mine", "use fair or official"),
-    ],
-)
-def test_parameters_out_of_range_are_refused(key: str, value: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        replace(PARAMS, **{key: value})

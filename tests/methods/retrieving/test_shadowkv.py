@@ -292,8 +292,6 @@ def test_what_it_is_called_and_what_it_refuses() -> None:
         ShadowKV.variant_for(PARAMS, request(ratio="1/2", comm="1/64"), shape, 319)
     with pytest.raises(ConfigError, match="48 and 100 selected chunks are more than the 121 chunks"):
         ShadowKV.variant_for(replace(NATIVE, budget_rule="official"), request(tokens=800), shape, 1000)
-    with pytest.raises(ConfigError, match=r"rank_share=0 is out of range"):
-        replace(PARAMS, rank_share=Fraction(0))
     asked = BudgetRequest(None, None, Fraction(1, 8), memory=Fraction(1, 50))
     with pytest.raises(ConfigError, match=r"use memory=(0\.\d+) or more") as caught:
         planned(ShadowKV, PARAMS, asked, shape, 10_000)
