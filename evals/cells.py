@@ -306,6 +306,22 @@ def quantizer_of(settings: Settings) -> Quantizer | None:
     return Quantizer(rules, params, settings.compose_order == "quantise_first")
 
 
+def refuse_sizes(group: str, params: Any, most: int, of: str) -> None:
+    """Raise `ConfigError` where a whole number of a dataclass, or of its lists, is above `most`.
+
+    All are sizes or counts but seeds and tokens' ids. A larger one would have no meaning, and where it is a kernel, a
+    page or a list's length no end either.
+    """
+    for field in fields(params):
+        value = getattr(params, field.name)
+        if is_dataclass(value) and not isinstance(value, type):
+            refuse_sizes(f"{group}.{field.name}".removesuffix(".params"), value, most, of)
+        numbers = value if isinstance(value, tuple) else (value,)
+        for number in numbers:
+            if isinstance(number, int) and number > most and not field.name.endswith(("seed", "_ids")):
+                raise ConfigError(f"{group}.{field.name}={number} is out of range; it is at most {most}, {of}")
+
+
 def early_shape(settings: Settings) -> ModelShape | None:
     """The model's shape, where it can be read without torch."""
     spec = settings.model

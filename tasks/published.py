@@ -20,11 +20,10 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.tasks import sources
 from kvbench.tasks.base import Sample, Task
 from kvbench.tasks.lazy import LazySamples, in_turns
-from kvbench.tasks.rows import read_rows, write_means
+from kvbench.tasks.rows import Fields, read_rows, write_means
 from kvbench.tasks.texts import digest
 
 Row = Mapping[str, Any]
-Fields = Mapping[str, type | tuple[type, ...]]
 
 
 class RowsTask(Task):

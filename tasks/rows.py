@@ -10,21 +10,34 @@ Not here: what a row means (its task's file), where files come from (`tasks/sour
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from kvbench.engine.declared import Is, reader, words
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import LONGEST_LINE, NoJson, NoText, numbered_lines, parse_json, read_bytes, write_csv
 
 ON_BAD_ROW = ("refuse", "skip")
 LARGEST_LIST = 1 << 30  # bytes of a .json file, twice the largest published one; it is read whole
 LONGEST_ID = 1000  # characters; it stands in every table, message and log
-TYPE_NAMES = {
-    str: "a text",
-    int: "a whole number",
-    list: "a list",
-    dict: "an object",
-    type(None): "null",
-}
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a value is a text of blanks, or a list without elements."""
+    return not value.strip() if isinstance(value, str) else isinstance(value, list) and not value
+
+
+@dataclass(frozen=True)
+class Something:
+    """A text or a list that is not empty."""
+
+    def holds(self, value: Any) -> bool:
+        return not is_empty(value)
+
+
+Fields = Mapping[str, Any]  # what a row has under each name, as a type that engine/declared.py reads
+Id = str | int
+Text = Annotated[str, Something()]
+Texts = Annotated[list[str], Something(), Is("a list of texts")]
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ class BadRow(ValueError):
 
 def read_rows(
     path: Path,
-    fields: Mapping[str, type | tuple[type, ...]],
+    fields: Fields,
     on_bad_row: str,
     *,
     unique: str | None = None,
@@ -110,17 +123,20 @@ def parse(line: bytes | None) -> Any:
         raise BadRow(f"the line {unusable(line, str(error))}") from None
 
 
-def with_fields(row: Any, fields: Mapping[str, type | tuple[type, ...]]) -> Mapping[str, Any]:
+def with_fields(row: Any, fields: Fields) -> Mapping[str, Any]:
     """An object that has these fields."""
     if not isinstance(row, dict):
         raise BadRow("the line is no JSON object")
-    for name, types in fields.items():
+    for name, hint in fields.items():
         if name not in row:
             raise BadRow(f"field {name!r} is missing")
-        if not isinstance(row[name], types) or isinstance(row[name], bool):
-            kinds = types if isinstance(types, tuple) else (types,)
-            wanted = " or ".join(TYPE_NAMES.get(kind, kind.__name__) for kind in kinds)
-            raise BadRow(f"field {name!r} is not {wanted}")
+        try:
+            reader(hint, exact=True)(row[name], name)
+        except ConfigError:
+            if is_empty(row[name]):
+                raise BadRow(f"field {name!r} is empty") from None
+            given = "" if isinstance(row[name], list | dict) else f": {row[name]!r:.60}"
+            raise BadRow(f"field {name!r} is not {words(hint)}{given}") from None
     return row
 
 

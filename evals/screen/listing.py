@@ -42,8 +42,8 @@ from kvbench.tasks.base import Data
 TASK_HEADS = ["task", "what it asks", "data here"]
 METHOD_HEADS = ["method", "published as: what it does", "presets"]
 PACKAGED_HEADS = [*METHOD_HEADS[:2], "package"]
-REFUSED_HEADS = ["with", "what is refused, and why"]
 KEY_HEADS = ["key", "default", "allowed", "what it does"]
+REFUSED_HEADS = ["with", "what is refused, and why"]
 MODEL_HEADS = ["model", "hub name", "layers", "heads\nQ / KV", "window"]
 FAMILY = re.compile(r"^Figures +(.+): #", re.MULTILINE)
 T = TypeVar("T")

@@ -120,7 +120,7 @@ class AgentTraces(RowsTask):
         by_hand=UPSTREAM,
     )  # fmt: skip
     upstream, unique = UPSTREAM, "id"
-    fields: ClassVar[Fields] = {"id": (int, str), "messages": list}
+    fields: ClassVar[Fields] = {"id": int | str, "messages": list[Any]}
     policy = made.POLICY
     tools: Sequence[Any] = ()
     three: Sequence[Path] = ()  # files of a domain

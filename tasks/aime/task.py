@@ -23,7 +23,7 @@ from kvbench.tasks.download import Piece
 from kvbench.tasks.published import Row
 from kvbench.tasks.reasoning import task as reasoning
 from kvbench.tasks.reasoning.task import Reasoning
-from kvbench.tasks.rows import BadRow
+from kvbench.tasks.rows import BadRow, Id
 
 YEARS = (24, 25)
 REVISION = "563bb8404243c5f09de6ec262f2db674fe5bce9b"
@@ -54,7 +54,7 @@ class Aime(Reasoning):
         "(`kvbench fetch aime` has 2025)"
     )
 
-    place, fields = "aime/{name}.jsonl", {"answer": (str, int)}
+    place, fields = "aime/{name}.jsonl", {"answer": Id}
 
     def check_row(self, name: str, row: Row) -> None:
         super().check_row(name, row)

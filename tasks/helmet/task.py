@@ -52,8 +52,8 @@ LISTS = {"drawn": DRAWN, "labels": LABELS, "passages": PASSAGES, "all": PARTS[1:
 NEW_TOKENS = {"icl": 20, "qa": 20, "rerank": 200, "json_kv": 100}
 PREFIX = {"icl": "label:", "qa": "Answer:", "rerank": "Ranking:", "json_kv": "Corresponding value:"}
 FIELDS: dict[str, Fields] = {
-    "icl": {"text": str, "label": (int, str)}, "qa": {"question": str, "answers": list, "ctxs": list},
-    "rerank": {"query": str, "ctxs": list}, "json_kv": {"context": str, "question": str, "answer": str},
+    "icl": {"text": str, "label": int | str}, "qa": {"question": str, "answers": list[Any], "ctxs": list[Any]},
+    "rerank": {"query": str, "ctxs": list[Any]}, "json_kv": {"context": str, "question": str, "answer": str},
 }  # fmt: skip
 ASKS = {
     "icl": (

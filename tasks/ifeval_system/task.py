@@ -68,7 +68,12 @@ class IfevalSystem(RowsTask):
     data = Data((FILE,), "cannot be asked", by_hand=UPSTREAM)
     packages: ClassVar[Mapping[str, str]] = {"langdetect": "", "nltk": ""}
     place, upstream, unique = FILE, UPSTREAM, "key"
-    fields: ClassVar[Fields] = {"key": int, "instruction_id_list": list, "kwargs": list, "messages": list}
+    fields: ClassVar[Fields] = {
+        "key": int,
+        "instruction_id_list": list[Any],
+        "kwargs": list[Any],
+        "messages": list[Any],
+    }
 
     @property
     def new_tokens(self) -> int:

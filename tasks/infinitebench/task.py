@@ -58,6 +58,7 @@ from kvbench.tasks.infinitebench.synthetic import GENERATORS, OWN_STRINGS, Place
 from kvbench.tasks.lazy import Alike
 from kvbench.tasks.prompt import middle_truncate
 from kvbench.tasks.published import Fields, Row, RowsTask
+from kvbench.tasks.rows import Id
 
 TEMPLATES = "infinitebench/prompt_templates.json"
 STRINGS = "infinitebench/synthetic_strings.json"
@@ -89,7 +90,7 @@ SYNTHETIC = tuple(GENERATORS)
 DATASETS = tuple(SCORERS)
 LISTS = {"synthetic": SYNTHETIC, "all": DATASETS}
 
-FIELDS: Fields = {"id": (int, str), "context": str, "input": str, "answer": (str, int, float, list)}
+FIELDS: Fields = {"id": Id, "context": str, "input": str, "answer": str | int | float | list[Any]}
 NEW_TOKENS = {
     "official": {
         **{"passkey": 6, "number_string": 12, "kv_retrieval": 50, "longbook_sum_eng": 1200},
@@ -185,7 +186,7 @@ class InfiniteBench(RowsTask):
                 )
 
     def fields_of(self, name: str) -> Fields:
-        return {**FIELDS, "options": list} if name in ("code_debug", "longbook_choice_eng") else FIELDS
+        return {**FIELDS, "options": list[Any]} if name in ("code_debug", "longbook_choice_eng") else FIELDS
 
     def check_row(self, name: str, row: Row) -> None:
         check_row(name, row)

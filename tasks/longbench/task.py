@@ -59,7 +59,7 @@ from kvbench.tasks.longbench.scores import (
 )
 from kvbench.tasks.longbench.shared import WITH_QUESTIONS, by_context, has_questions, history_of
 from kvbench.tasks.published import Fields, Made, Row, RowsTask
-from kvbench.tasks.rows import BadRow
+from kvbench.tasks.rows import BadRow, Text, Texts
 from kvbench.tasks.turns.conversation import Turn
 from kvbench.tasks.turns.questions import QuestionParams, apart, asked
 
@@ -71,10 +71,10 @@ INSTEAD = "texts of Python's own manual and sources"
 Datasets = Annotated[str | tuple[str, ...], Some(NAMES, tuple(LISTS))]
 FIELDS: Fields = {
     "input": str,
-    "context": str,
-    "answers": list,
+    "context": Text,
+    "answers": Texts,
     "length": int,
-    "all_classes": (list, type(None)),
+    "all_classes": list[str] | None,
     "_id": str,
 }
 
@@ -250,15 +250,8 @@ class LongBench(RowsTask):
         return {name: (given or n) + extra for name, n in fixed.items()}
 
     def check_row(self, name: str, row: Row) -> None:
-        answers, classes = row["answers"], row["all_classes"]
-        if not answers or not all(isinstance(one, str) for one in answers):
-            raise BadRow("field 'answers' is no list of texts, or empty")
-        if not row["context"]:
-            raise BadRow("field 'context' is empty")
-        if SCORES[facts_of(name).metric].needs_classes and not classes:
+        if SCORES[facts_of(name).metric].needs_classes and not row["all_classes"]:
             raise BadRow("field 'all_classes' is empty, and the score needs it")
-        if classes and not all(isinstance(one, str) for one in classes):
-            raise BadRow("field 'all_classes' is no list of texts")
 
     def check(self, shape: ModelShape) -> None:
         super().check(shape)

@@ -37,7 +37,7 @@ from kvbench.tasks.base import Data, Sample
 from kvbench.tasks.checks import OnBadRow, Prompts, check_room, prompt_room
 from kvbench.tasks.longbench.prompts import shortened
 from kvbench.tasks.published import Row, RowsTask
-from kvbench.tasks.rows import BadRow
+from kvbench.tasks.rows import Fields, Text
 
 DATA = "longbench_v2/data.json"
 UPSTREAM = "hub dataset THUDM/LongBench-v2 (data.json)"
@@ -53,6 +53,10 @@ OWN_PROMPTS = {
 }
 PLACEHOLDER = re.compile(r"\$(DOC|Q|C_[A-D])\$")
 COLUMNS = {"DOC": "context", "Q": "question", **{f"C_{letter}": f"choice_{letter}" for letter in LETTERS}}
+FIELDS: Fields = {
+    **dict.fromkeys(("_id", "difficulty", "length", *COLUMNS.values()), Text),
+    **{"domain": str, "answer": Literal["A", "B", "C", "D"]},
+}
 IN_BRACKETS = re.compile(r"The correct answer is \(([A-D])\)")
 BARE = re.compile(r"The correct answer is ([A-D])")
 
@@ -115,6 +119,7 @@ class LongBenchV2(RowsTask):
     Params = Params
     data = Data((DATA,), "cannot be asked", by_hand=UPSTREAM)
     place, upstream, unique = DATA, UPSTREAM, "_id"
+    fields = FIELDS
     words_first = False
 
     def title(self) -> str:
@@ -136,14 +141,6 @@ class LongBenchV2(RowsTask):
         self.rows[self.name] = kept
         if n := sum(bool(PLACEHOLDER.search(row["context"])) for _, row in kept):
             self.notes.append(f"{n} texts hold a placeholder, which the authors' code fills in")
-
-    def check_row(self, name: str, row: Row) -> None:
-        """Check that a row holds texts, and one of the letters."""
-        for key in ("_id", "domain", "difficulty", "length", *COLUMNS.values(), "answer"):
-            if not isinstance(row.get(key), str) or (key != "domain" and not row[key].strip()):
-                raise BadRow(f"field {key!r} is no text, or empty")
-        if row["answer"] not in LETTERS or len(row["answer"]) != 1:
-            raise BadRow(f"field 'answer' is {row['answer'][:40]!r}, none of A, B, C, D")
 
     def sample(self, tokenizer: Any, name: str, number: int, row: Row) -> Sample:
         """One row in its prompt, cut to the longest that is allowed."""

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
+from annotated_types import Ge, Le
 
-from kvbench.engine.declared import Count, Some
+from kvbench.engine.declared import Count, Is, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import LARGEST_FILE, read_text
 from kvbench.engine.shapes import ModelShape
@@ -37,14 +38,26 @@ from kvbench.tasks.longproc import scores
 from kvbench.tasks.longproc.countdown import Search, examples
 from kvbench.tasks.published import Row
 from kvbench.tasks.reasoning.task import LongAnswers
-from kvbench.tasks.rows import BadRow
+from kvbench.tasks.rows import BadRow, Fields, Text
 
 PARTS = ("countdown", "path_traversal", "tom_tracking")
 LISTS = {"all": PARTS}
 USUAL_TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 9216}
 UPSTREAM = "GitHub princeton-pli/LongProc (folder data)"
 FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
-MOST_NUMBER = 100_000  # of countdown's numbers; published ones are below 100
+Number = Annotated[int, Ge(0), Le(100_000)]  # of countdown; published ones are below 100
+FIELDS: dict[str, Fields] = {
+    "countdown": {
+        "nums": Annotated[tuple[Number, Number, Number, Number], Is("a list of four numbers from 0 on")],
+        "target": Number,
+    },
+    "path_traversal": {
+        "context_nl": Text,
+        "answer_nl": Text,
+        "question_repr": Annotated[tuple[str, str], Is("a list of two texts")],
+    },
+    "tom_tracking": {"story": Text, "question": Text, "solution": Text},
+}
 
 
 @dataclass(frozen=True)
@@ -85,8 +98,14 @@ class LongProc(LongAnswers):
     def digested(self, files: Sequence[Path]) -> Sequence[Path]:
         return [file for pair in zip(files, self.prompts, strict=True) for file in pair]
 
+    def fields_of(self, name: str) -> Fields:
+        return FIELDS[name]
+
     def check_row(self, name: str, row: Row) -> None:
-        CHECKS[name](row)
+        if name == "countdown" and not Search(row["nums"], row["target"]).is_found:
+            raise BadRow(f"no equation makes {row['target']} of {row['nums']}")
+        if name == "tom_tracking" and not scores.beliefs(row["solution"]):
+            raise BadRow("field 'solution' has no step")
 
     def sample(self, tokenizer: Any, name: str, number: int, row: Row) -> Sample:
         return Sample(
@@ -115,37 +134,6 @@ def judged(name: str, prediction: str, reference: str, fields: Mapping[str, Any]
 
 
 # --- rows --------------------------------------------------------------------------------------
-
-
-def check_texts(row: Row, *names: str) -> None:
-    for key in names:
-        if not isinstance(row.get(key), str) or not row[key].strip():
-            raise BadRow(f"field {key!r} is no text, or empty")
-
-
-def check_tracking(row: Row) -> None:
-    check_texts(row, "story", "question", "solution")
-    if not scores.beliefs(row["solution"]):
-        raise BadRow("field 'solution' has no step")
-
-
-def check_path(row: Row) -> None:
-    check_texts(row, "context_nl", "answer_nl")
-    ends = row.get("question_repr")
-    if not isinstance(ends, list) or len(ends) != 2 or not all(isinstance(end, str) for end in ends):
-        raise BadRow("field 'question_repr' is no list of two texts")
-
-
-def check_countdown(row: Row) -> None:
-    numbers, target = row.get("nums"), row.get("target")
-    values = [*numbers, target] if isinstance(numbers, list) else []
-    if len(values) != 5 or not all(type(value) is int and 0 <= value <= MOST_NUMBER for value in values):
-        raise BadRow("fields 'nums' and 'target' are no four numbers and one")
-    if not Search(values[:4], values[4]).is_found:
-        raise BadRow(f"no equation makes {target} of {numbers}")
-
-
-CHECKS = {"countdown": check_countdown, "path_traversal": check_path, "tom_tracking": check_tracking}
 
 
 def values_of(name: str, row: Row) -> dict[str, Any]:

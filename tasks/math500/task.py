@@ -19,6 +19,7 @@ from kvbench.tasks.base import Data
 from kvbench.tasks.download import Piece
 from kvbench.tasks.published import Row
 from kvbench.tasks.reasoning.task import Params, Reasoning
+from kvbench.tasks.rows import Text
 
 FILE = "math500/test.jsonl"
 PIECE = Piece("HuggingFaceH4/MATH-500", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be", "test.jsonl", FILE)
@@ -31,7 +32,7 @@ class Math500(Reasoning):
     data = Data((FILE,), "fetched when asked for", pieces=(PIECE,))
     Params = Params
     usual_tokens = 16_384
-    place, fields = FILE, {"problem": str, "answer": str}
+    place, fields = FILE, {"problem": Text, "answer": Text}
     upstream = "hub dataset HuggingFaceH4/MATH-500 (`kvbench fetch math500`)"
 
     def more(self, row: Row) -> dict[str, str]:

@@ -113,7 +113,7 @@ class Oolong(RowsTask):
 
     def fields_of(self, name: str) -> Fields:
         return {
-            "id": (int, str), "context_window_id": (int, str), self.key: str, "question": str, "answer": (int, str),
+            "id": int | str, "context_window_id": int | str, self.key: str, "question": str, "answer": int | str,
         }  # fmt: skip
 
     def prepare(self, shape: ModelShape) -> None:

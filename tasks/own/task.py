@@ -27,7 +27,7 @@ from kvbench.engine.foreign import read_text
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks.base import Sample
 from kvbench.tasks.checks import OnBadRow
-from kvbench.tasks.download import cache_root, replace_text
+from kvbench.tasks.download import cache_root, replaced
 from kvbench.tasks.own.scorers import SCORERS
 from kvbench.tasks.published import Row, RowsTask
 from kvbench.tasks.rows import BadRow
@@ -169,7 +169,8 @@ def hub_file(params: Params) -> Path:
             "task.split, or save its rows as JSON lines and name that file"
         ) from None
     file.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(file, "".join(f"{json.dumps(row, default=str)}\n" for row in rows))
+    with replaced(file) as new, new.open("w", encoding="utf-8") as lines:
+        lines.writelines(f"{json.dumps(row, default=str)}\n" for row in rows)
     return file
 
 

@@ -125,7 +125,7 @@ class Ruler(RowsTask):
     Params = Params
     data = Data((TEMPLATES,), "without them own words (task.source=embedded)", by_hand=TEMPLATES_SOURCE)
     place, upstream, instead, unique = "ruler/{length}/{name}.jsonl", ROWS_SOURCE, "generated rows", "index"
-    fields: ClassVar[Fields] = {"index": int, "input": str, "outputs": list}
+    fields: ClassVar[Fields] = {"index": int, "input": str, "outputs": list[Any]}
     prompts = "official"
 
     @property

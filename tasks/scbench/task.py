@@ -34,8 +34,8 @@ from kvbench.tasks.base import Sample
 from kvbench.tasks.checks import SLACK, Lengths, OfDatasets, OnBadRow, Prompts
 from kvbench.tasks.lazy import doubled, in_turns
 from kvbench.tasks.prompt import middle_truncate
-from kvbench.tasks.published import Fields, Made, Row, RowsTask
-from kvbench.tasks.rows import BadRow
+from kvbench.tasks.published import Made, Row, RowsTask
+from kvbench.tasks.rows import BadRow, Fields, Id
 from kvbench.tasks.scbench import functions, synthetic
 from kvbench.tasks.scbench.prompts import NAMES, own_templates, pieces_of, reference_of
 from kvbench.tasks.scbench.scores import SUBTASKS, TurnScore, official_at_once, official_by_turn, turn_means, turn_score
@@ -89,7 +89,7 @@ class SCBench(RowsTask):
     Params = Params
     packages: ClassVar[Mapping[str, str]] = dict.fromkeys(functions.PACKAGES, "")
     place, upstream, instead, unique = "scbench/data/{name}.jsonl", UPSTREAM, "generated rows", "id"
-    fields: ClassVar[Fields] = {"id": (int, str), "context": str, "multi_turns": list}
+    fields: ClassVar[Fields] = {"id": Id, "context": str, "multi_turns": list[Any]}
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         super().__init__(params, data_dir, seed)

@@ -586,8 +586,8 @@ def test_wrong_values_are_refused_by_key(folder: Path, changes: dict, message: s
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"answers": []}, "field 'answers' is no list of texts"),
-        ({"answers": [3]}, "field 'answers' is no list of texts"),
+        ({"answers": []}, "field 'answers' is (empty|not a list of texts)"),
+        ({"answers": [3]}, "field 'answers' is (empty|not a list of texts)"),
         ({"context": ""}, "field 'context' is empty"),
         ({"_id": "id0"}, "_id='id0' stands in line 1 already"),
         ({"length": None}, "field 'length' is not a whole number"),

@@ -118,9 +118,9 @@ def test_a_finished_run_has_both_tables(tokenizer, folder) -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"answer": "E"}, "'answer' is 'E'"),
-        ({"choice_C": 3}, "'choice_C' is no text"),
-        ({"context": " "}, "'context' is no text, or empty"),
+        ({"answer": "E"}, "'answer' is not A, B, C or D: 'E'"),
+        ({"choice_C": 3}, "'choice_C' is not a text: 3"),
+        ({"context": " "}, "'context' is empty"),
         ({"_id": "one"}, "stands in line 0 already"),
         ({"_id": "x" * 2000}, "more than 1000"),
     ],

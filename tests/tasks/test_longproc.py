@@ -169,11 +169,11 @@ def test_each_part_is_asked_in_its_prompt_and_right_answers_count(tokenizer, fol
     ("name", "content", "message"),
     [
         ("countdown", {"nums": [1, 1, 1, 1], "target": 99}, "no equation makes 99"),
-        ("countdown", {"nums": [1, 2, 3], "target": 6}, "no four numbers"),
-        ("countdown", {"nums": [1, 2, 3, True], "target": 6}, "no four numbers"),
+        ("countdown", {"nums": [1, 2, 3], "target": 6}, "'nums' is not a list of four numbers"),
+        ("countdown", {"nums": [1, 2, 3, True], "target": 6}, "'nums' is not a list of four numbers"),
         ("path_traversal", {"context_nl": "x", "answer_nl": "x", "question_repr": ["A"]}, "'question_repr'"),
         ("tom_tracking", {"story": "x", "question": "x", "solution": "no steps"}, "has no step"),
-        ("tom_tracking", {"story": 5}, "'story' is no text"),
+        ("tom_tracking", {"story": 5}, "'story' is not a text: 5"),
         ("tom_tracking", 7, "no JSON object"),
     ],
 )

@@ -395,7 +395,7 @@ def test_a_grader_without_its_package_is_refused_with_the_command(folder, monkey
 @pytest.mark.parametrize(
     ("name", "bad", "message"),
     [
-        ("math500", {"problem": "", "answer": "1"}, "'problem' is missing or empty"),
+        ("math500", {"problem": "", "answer": "1"}, "'problem' is empty"),
         ("math500", {"problem": "q", "answer": " "}, "'answer' is empty"),
         ("math500", {"problem": "q" * 100_001, "answer": "1"}, "has 100001 characters"),
         ("aime", {"answer": "7"}, "'problem' is missing or empty"),

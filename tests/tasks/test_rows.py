@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvbench.engine.errors import ConfigError
-from kvbench.tasks.rows import BadRow, read_rows
+from kvbench.tasks.rows import BadRow, Fields, read_rows
 
-FIELDS: dict[str, type | tuple[type, ...]] = {"id": (int, str), "text": str, "labels": (list, type(None))}  # fmt: skip
+FIELDS: Fields = {"id": int | str, "text": str, "labels": list[Any] | None}
 GOOD = [{"id": i, "text": f"text {i}", "labels": None} for i in range(3)]
 
 
@@ -27,10 +28,10 @@ BAD = {
     "empty": (b"", r"the line is empty"),
     "no object": (b"[1, 2]", r"is no JSON object"),
     "missing field": (b'{"id": 1, "labels": null}', r"field 'text' is missing"),
-    "wrong type": (b'{"id": 1, "text": 7, "labels": null}', r"field 'text' is not a text"),
-    "a truth value": (b'{"id": true, "text": "x", "labels": null}', r"field 'id' is not a whole number or a text"),
+    "wrong type": (b'{"id": 1, "text": 7, "labels": null}', r"field 'text' is not a text: 7"),
+    "a truth value": (b'{"id": true, "text": "x", "labels": null}', r"'id' is not a whole number, or a text: True"),
     "null elsewhere": (b'{"id": 1, "text": null, "labels": 3}', r"field 'text' is not a text"),
-    "neither of two": (b'{"id": 1, "text": "x", "labels": 3}', r"field 'labels' is not a list or null"),
+    "neither of two": (b'{"id": 1, "text": "x", "labels": 3}', r"field 'labels' is not a list"),
     "wrong encoding": ('{"id": 1, "text": "é", "labels": null}'.encode("latin-1"), r"byte 19 is no UTF-8"),
     "not a number": (b'{"id": 1, "text": "x", "labels": [NaN]}', r"is no whole JSON object"),
     "duplicate": (good(0), r"id=0 stands in line 1 already"),

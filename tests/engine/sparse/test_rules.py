@@ -224,7 +224,9 @@ def test_a_layer_or_a_density_can_be_left_whole(name: str) -> None:
         ("xattention", {"threshold": Path("nowhere.json")}, "prefill.threshold=nowhere.json cannot be read"),
     ],
 )
-def test_a_bad_setting_is_refused_in_a_sentence(name: str, changes: dict[str, Any], says: str) -> None:
+def test_settings_that_do_not_go_together_are_refused_in_a_sentence(
+    name: str, changes: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         small(name, **changes)
     assert says in str(caught.value) and "\n" not in str(caught.value)
