@@ -261,22 +261,6 @@ def check(cell: Cell, stage: str, model: Checkpoint | None = None) -> None:
             planned(rules, params, settings.budget, shape, shortest, settings.cache, quantizer=cell.quantizer)
 
 
-def refuse_sizes(group: str, params: Any, most: int, of: str) -> None:
-    """Raise `ConfigError` where a whole number of a dataclass, or of its lists, is above `most`.
-
-    All are sizes or counts but seeds and tokens' ids. A larger one would have no meaning, and where it is a kernel, a
-    page or a list's length no end either.
-    """
-    for field in fields(params):
-        value = getattr(params, field.name)
-        if is_dataclass(value) and not isinstance(value, type):
-            refuse_sizes(f"{group}.{field.name}".removesuffix(".params"), value, most, of)
-        numbers = value if isinstance(value, tuple) else (value,)
-        for number in numbers:
-            if isinstance(number, int) and number > most and not field.name.endswith(("seed", "_ids")):
-                raise ConfigError(f"{group}.{field.name}={number} is out of range; it is at most {most}, {of}")
-
-
 def rules_and_params(choice: Choice) -> tuple[type[Rules], Any]:
     """The rules of the method that is chosen, and its parameters, checked."""
     rules = load_class(choice)
