@@ -33,7 +33,7 @@ def variants(model: Model, s: int) -> list[Variant]:
     for name in TEN:
         chosen = from_words([f"method={name}"]).method
         kind = load_class(chosen)
-        request = BudgetRequest(Fraction(1, 5), None, Fraction(1, 64)) if kind.has_budget else EVERYTHING
+        request = BudgetRequest(Fraction(1, 5), None, Fraction(1, 64)) if kind.traits.has_budget else EVERYTHING
         found.append(kind.variant_for(build_params(kind, chosen.params, "method"), request, model.shape, s))
     return found
 

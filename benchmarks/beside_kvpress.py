@@ -39,8 +39,7 @@ PRESSES = {  # ours by name, and the press with its arguments
 
 def prompts(file: Path) -> None:
     """Write each needle's context, question and right answer."""
-    from kvbench.evals.asked import ask
-    from kvbench.evals.cells import ready_cells
+    from kvbench.evals.cells import ask, ready_cells
     from kvbench.evals.prepare import Preparation
     from kvbench.evals.settings import from_words
 

@@ -84,9 +84,9 @@ def budget_of(name: str) -> Cost:
     kind = own_class(name)
     if name in ABOVE:
         return ABOVE[name]
-    if not kind.drops and "ratio" in kind.takes and kind.has_budget:
+    if not kind.traits.drops and "ratio" in kind.traits.takes and kind.traits.has_budget:
         return Cost(45, 1, 1)  # it searches and fetches
-    return Cost(43 if kind.wants_weights or kind.changes else 40, 0, 1)
+    return Cost(43 if kind.wants_weights or kind.traits.changes else 40, 0, 1)
 
 
 def goal_of(method: str) -> Cost:
@@ -108,11 +108,11 @@ def config_of(n_layers: int) -> Any:
 
 def request_of(kind: type[SelectiveAttention]) -> BudgetRequest:
     """What the method is asked for, in the currency that it takes."""
-    if kind.of_answers:
+    if kind.traits.of_answers:
         return OF_ANSWERS
-    if kind.takes == ("memory",):
+    if kind.traits.takes == ("memory",):
         return OF_CODES
-    return REQUEST if kind.has_budget else EVERYTHING
+    return REQUEST if kind.traits.has_budget else EVERYTHING
 
 
 def read(

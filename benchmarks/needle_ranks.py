@@ -21,8 +21,7 @@ from kvbench.engine.observe import ColumnSums, LastQueries, window_scores
 from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
-from kvbench.evals.asked import ask
-from kvbench.evals.cells import ready_cells
+from kvbench.evals.cells import ask, ready_cells
 from kvbench.evals.settings import from_words
 from kvbench.methods.scorers import pool_scores, reduce_group
 from kvbench.methods.scoring import ScoringMethod
@@ -92,8 +91,9 @@ def main() -> None:
     options = parser.parse_args()
     model = load("smollm2-135m", "embedded", device="cpu")
     params = Params(
-        "embedded", options.style, "default", tuple(options.lengths), None, "linear", "auto",
-        "period", None, None, 1, None, questions=1, mode=None, feed="compressed", budget_base="context",
+        questions=1, mode=None, feed="compressed", budget_base="context", source="embedded", style=options.style,
+        grid="default", lengths=tuple(options.lengths), depths=None, depth_spacing="linear", scorer="auto",
+        snap="period", buffer=None, seeds=None, needles=1, max_new_tokens=None,
     )  # fmt: skip
     task = Needle(params, None, 0)
     ranks: dict[tuple[str, int], list[float]] = {}

@@ -142,7 +142,7 @@ class Batch(HearsChoices):
         # Where layers read another's K and V, that one's step has to be over before its next token. Rows that compress
         # between steps read step by step.
         one_by_one = feed == "tokenwise" or bool(self.readers.owner)
-        stepwise = [i for i in self.order if one_by_one or self.rows[i].of_answers]
+        stepwise = [i for i in self.order if one_by_one or self.rows[i].traits.of_answers]
         if stepwise and self.has_own_layers:
             stepwise = self.order
         at_once = [i for i in self.order if i not in stepwise]
@@ -275,7 +275,7 @@ class Batch(HearsChoices):
 
     def cut(self, which: Sequence[int], m: int) -> None:
         """Let rows that compress between steps do so."""
-        cutting = [self.rows[i] for i in which if self.rows[i].of_answers]
+        cutting = [self.rows[i] for i in which if self.rows[i].traits.of_answers]
         if cutting:
             assert m == 1, "a row that compresses between steps reads step by step"
             with span("compress"):
@@ -329,7 +329,7 @@ class Batch(HearsChoices):
             attend_own_tokens = attend_own if m == 1 else attend_own_past
             return attend_own_tokens(q, k, v, softmax, window, self.starts[0])
         for at, i in enumerate(self.which if self.growing else ()):
-            if i in self.growing and layer not in self.active[at].skipped_layers():
+            if i in self.growing and layer not in self.active[at].skipped:
                 self.asked.setdefault((i, layer), []).append(q[at : at + 1, :, self.pads[at] :])
         ahead = dict(enumerate(q[n:].split(1))) if len(q) > n else self.look_ahead(layer)
         if m > 1 or self.is_dense:

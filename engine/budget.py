@@ -270,6 +270,11 @@ def show(value: Fraction | Bytes) -> str:
     return f"1/{value.denominator}" if is_power else exact(value)
 
 
+def gigabytes(n_bytes: float) -> str:
+    """Bytes in GB, rounded for a sentence."""
+    return f"{n_bytes / 1e9:,.0f} GB" if n_bytes >= 1e10 else f"{n_bytes / 1e9:.3g} GB"
+
+
 def exact(value: Fraction | Bytes) -> str:
     """The one spelling of a share, of which a run's name is made: decimals where they are short and exact, else p/q.
 

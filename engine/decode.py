@@ -74,5 +74,7 @@ def decode(
 
 def eager(rows: Sequence[Row]) -> str | None:
     """What methods of a batch do at each step that no captured one could do again."""
-    said = dict.fromkeys(f"{row.title} {row.eager}" for row in rows if row.eager and not row.variant.is_full)
+    said = dict.fromkeys(
+        f"{row.title} {row.traits.eager}" for row in rows if row.traits.eager and not row.variant.is_full
+    )
     return "; ".join(said) or None

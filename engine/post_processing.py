@@ -23,8 +23,6 @@ from annotated_types import Ge, Le
 
 from kvbench.engine.budget import show
 from kvbench.engine.declared import Is, Part
-from kvbench.engine.errors import ConfigError
-from kvbench.engine.shapes import Checkpoint, ModelShape
 
 POSITIONS, DROPPED = ("kept", "contiguous"), ("gone", "merged")
 
@@ -64,27 +62,6 @@ class PostProcessing:
             notes += [f"best {show(share)}"] * (share != usual.share)
             words.append(f"merged values{' ' * bool(notes)}{', '.join(notes)}")
         return ", ".join(words)
-
-    def check(self, shape: ModelShape) -> None:
-        """Raise `ConfigError` where a model of this shape has no keys that could be turned, or values of their own."""
-        if self.changes and shape.is_latent:
-            raise ConfigError(
-                f"{self.asked} changes keys and values of each head, and the model {shape.name!r} keeps one latent per "
-                "token for all of them; leave it out"
-            )
-
-    def check_model(self, model: Checkpoint) -> None:
-        """Raise `ConfigError` for what only a model's files tell, or its weights once they are loaded."""
-        if self.positions == "kept":
-            return
-        what = f"positions={self.positions} turns keys to other positions, and the model {model.shape.name!r}"
-        if not model.n_rotary:
-            raise ConfigError(
-                f"{what} has no rotary positions, or their angles depend on how long the text is; use kept"
-            )
-        if model.unturned:
-            listed = ", ".join(map(str, model.unturned))
-            raise ConfigError(f"{what} has layers without positions ({listed}); use positions=kept")
 
 
 AS_THEY_ARE = PostProcessing()

@@ -98,7 +98,12 @@ def prefill(
 
 def n_home(variants: Iterable[Variant], shape: ModelShape) -> int:
     """Layers of which all tokens go to the host while a prompt is read for these."""
-    return max(0 if each.is_full else each.method.n_home(each.params, shape) for each in variants)
+    n, most = len(shape.attention_layers), 0
+    for each in variants:
+        traits = each.method.traits
+        if traits.sends_all and traits.has_budget and not (each.is_full or traits.drops or traits.changes):
+            most = max(most, n - len(each.method.whole_layers(each.params, shape)))
+    return most
 
 
 @contextmanager

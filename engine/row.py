@@ -5,12 +5,13 @@
 Not here: what a row says of its tokens (`engine/placement.py`, `engine/selection.py`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from kvbench.engine.attend import Part
+from kvbench.engine.books.footprint import Footprint
 from kvbench.engine.budget import Budget
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Change, Placement, Release, Stay
@@ -42,11 +43,7 @@ class Row(Protocol):
     """The variant on one sample."""
 
     title: ClassVar[Any]
-    drops: ClassVar[Any]
-    pads: ClassVar[Any]
-    of_answers: ClassVar[Any]
-    rolls_back: ClassVar[Any]
-    eager: ClassVar[Any]
+    traits: Any
     wants_weights: bool
     wants_lookahead: bool
     q_ahead: Tensor
@@ -59,32 +56,33 @@ class Row(Protocol):
     budget: Budget
     trace: Trace
     store: Any
+    skipped: Sequence[int]
 
     # The prompt.
 
     @classmethod
-    def device_bytes(cls, params: Any, plan: Any, budget: Budget, shape: ModelShape) -> tuple[int, int]: ...
+    def footprint(cls, params: Any, plan: Any, budget: Budget, shape: ModelShape) -> Footprint: ...
     @classmethod
-    def n_home(cls, params: Any, shape: ModelShape) -> int: ...
+    def whole_layers(cls, params: Any, shape: ModelShape) -> Sequence[int]: ...
     def arrange(self, layer: int) -> Placement | None: ...
     def arrange_rest(self) -> Mapping[int, Placement]: ...
-    def skipped_layers(self) -> Sequence[int]: ...
 
     # A step.
 
     @property
     def is_stored(self) -> bool: ...
-    def is_still_at(self, layer: int) -> bool: ...
     @property
     def is_still(self) -> bool: ...
     @property
     def repeats(self) -> bool: ...
+    def resident(self, layer: int, q: Tensor) -> list[Part]: ...
+    def kind(self, layer: int) -> Hashable: ...
     @classmethod
-    def resident_rows(cls, rows: Sequence[Any], layer: int, q: Tensor) -> list[list[Part]]: ...
+    def search(cls, rows: Sequence[Any], layer: int, q: Tensor) -> Sequence[Found]: ...
     @classmethod
-    def select_rows(cls, rows: Sequence[Any], layer: int, q: Tensor) -> Sequence[Found]: ...
-    @classmethod
-    def search_rows(cls, rows: Sequence[Any], layer: int, q: Tensor, scratch: Scratch, ahead: int) -> Search | None: ...
+    def search_again(
+        cls, rows: Sequence[Any], layer: int, q: Tensor, scratch: Scratch, ahead: int
+    ) -> Search | None: ...
     @classmethod
     def after_rows(
         cls, rows: Sequence[Any], layer: int, out: Tensor, weights: Sequence[Tensor | None]

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.engine.selection import ALWAYS, FREE, Cost
+from kvbench.engine.selection import ALWAYS, FREE, Cost, Found
 from kvbench.kernels.clock import Since
+from kvbench.kernels.jit import constants
 from kvbench.kernels.pages import expand_keys_triton
 from kvbench.kernels.scratch import Scratch
 from kvbench.kernels.topk import KeyChoice, top_stable
@@ -22,6 +23,43 @@ from kvbench.kernels.topk import KeyChoice, top_stable
 Launch = Callable[[Tensor, Tensor, Tensor, Since], Tensor]
 """From rows' queries (n, h, 1, d_h), their newest K and V, and the number of steps since the plan was made: keys
 (n, heads, units) of `kernels/topk.py`. Of units that a later step has there are none yet."""
+
+
+def together(rows: Sequence[Any], layer: int) -> list[list[int]]:
+    """Which rows of a class are searched at once: those of one kind."""
+    places: dict[Any, list[int]] = {}
+    for i, row in enumerate(rows):
+        places.setdefault(row.kind(layer), []).append(i)
+    return [*places.values()]
+
+
+def select_rows(kind: Any, rows: Sequence[Any], layer: int, q: Tensor) -> Sequence[Found]:
+    """What rows of a class select for their queries (n, h, 1, d_h)."""
+    groups = together(rows, layer)
+    if len(groups) == 1:
+        return kind.search(rows, layer, q)
+    found: list[Found] = [None] * len(rows)
+    for alike in groups:
+        for i, one in zip(alike, kind.search([rows[i] for i in alike], layer, q[alike]), strict=True):
+            found[i] = one
+    return found
+
+
+def search_rows(
+    kind: Any, rows: Sequence[Any], layer: int, q: Tensor, scratch: Scratch, ahead: int
+) -> "Search | None":  # fmt: skip
+    """How a search that rows of a class have just made goes on at `ahead` steps to come at most, if they do nothing
+    after attention; None where each step is planned anew."""
+    groups = together(rows, layer)
+    if len(groups) == 1:
+        return kind.search_again(rows, layer, q, scratch, ahead)
+    each: list[tuple[Search, Sequence[int], Tensor]] = []
+    for alike in groups:
+        one = kind.search_again([rows[i] for i in alike], layer, q[alike], scratch, ahead)
+        if one is None:
+            return None
+        each.append((one, alike, constants(tuple(alike), q.device)))
+    return Searches(each)
 
 
 class Units(NamedTuple):

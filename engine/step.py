@@ -17,6 +17,7 @@ from kvbench.engine.placement import Change
 from kvbench.engine.readers import Held, Readers, end
 from kvbench.engine.row import Row
 from kvbench.engine.rows import append_rows, fetch_rows
+from kvbench.engine.search import select_rows
 from kvbench.engine.selection import Selection, selection
 from kvbench.engine.softmax import Softmax
 from kvbench.kernels.fast import takes
@@ -29,7 +30,7 @@ def step_rows(
     """Append the current token of every row, select, fetch: the parts that each row attends to."""
     with span("append", layer):
         append_rows([row.store[layer] for row in rows], k_new, v_new)
-    parts = kind.resident_rows(rows, layer, q)
+    parts = [row.resident(layer, q[i : i + 1]) for i, row in enumerate(rows)]
     return [[*own, *more] for own, more in zip(parts, fetched_rows(kind, rows, layer, q), strict=True)]
 
 
@@ -41,13 +42,15 @@ def fetched_rows(kind: type[Row], rows: Sequence[Row], layer: int, q: Tensor) ->
         return parts
     with span("search", layer):
         queries = q if len(fetching) == len(rows) else q[fetching]
-        found = [selection(each) for each in kind.select_rows([rows[i] for i in fetching], layer, queries)]
+        found = [selection(each) for each in select_rows(kind, [rows[i] for i in fetching], layer, queries)]
     for i, chosen in zip(fetching, found, strict=True):
         rows[i].store.spend(layer, chosen.cost)
     asking = [(i, chosen, chosen.idx) for i, chosen in zip(fetching, found, strict=True) if chosen.idx is not None]
     if asking:
         with span("fetch", layer):
-            fetched = fetch_rows([rows[i].store[layer] for i, _, _ in asking], [idx for *_, idx in asking], kind.pads)
+            fetched = fetch_rows(
+                [rows[i].store[layer] for i, _, _ in asking], [idx for *_, idx in asking], kind.traits.pads
+            )
         for (i, chosen, _), part in zip(asking, fetched, strict=True):
             parts[i].append(as_chosen(part, chosen))
     for i, chosen in zip(fetching, found, strict=True):
@@ -94,7 +97,7 @@ def attend_groups(
         return plan.take_step(q, k, v, softmax)
     with span("append", layer):
         append_rows([row.store[layer] for row in rows], k, v)
-        resident = residents(groups, rows, layer, q)
+        resident = residents(rows, layer, q)
     fetched = [part for kind, at in groups for part in fetched_rows(kind, rows[at], layer, q[at])]
     with span("attention", layer):
         parts = [[*own, *more] for own, more in zip(resident, fetched, strict=True)]
@@ -123,10 +126,10 @@ def attend_groups(
 
 
 def residents(
-    groups: Sequence[tuple[type[Row], slice]], rows: Sequence[Row], layer: int, q: Tensor
+    rows: Sequence[Row], layer: int, q: Tensor
 ) -> list[list[Part]]:  # fmt: skip
     """What each row attends to without a fetch."""
-    return [own for kind, at in groups for own in kind.resident_rows(rows[at], layer, q[at])]
+    return [row.resident(layer, q[i : i + 1]) for i, row in enumerate(rows)]
 
 
 def attend_group(

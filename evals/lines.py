@@ -20,7 +20,7 @@ from kvbench.evals.batch.reply import Reply, TurnReply
 from kvbench.evals.cells import Cell
 from kvbench.evals.prepare import PreparedSample
 from kvbench.evals.screen.progress import Standing
-from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.base import SelectiveAttention, reported
 from kvbench.results import (
     EVICT,
     EXACT,
@@ -68,7 +68,7 @@ def answer_line(sample: Sample, prompt: Prompt, sha: str, reply: Reply, row: Sel
         ledger["within_budget"] = False
     second_passes = row.variant.second_passes
     probe_s = sum(row.trace.second_passes[what].seconds for what in second_passes) if second_passes else None
-    report = row.reported()
+    report = reported(row)
     score, measures = cell.task.verdict_now(sample, reply.text) if outcome is None else (outcome.score, {})
     return SampleRow(
         id=draw_id(sample.id, cell.draw),
@@ -118,8 +118,8 @@ def variant_words(cell: Cell, report: dict[str, Any], index_share: float = 1) ->
 
 def books_of(row: SelectiveAttention) -> dict[str, float | int | bool | None]:
     """The ledger of an answer, as the sample's line has it."""
-    in_mean, whole = row.keeps_budget_in == "mean" or row.budget.counts == "mean", row.skipped_layers()
-    return row.store.ledger.summary(row.budget, row.trace.shape, whole, in_mean, with_index=not row.drops)
+    in_mean, whole = row.traits.keeps_budget_in == "mean" or row.budget.counts == "mean", row.skipped
+    return row.store.ledger.summary(row.budget, row.trace.shape, whole, in_mean, with_index=not row.traits.drops)
 
 
 def prefill_columns(row: SelectiveAttention, cell: Cell) -> dict[str, Any]:
@@ -314,11 +314,11 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         metric=cell.task.metric,
         prefill=prefill,
         prefill_params=prefill_params,
-        budget_counts=(settings.budget.counts or "target") if cell.rules.of_answers else None,
+        budget_counts=(settings.budget.counts or "target") if cell.rules.traits.of_answers else None,
         sampling=settings.sampling.identity(),
         allocator=None if settings.allocator is None else settings.allocator.label(),
         keeping=cell.post_processing.label() or None,
-        adapts=cell.rules.adapts(cell.params),
+        adapts=cell.traits.adapts,
         memory_exact=None if settings.budget.memory is None else exact(settings.budget.memory),
         key_share=None if cell.shape.key_share == Fraction(1, 2) else exact(cell.shape.key_share),
         compressed_share=None if compressed == 1 else round(compressed, 6),

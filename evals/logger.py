@@ -14,15 +14,16 @@ import hashlib
 import importlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvbench.engine.errors import ConfigError, one_line
 from kvbench.engine.foreign import parse_json
-from kvbench.evals.asked import class_and_params
+from kvbench.evals.cells import class_and_params
 from kvbench.evals.refusals import refuse_missing_package
 from kvbench.evals.screen.progress import say
 from kvbench.evals.settings import Settings
@@ -42,28 +43,39 @@ CONFIGURATION = (  # of a result: where it was made, and of what
 )
 
 
-class Logger:
-    """A place where copies of runs go; this one makes none."""
+class Logger(ABC):
+    """A place where copies of runs go."""
 
-    @dataclass(frozen=True)
-    class Params:
-        pass
+    Params: ClassVar[type]
 
     def __init__(self, params: Any, sweep: str | None) -> None:
         self.params, self.sweep = params, sweep
 
+    @abstractmethod
     def check(self) -> None:
         """Raise `ConfigError` where no copy can be made; called before a model is loaded."""
 
+    @abstractmethod
     def copy(self, folder: Path, result: RunResult) -> None:
         """Copy a finished run, unless that was done before."""
 
     def farewell(self, folders: Sequence[Path]) -> str | None:
         """Where the copies of these runs are, once all were made, and what is left to be done."""
+        return None
 
 
 class Nothing(Logger):
     """Make no copies."""
+
+    @dataclass(frozen=True)
+    class Params:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def copy(self, folder: Path, result: RunResult) -> None:
+        pass
 
 
 class Copies:

@@ -29,8 +29,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.machine import arithmetic, choose
 from kvbench.engine.model import Model
 from kvbench.engine.shapes import Checkpoint, ModelShape
-from kvbench.evals.asked import architecture
-from kvbench.evals.settings import ModelSpec, Settings
+from kvbench.evals.settings import ModelSpec, Settings, architecture
 
 
 def resolve_hardware(settings: Settings) -> Settings:

@@ -30,13 +30,13 @@ from kvbench.engine.model import Model
 from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
-from kvbench.evals.asked import check_method
-from kvbench.evals.cells import Cell, cell_without_task, check_loaded
+from kvbench.evals.cells import Cell, cell_without_task, check
 from kvbench.evals.lines import books_of
 from kvbench.evals.models import load_model as load
 from kvbench.evals.models import resolve_hardware
 from kvbench.evals.settings import from_words, load_class
 from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.methods.combinations import MODEL, SHAPE
 from kvbench.tasks.base import Sample
 from kvbench.tasks.ending import Ending
 from kvbench.tasks.fidelity import exact_attention
@@ -70,8 +70,8 @@ class Wanted:
     def on(self, model: Model, s_prompt: int) -> Variant:
         """The method on prompts of so many tokens; `ConfigError` where the model or the budget does not suit it."""
         cell = replace(self.cell, shape=model.shape)
-        check_method(cell.asked, model.shape)
-        check_loaded([cell], model.checkpoint)
+        check(cell, SHAPE)
+        check(cell, MODEL, model.checkpoint)
         return cell.variant(s_prompt)
 
 

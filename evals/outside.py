@@ -273,7 +273,10 @@ def choose(group: str, kinds: dict[str, Any], name: str | None, path: Path) -> A
 
 def refuse_incomplete(group: str, kind: Any, where: str) -> None:
     lacking = sorted(kind.__abstractmethods__)
-    lacking += [word for word, hint in SAY[group].items() if not isinstance(getattr(kind, word, None), hint)]
+    says = {word: getattr(kind, word, None) for word in SAY[group]}
+    if group == "method":
+        says["drops"] = kind.traits.drops
+    lacking += [word for word, hint in SAY[group].items() if not isinstance(says[word], hint)]
     if lacking:
         raise ConfigError(f"{kind.__name__} of {where} has no {' and no '.join(lacking)}; see {PAGES[group]}")
 

@@ -33,6 +33,7 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 APART = ("hydra", "architecture", "hardware", "heads")  # Hydra's own, and tables that are looked up by name
 LAUNCHER = "hydra/launcher"  # the one group of Hydra's own that can be chosen from
 MOST_CELLS = 10_000  # of a sweep; each is composed before the first one runs
+INFOS = ("all", "config", "defaults", "plugins")  # what Hydra says of itself
 OURS = ("--list", "--check", "--dry-run", "--help")  # flags that run.py takes before these
 
 
@@ -90,8 +91,8 @@ class Flags(ArgumentParser):
         super().__init__(add_help=False, allow_abbrev=False)
         modes = self.add_mutually_exclusive_group()
         modes.add_argument("-m", "--multirun", nargs=0, action=Keep)
-        modes.add_argument("-c", "--cfg", choices=("job", "hydra", "all"), action=Keep)
-        modes.add_argument("-i", "--info", choices=("all", "config", "defaults", "plugins"), action=Keep)
+        modes.add_argument("-c", "--cfg", nargs="?", const="job", choices=("job", "hydra", "all"), action=Keep)
+        modes.add_argument("-i", "--info", nargs="?", const="all", choices=INFOS, action=Keep)
         self.add_argument("-p", "--package", action=Keep)
         for flag in ("--resolve", "--hydra-help"):
             self.add_argument(flag, nargs=0, action=Keep)

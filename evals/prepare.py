@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from kvbench.engine.books.width import answers_bytes, most_at_once, prompt_bytes, variant_bytes
-from kvbench.engine.budget import Frame
-from kvbench.engine.declared import gigabytes
+from kvbench.engine.budget import Frame, gigabytes
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.machine import machine_bytes
 from kvbench.engine.sampling.spec import draw_id, draw_seed

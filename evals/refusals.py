@@ -1,6 +1,6 @@
 """What becomes of a cell that is refused: named, left out of its sweep, or the end of the command.
 
-Not here: what is refused, and why (`evals/asked.py`, `evals/cells.py`, `evals/prepare.py`).
+Not here: what is refused, and why (`methods/combinations.py`, `evals/cells.py`, `evals/prepare.py`).
 """
 
 import sys
@@ -67,14 +67,14 @@ def naming(settings: Settings) -> Iterator[None]:
         with staying([settings.method.target]):
             yield
     except ConfigError as error:
-        raise CellRefused(settings, error) from None
+        raise CellRefused(settings, f"{error}") from None
 
 
 class CellRefused(ConfigError):
     """A refusal of one cell, which may be one of several."""
 
-    def __init__(self, settings: Settings, error: ConfigError) -> None:
-        super().__init__(f"method={settings.method.name} {settings.budget.label()}: {error}")
+    def __init__(self, settings: Settings, sentence: str) -> None:
+        super().__init__(f"method={settings.method.name} {settings.budget.label()}: {sentence}")
         self.settings = settings
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str]]:

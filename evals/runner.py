@@ -3,7 +3,7 @@
 Whatever can be refused is refused before the first folder is made, for all cells: what settings and a model's header
 tell before torch is loaded, what only prompts tell before weights are loaded.
 
-Not here: what is asked for (`evals/asked.py`), what a cell is (`evals/cells.py`), the loop over samples
+Not here: what is asked for (`evals/cells.py`), what a cell is (`evals/cells.py`), the loop over samples
 (`evals/loop.py`), workers (`evals/shards.py`).
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvbench.engine.lazy import load_torch
 from kvbench.engine.machine import leave_busy_cores
 from kvbench.engine.terminal import say
-from kvbench.evals.asked import RUNS, ask
+from kvbench.evals.cells import RUNS, ask
 from kvbench.evals.logger import Copies, check_logger
 from kvbench.evals.refusals import check_pool, refuse_nothing_left
 from kvbench.evals.settings import Settings

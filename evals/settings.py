@@ -45,6 +45,7 @@ from kvbench.methods.allocator import UNIFORM, Allocator
 from kvbench.methods.named import METHODS, scorer_fields, scorer_values, values_of
 from kvbench.results.names import FIRST, known, own_methods
 
+ARCHITECTURES = Path(__file__).resolve().parents[1] / "conf" / "architecture"
 ORDERS = ("drop_first", "quantise_first")  # of a composition; the first is usual
 DEVICE = Matches(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", "auto, cpu, cuda or cuda:N, or mps or xpu where torch has one")
 # Values that change nothing. A run's identity leaves out the keys that have them, so that a key may be added and every
@@ -528,9 +529,16 @@ def default_comm(*, _root_: DictConfig) -> str | None:
 def compresses_answers(target: str) -> bool:
     """Whether the class is of methods that cut while they answer, whichever file it is in."""
     try:
-        return load_class(Choice("method", "", target, {})).of_answers
+        return load_class(Choice("method", "", target, {})).traits.of_answers
     except ConfigError:
         return False  # no class: `of_kind` refuses it by name
+
+
+def architecture(spec: ModelSpec) -> dict[str, Any] | None:
+    """A model's file in conf/architecture."""
+    names = (spec.name, spec.name.removesuffix("-instruct"))
+    file = next((path for name in names if (path := ARCHITECTURES / f"{name}.yaml").is_file()), None)
+    return None if file is None else yaml.safe_load(file.read_text())
 
 
 def model_name(model_id: str) -> str:
@@ -545,8 +553,10 @@ def own_class(name: str) -> Any:
 
 
 def methods_for(budget: str) -> list[str]:
-    """Methods of ours that take such a budget (`Rules.takes`), full attention first."""
-    return sorted((name for name in own_methods() if budget in own_class(name).takes), key=lambda name: name != "full")
+    """Methods of ours that take such a budget (`Traits.takes`), full attention first."""
+    return sorted(
+        (name for name in own_methods() if budget in own_class(name).traits.takes), key=lambda name: name != "full"
+    )
 
 
 def every_method(budget: str, others: str = "") -> str:

@@ -29,8 +29,8 @@ import torch
 from kvbench.checkout import ROOT
 from kvbench.engine.errors import ConfigError, RunError
 from kvbench.evals.answer import Answering
-from kvbench.evals.asked import ask as ask_for
 from kvbench.evals.cells import RUNS, ready_cells
+from kvbench.evals.cells import ask as ask_for
 from kvbench.evals.lines import standing
 from kvbench.evals.loop import Group
 from kvbench.evals.models import load_model

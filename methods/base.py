@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
@@ -35,13 +35,12 @@ from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Change, Placement, Quantize, Release, Stay, Whole
 from kvbench.engine.post_processing import AS_THEY_ARE, PostProcessing
 from kvbench.engine.sampling.cues import Cue
-from kvbench.engine.search import Search, Searches
+from kvbench.engine.search import Search
 from kvbench.engine.selection import FeedSelection, Found
 from kvbench.engine.shapes import ModelShape
-from kvbench.kernels.jit import constants
 from kvbench.kernels.scratch import Scratch
 from kvbench.methods.allocator import UNIFORM, Allocator
-from kvbench.methods.rules import Quantizer, Rules
+from kvbench.methods.rules import Quantizer, Rules, planned
 
 if TYPE_CHECKING:  # slow to import, and a refused command needs none of them
     from kvbench.engine.attend import Part
@@ -53,7 +52,6 @@ if TYPE_CHECKING:  # slow to import, and a refused command needs none of them
 
 CHECKS_ALL = "KVBENCH_CHECK"  # in the environment: every row is checked, and not those alone whose method is not ours
 HOOKS = ("after_attention", "behind", "resident")
-CLASSWIDE = ("resident_rows", "after_rows")
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Composition:
 
     def join(self, row: "SelectiveAttention") -> None:
         """Let the row's store make codes."""
-        if not row.drops:
+        if not row.traits.drops:
             row.store.host_code = self.quantizer.token_code()
             return
         row.store.quantize = self.quantize()
@@ -100,9 +98,9 @@ class Variant:
     def is_full(self) -> bool:
         """Full attention itself: the variant attends to every token, changes none and never evicts one."""
         budget, method = self.budget, self.method
-        becomes_codes = method.changes or (self.composition is not None and method.drops)
+        becomes_codes = method.traits.changes or (self.composition is not None and method.traits.drops)
         is_exact = budget.memory == 1 or (budget.memory is None and not becomes_codes)
-        return budget.attends_all and budget.never_evicts and is_exact and not method.adapts(self.params)
+        return budget.attends_all and budget.never_evicts and is_exact and not method.traits_of(self.params).adapts
 
     @property
     def checked_for(self) -> str:
@@ -143,12 +141,13 @@ class SelectiveAttention(Rules, ABC):
     wants_input: bool = False  # True: after a step it finds `x_now`
     x_now: Tensor  # (1, 1, D), what the layer's attention was called with
     draw: int = 0  # which of a prompt's answers it belongs to; known once its layers are built
-    pads: ClassVar[bool] = False  # True: `select` may return -1 for "no token"
+    skipped: Sequence[int]  # layers that it leaves whole
 
     def __init__(self, variant: Variant, trace: Trace, n_new: int, store: "type[Store]") -> None:
         self.variant = variant
         self.params, self.budget, self.plan = variant.params, variant.budget, variant.plan
-        self.trace = trace
+        self.traits = self.traits_of(variant.params)  # pyright: ignore[reportAttributeAccessIssue]
+        self.trace, self.skipped = trace, self.whole_layers(variant.params, trace.shape)
         self.store = store(trace, n_new, variant.cache, variant.checked_for)
         if variant.composition is not None and not variant.is_full:
             variant.composition.join(self)
@@ -177,15 +176,15 @@ class SelectiveAttention(Rules, ABC):
         the method keeps, or sends to the host. Without `post_processing` kept tokens become what the method makes of
         them.
         """
-        budget, plan, cache = cls.planned(params, request, shape, s_prompt, cache, frame, quantizer)
-        divided = allocator or cls.own_allocator(params) or UNIFORM
+        budget, plan, cache = planned(cls, params, request, shape, s_prompt, cache, frame, quantizer)
+        traits = cls.traits_of(params)
         composition = (
             None
             if quantizer is None
             else Composition(quantizer, quantizer.rules.plan_for(quantizer.params, budget, shape))
         )
-        kept = cls.own_post_processing(params) if post_processing is None else post_processing
-        return Variant(cls, params, budget, plan, cache, divided, composition, kept)
+        kept = traits.post_processing if post_processing is None else post_processing
+        return Variant(cls, params, budget, plan, cache, allocator or traits.allocator or UNIFORM, composition, kept)
 
     @classmethod
     def observations(cls, params: Any, plan: Any) -> tuple[Observation, ...]:
@@ -204,7 +203,7 @@ class SelectiveAttention(Rules, ABC):
 
     def build(self, layer: int) -> None:
         """Take over a layer of the prompt. Where nothing is to be compressed, every token stays for good."""
-        whole = self.variant.is_full or layer in self.skipped_layers()
+        whole = self.variant.is_full or layer in self.skipped
         with self.trace.as_held(layer):
             if placement := Whole() if whole else self.arrange(layer):
                 self.store.place(layer, placement)
@@ -219,7 +218,7 @@ class SelectiveAttention(Rules, ABC):
                     f"{type(self).__name__}.arrange says nothing of layer {layer}; return where its tokens go, such as "
                     "Kept(positions, n_window), Offloaded(n_sink, n_window) or Whole() of kvbench.engine.placement"
                 )
-        for layer in () if self.variant.is_full else {*self.store.layers} - {*self.skipped_layers()}:
+        for layer in () if self.variant.is_full else {*self.store.layers} - {*self.skipped}:
             self.store[layer].token_bytes = self.token_bytes(layer)
 
     def token_bytes(self, layer: int) -> int:
@@ -234,19 +233,13 @@ class SelectiveAttention(Rules, ABC):
         """The layers that `arrange` left, for methods that divide a budget over layers once they have seen them all."""
         return {}
 
-    def skipped_layers(self) -> Sequence[int]:
-        """Layers that the method leaves whole on purpose; its budget is checked on the others."""
-        if not self.skips:
-            return ()
-        return [layer for layer in self.trace.shape.attention_layers if layer < self.params.full_layers]
-
     def protected(self, layer: int) -> Sequence[int]:
         """Positions that this method promises to attend to at the step just made, whatever the query; nobody asks full
         attention.
 
         A retrieving method's are sinks and window, and everything where nothing is fetched.
         """
-        if self.drops or not self.attends_current:
+        if self.traits.drops or not self.traits.attends_current:
             return ()
         n, n_window = self.store[layer].n_seen, self.store[layer].n_window
         if not self.store[layer].can_fetch:
@@ -256,26 +249,6 @@ class SelectiveAttention(Rules, ABC):
     def select(self, layer: int, q: Tensor) -> Found:
         """Positions to fetch for this query (1, h, 1, d_h): (1, h_kv or h, k) without repeats, or a `Selection`."""
         return None
-
-    @classmethod
-    def select_rows(cls, rows: Sequence[Self], layer: int, q: Tensor) -> Sequence[Found]:
-        """`select` for all rows of this class at once; q is (n, h, 1, d_h)."""
-        kinds = cls.kinds(rows, layer)
-        if len(kinds) == 1:
-            return cls.search(rows, layer, q)
-        found: list[Found] = [None] * len(rows)
-        for alike in kinds:
-            for i, one in zip(alike, cls.search([rows[i] for i in alike], layer, q[alike]), strict=True):
-                found[i] = one
-        return found
-
-    @classmethod
-    def kinds(cls, rows: Sequence[Self], layer: int) -> list[list[int]]:
-        """Which rows are searched together."""
-        places: dict[Hashable, list[int]] = {}
-        for i, row in enumerate(rows):
-            places.setdefault(row.kind(layer), []).append(i)
-        return [*places.values()]
 
     def kind(self, layer: int) -> Hashable:
         """Rows of which this is the same are searched together."""
@@ -287,29 +260,13 @@ class SelectiveAttention(Rules, ABC):
         return [row.select(layer, q[i : i + 1]) for i, row in enumerate(rows)]
 
     @classmethod
-    def search_rows(
-        cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch, ahead: int
-    ) -> Search | None:  # fmt: skip
-        """How a search these rows have just made goes on at steps to come, if they do nothing after attention.
-
-        There are `ahead` of them at most.
-        """
-        kinds = cls.kinds(rows, layer)
-        if len(kinds) == 1:
-            return cls.search_again(rows, layer, q, scratch, ahead)
-        each: list[tuple[Search, Sequence[int], Tensor]] = []
-        for alike in kinds:
-            search = cls.search_again([rows[i] for i in alike], layer, q[alike], scratch, ahead)
-            if search is None:
-                return None
-            each.append((search, alike, constants(tuple(alike), q.device)))
-        return Searches(each)
-
-    @classmethod
     def search_again(
         cls, rows: Sequence[Self], layer: int, q: Tensor, scratch: Scratch, ahead: int
     ) -> Search | None:  # fmt: skip
-        """The next search of rows of one kind, as `search_rows` answers; None where each step is planned anew."""
+        """The next search of rows of one kind, if they do nothing after attention, for `ahead` steps to come at most.
+
+        None where each step is planned anew.
+        """
         return None
 
     def resident(self, layer: int, q: Tensor) -> list["Part"]:
@@ -320,12 +277,7 @@ class SelectiveAttention(Rules, ABC):
     def is_stored(self) -> bool:
         """Whether what is attended to without a fetch is what the store holds, whatever the query."""
         kind, base = type(self), SelectiveAttention
-        return kind.resident is base.resident and kind.resident_rows.__func__ is base.resident_rows.__func__
-
-    @classmethod
-    def resident_rows(cls, rows: Sequence[Self], layer: int, q: Tensor) -> list[list["Part"]]:
-        """`resident` for all rows of this class at once; q is (n, h, 1, d_h)."""
-        return [row.resident(layer, q[i : i + 1]) for i, row in enumerate(rows)]
+        return kind.resident is base.resident
 
     def after_attention(self, layer: int, out: Tensor, weights: Tensor | None) -> Tensor:
         """The layer's output (1, h, 1, d_h), for methods that correct it, by weights (1, h, s) if they want them."""
@@ -384,22 +336,6 @@ class SelectiveAttention(Rules, ABC):
         """Facts of this sample, as JSON; nobody asks full attention."""
         return {}
 
-    def reported(self) -> dict[str, Any]:
-        """The sample's `method_report`, where there is anything to report."""
-        return {} if self.variant.is_full else self.shortened() | self.report()
-
-    def overall_ratio(self, share: Fraction | float) -> float:
-        """A share of the tokens over all layers, where it is that of the layers that are not skipped."""
-        n_layers, n_full = len(self.trace.shape.attention_layers), len(self.skipped_layers())
-        return float((n_full + (n_layers - n_full) * share) / n_layers)
-
-    def shortened(self) -> dict[str, Any]:
-        """The number of sinks for `method_report`, where the budget left room for fewer than asked."""
-        wanted, n_sink = getattr(self.params, "n_sink", None), getattr(self.plan, "n_sink", None)
-        if wanted is None or n_sink is None or n_sink >= wanted or self.variant.is_full:
-            return {}
-        return {"n_sink": n_sink}
-
     # Contexts that are asked many times.
 
     @property
@@ -408,12 +344,8 @@ class SelectiveAttention(Rules, ABC):
         kind = type(self)
         return self.variant.is_full or (
             all(getattr(kind, name) is getattr(SelectiveAttention, name) for name in HOOKS)
-            and all(getattr(kind, name).__func__ is getattr(SelectiveAttention, name).__func__ for name in CLASSWIDE)
+            and kind.after_rows.__func__ is SelectiveAttention.after_rows.__func__
         )
-
-    def is_still_at(self, layer: int) -> bool:
-        """Whether a step of a layer that fetches nothing only adds its token."""
-        return self.is_still or layer in self.skipped_layers()
 
     @property
     def repeats(self) -> bool:
@@ -434,7 +366,7 @@ class SelectiveAttention(Rules, ABC):
         if at.can_fetch:
             takes = not on_gpu and self.selects_feeds(layer)
         else:
-            takes = self.is_still_at(layer)
+            takes = self.is_still or layer in self.skipped
         # A query sees at least one of the window's tokens before the feed.
         most = at.capacity - (at.n_window if on_gpu else 1)
         return max(1, min(m, most)) if takes else 1
@@ -463,7 +395,7 @@ class SelectiveAttention(Rules, ABC):
         right after the context: what is older leaves it for the host, and can be fetched from then on.
         """
         at = self.store[layer]
-        assert self.extends(self.params), f"{type(self).__name__} keeps the budget of the context"
+        assert self.traits.grows, f"{type(self).__name__} keeps the budget of the context"
         if not at.can_fetch:
             return None
         n_over = max(0, at.n_window - at.n_latest)
@@ -475,3 +407,25 @@ class SelectiveAttention(Rules, ABC):
     def read_feed(self, layer: int, feed: "Feed") -> Tensor | None:
         """Take in tokens of which `at_once` allows as many; their outputs (1, h, m, d_h). None: as any row does."""
         return None
+
+
+# What a sample's `method_report` has.
+
+
+def reported(row: SelectiveAttention) -> dict[str, Any]:
+    """All of it, where there is anything to report."""
+    return {} if row.variant.is_full else shortened(row) | row.report()
+
+
+def shortened(row: SelectiveAttention) -> dict[str, Any]:
+    """The number of sinks, where the budget left room for fewer than asked."""
+    wanted, n_sink = getattr(row.params, "n_sink", None), getattr(row.plan, "n_sink", None)
+    if wanted is None or n_sink is None or n_sink >= wanted or row.variant.is_full:
+        return {}
+    return {"n_sink": n_sink}
+
+
+def overall_ratio(row: SelectiveAttention, share: Fraction | float) -> float:
+    """A share of the tokens over all layers, where it is that of the layers that are not skipped."""
+    n_layers, n_full = len(row.trace.shape.attention_layers), len(row.skipped)
+    return float((n_full + (n_layers - n_full) * share) / n_layers)

@@ -24,8 +24,8 @@ class Full(SelectiveAttention):
         pass
 
     @classmethod
-    def budget_for(cls, request: BudgetRequest, s_prompt: int) -> Budget:
-        return resolve(EVERYTHING, s_prompt, cls.drops)
+    def budget_for(cls, params: Params, request: BudgetRequest, s_prompt: int) -> Budget:
+        return resolve(EVERYTHING, s_prompt, cls.traits.drops)
 
     def arrange(self, layer: int) -> Whole:
         return Whole()

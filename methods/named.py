@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import OmegaConf
 
@@ -25,6 +25,8 @@ class Scorer:
     A field of `Params` that is one is given as a name of conf/method, or as its name and values that differ there.
     """
 
+    words: ClassVar[str] = "a method that scores tokens"
+
     rules: type[Rules]
     params: Any
 
@@ -39,7 +41,7 @@ def scorer(value: Any, key: str) -> Scorer:
     module, _, name = values.pop("_target_").rpartition(".")
     rules: type[Rules] = getattr(import_module(module), name)
     named = values.pop("name")
-    if not rules.is_scorer:
+    if not rules.traits.is_scorer:
         raise ConfigError(
             f"{key}={named} scores no tokens that another method could choose among; use one that does, such as "
             f"{key}=snapkv"

@@ -19,6 +19,7 @@ from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.methods.base import Variant
 from kvbench.methods.named import Scorer
 from kvbench.methods.scoring import ScoringMethod
+from kvbench.methods.traits import Traits
 
 
 def kind_of(scorer: Scorer) -> type[ScoringMethod]:
@@ -28,7 +29,7 @@ def kind_of(scorer: Scorer) -> type[ScoringMethod]:
 
 def refuse_query_heads(scorer: Scorer, title: str) -> None:
     """Raise `ConfigError` for a scorer with a set for each query head."""
-    if scorer.rules.is_query_wide(scorer.params):
+    if scorer.rules.traits_of(scorer.params).is_query_wide:
         raise ConfigError(
             f"each query head has scores of its own in method.scorer, and {title} chooses for KV heads; use "
             "reduce: mean in method.scorer"
@@ -52,16 +53,14 @@ class OverScorer(ScoringMethod):
         return cls.Plan(cls.inner_plan(params, budget, shape))
 
     @classmethod
-    def comparable_over(cls, params: Any) -> str:
-        return params.scorer.rules.comparable_over(params.scorer.params)
+    def traits_of(cls, params: Any) -> Traits:
+        scorer = params.scorer.rules.traits_of(params.scorer.params)
+        return replace(super().traits_of(params), comparable=scorer.comparable)
 
     @classmethod
     def check(cls, params: Any, request: BudgetRequest, shape: ModelShape) -> None:
         super().check(params, request, shape)
-        rules = params.scorer.rules
-        if shape.width != 2 * shape.d_h:
-            rules.check_widths(shape, None)
-        rules.check(params.scorer.params, request, shape)
+        params.scorer.rules.check(params.scorer.params, request, shape)
 
     @classmethod
     def check_model(cls, params: Any, model: Checkpoint) -> None:

@@ -7,6 +7,7 @@ Not here: scores that several methods share (`methods/scorers.py`), integers (`m
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from kvbench.methods.dropping.allocators import (
     whole_layers,
 )
 from kvbench.methods.scorers import by_heads, keep_top, layer_vector
+from kvbench.methods.traits import Traits
 
 
 class ScoringMethod(SelectiveAttention):
@@ -69,16 +71,12 @@ class ScoringMethod(SelectiveAttention):
         return own and cls.scores is ScoringMethod.scores
 
     @classmethod
-    def extends(cls, params: Any) -> bool:
-        return super().extends(params) or (cls.is_by_keys() and not cls.evicts(params))
-
-    @classmethod
-    def unreadable(cls, params: Any) -> str:
-        return "" if cls.is_by_keys() else super().unreadable(params)
+    def traits_of(cls, params: Any) -> Traits:
+        return replace(super().traits_of(params), by_keys=cls.is_by_keys())
 
     def extend(self, layer: int, q: Tensor, grown: Variant) -> Stay | None:
         """Keys are worth what they are among those that are held: the best stay, with the first and the last ones."""
-        if layer in self.skipped_layers():
+        if layer in self.skipped:
             return None
         at, store, tokens, (n_first, n_last) = self.store[layer], self.store, grown.budget.tokens, self.ends()
         keys, positions = at.keys(), at.positions()
@@ -121,7 +119,7 @@ class ScoringMethod(SelectiveAttention):
 
     def scored_layers(self) -> Sequence[int]:
         """The layers that share the budget."""
-        skipped = frozenset(self.skipped_layers())
+        skipped = frozenset(self.skipped)
         return [layer for layer in self.trace.shape.attention_layers if layer not in skipped]
 
     def counts(self) -> Sequence[Counts]:

@@ -16,11 +16,12 @@ from typing import Any
 from kvbench.engine.budget import NO_FRAME
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.asked import Asked, Lookups, ask_one
+from kvbench.evals.cells import Cell, Lookups, ask_one
 from kvbench.evals.models import look_up
 from kvbench.evals.refusals import naming
 from kvbench.evals.settings import Settings, from_words, load_class
 from kvbench.methods.base import Variant
+from kvbench.methods.combinations import SERVING, TABLE, refusals
 
 VARIABLE = "KVBENCH_SERVING"
 VISIBLE, PAGES, DROPPING = RUNGS = ("visible", "pages", "dropping")
@@ -85,50 +86,33 @@ class Chosen:
     """The method and settings that the words choose."""
 
     settings: Settings
-    asked: Asked
+    cell: Cell
     shape: ModelShape
 
     @property
     def label(self) -> str:
         """The method and its budget, as `/v1/models` and tables have them."""
         method, budget = self.settings.method.name, self.settings.budget.label()
-        return f"{method} {budget}" if self.asked.rules.has_budget else method
+        return f"{method} {budget}" if self.cell.traits.has_budget else method
 
     def variant(self, s_prompt: int, shape: ModelShape | None = None) -> Variant:
         """`ConfigError` where the budget is too small for so few tokens."""
-        asked, settings = self.asked, self.asked.settings
+        cell, settings = self.cell, self.cell.settings
         with naming(settings):
             kind: Any = load_class(settings.method)
             more = settings.cache, settings.allocator, NO_FRAME
-            return kind.variant_for(asked.params, settings.budget, shape or self.shape, s_prompt, *more)
+            return kind.variant_for(cell.params, settings.budget, shape or self.shape, s_prompt, *more)
 
 
 def chosen(words: Sequence[str]) -> Chosen:
     """What words of `run.py` choose; `ConfigError` where they are wrong, or say what no serving engine does."""
     settings = from_words([*words])
-    asked = ask_one(settings, Lookups())
-    refuse_keys(settings)
-    if asked.rules.reads_inputs:
-        raise Unserved(f"{asked.rules.title} reads the attention's input, which vLLM does not hand out; leave it out")
-    return Chosen(settings, asked, look_up(settings))
+    cell = ask_one(settings, Lookups())
+    refuse(replace(cell, settings=settings))
+    return Chosen(settings, cell, look_up(settings))
 
 
-def refuse_keys(settings: Settings) -> None:
-    """`Unserved` where a run asks for what a serving engine has no place for."""
-    says = [
-        ("prefill=", settings.prefill),
-        ("prefill.evict", settings.evicts),
-        ("prefill.chunk", settings.chunk),
-        ("compose=", settings.compose),
-        ("cache.tokens", settings.cache.tokens),
-        ("memory=", settings.budget.memory),
-        ("budget_counts=", settings.budget.counts),
-        ("temperature=", not settings.sampling.is_greedy),
-        ("positions=", settings.post_processing.positions),
-        ("dropped=", settings.post_processing.dropped),
-        ("compression_scope=context_only", settings.scope != "full_prompt"),
-        ("weights=random", settings.weights == "random"),
-    ]
-    for name, value in says:
-        if value:
-            raise Unserved(f"{name} is not served by vLLM, whose prefill and pages are one for all; leave it out")
+def refuse(cell: Cell, rung: str | None = None) -> None:
+    """`Unserved` where a cell asks for what a serving engine, or a rung of it, has no place for."""
+    for _, sentence in refusals(TABLE, cell.case(rung=rung), SERVING):
+        raise Unserved(sentence)

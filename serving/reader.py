@@ -121,8 +121,8 @@ class Reader:
     def books(self) -> dict[str, Any]:
         """The ledger as a line of samples.jsonl has it."""
         row, rules = self.row, self.variant.method
-        exempt, in_mean = row.skipped_layers(), rules.keeps_budget_in == "mean"
-        with_index = not rules.drops
+        exempt, in_mean = row.skipped, rules.traits.keeps_budget_in == "mean"
+        with_index = not rules.traits.drops
         return {"s_prompt": self.s_prompt} | row.store.ledger.summary(
             row.budget, self.trace.shape, exempt, in_mean, with_index=with_index
         )

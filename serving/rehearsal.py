@@ -15,7 +15,7 @@ import torch
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
-from kvbench.serving.order import DROPPING, PAGES, RUNGS, Order, Unserved
+from kvbench.serving.order import DROPPING, PAGES, RUNGS, Order, Unserved, refuse
 from kvbench.serving.pages import Pages
 from kvbench.serving.pagetable import tables_of
 from kvbench.serving.reader import Desk, Reader, Turn, folded
@@ -29,12 +29,12 @@ def rehearse(order: Order) -> Order:
     """The order, with what its scheduler has to know; `Unserved` where the method cannot be served so."""
     if order.rung not in RUNGS:
         raise ConfigError(f"rung={order.rung} is unknown; use {', '.join(RUNGS[:-1])} or {RUNGS[-1]}")
-    title = order.chosen.asked.rules.title
+    cell = order.chosen.cell
+    refuse(cell, order.rung)
     try:
-        check_rules(order)
         slacks = slacks_of(order)
     except Unserved as error:
-        raise Unserved(f"{title} cannot be served on rung={order.rung}: it {error}") from None
+        raise Unserved(f"{cell.rules.title} cannot be served on rung={order.rung}: it {error}") from None
     if order.rung != DROPPING or len(set(slacks)) > 1:
         return replace(order, slack=None)  # where it depends on the prompt, an answer is counted as it grows
     return replace(order, slack=slacks[0])
@@ -57,27 +57,6 @@ def slacks_of(order: Order) -> list[int | None]:
     return found
 
 
-def check_rules(order: Order) -> None:
-    """Check what a method says of itself."""
-    rules, params = order.chosen.asked.rules, order.chosen.asked.params
-    if not rules.drops and rules.has_budget and order.rung == DROPPING:
-        raise Unserved("retrieves what it needs, so that no page may go; use rung=visible with it")
-    if rules.adapts(params) and order.rung == DROPPING:
-        raise Unserved("keeps as many tokens as each prompt needs, which vLLM's scheduler does not foresee")
-    says = [
-        (rules.asks_question(params), "wants to know where the question begins, which no request says"),
-        (rules.prunes_prompt, "leaves tokens out of the prefill, and vLLM's is one for all"),
-        (rules.changes, "keeps codes or numbers of its own, and pages hold the model's"),
-        (rules.of_answers, "cuts prompt and answer between steps, which vLLM's scheduler does not foresee"),
-    ]
-    for is_so, why in says:
-        if is_so:
-            raise Unserved(why)
-    own = order.chosen.settings.allocator or rules.own_allocator(params)
-    if own is not None and own.needs_all_layers:
-        raise Unserved("divides its budget once it has seen all layers, which a request that is read again has not")
-
-
 def check_prompt(order: Order, n: int) -> None:
     """`ConfigError` where the budget is too small for a prompt of `n` tokens."""
     order.variant(n)
@@ -90,8 +69,8 @@ def rehearsed_shape(shape: ModelShape, n_layers: int) -> ModelShape:
 
 def slack_of(order: Order, s: int) -> int | None:
     """Tokens that an answer adds before others leave, None where all of it stays."""
-    params = order.chosen.asked.params
-    n_layers = LAYERS + (getattr(params, "full_layers", 0) if order.chosen.asked.rules.skips else 0)
+    params = order.chosen.cell.params
+    n_layers = LAYERS + (getattr(params, "full_layers", 0) if order.chosen.cell.traits.skips else 0)
     shape = rehearsed_shape(order.chosen.shape, n_layers)
     own = replace(order, slack=None)
     own.__dict__["chosen"] = replace(order.chosen, shape=shape)

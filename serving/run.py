@@ -22,7 +22,7 @@ from kvbench.evals.runner import prepare
 from kvbench.evals.settings import Settings
 from kvbench.results import RunResult, SampleRow
 from kvbench.results.opened import open_folders, results_of
-from kvbench.serving.order import Order, refuse_keys
+from kvbench.serving.order import Order, refuse
 from kvbench.serving.rehearsal import rehearse
 from kvbench.serving.serve import need_vllm
 from kvbench.tasks.serving import Serving
@@ -53,12 +53,12 @@ def order_of(cell: Cell) -> Order:
     task = cell.task
     assert isinstance(task, Serving)
     settings = cell.settings
-    refuse_keys(settings)
+    refuse(cell)
     if settings.dtype != "float32":
         raise ConfigError(f"dtype={settings.dtype} has other pages in vLLM than are known; use dtype=float32")
     rung = task.params.rung
     if rung == "auto":
-        rung = "dropping" if cell.rules.drops else "visible"
+        rung = "dropping" if cell.traits.drops else "visible"
     return rehearse(Order(words_of(settings), rung))
 
 
@@ -105,10 +105,8 @@ def serve(cell: Cell, order: Order, group: Group, waiting: Sequence[PreparedSamp
     model = model_folder(cell.settings)
     figures: dict[str, Any] = {}
     shipped = {"block_size": BLOCK}  # so that the pool is as large as the others'
-    alone = (
-        {"as shipped": shipped, "with the method's restrictions": dict(RESTRICTED)} if not cell.rules.has_budget else {}
-    )
-    for name, more in alone.items():
+    alone = {"as shipped": shipped, "with the method's restrictions": dict(RESTRICTED)}
+    for name, more in ({} if cell.traits.has_budget else alone).items():
         engine = Engine.start(None, model, **flags, **more)
         figures[name] = drive(engine, requests)[1].as_json()
         engine.close()

@@ -65,7 +65,7 @@ class Command:
 
 def usual_rung(words: Sequence[str]) -> str:
     """The rung on which a method saves what it can."""
-    return DROPPING if chosen(tuple(words)).asked.rules.drops else VISIBLE
+    return DROPPING if chosen(tuple(words)).cell.traits.drops else VISIBLE
 
 
 def model_of(words: Sequence[str]) -> tuple[str, str]:

@@ -259,7 +259,7 @@ class Comparison:
 
     def _outcome(self, i: int, row: SelectiveAttention) -> Outcome:
         skipped = self.params.skip_layers
-        left_out = set(row.skipped_layers() if skipped is None else skipped)
+        left_out = set(row.skipped if skipped is None else skipped)
         # A method that leaves every layer whole is judged on all of them.
         counted = [j for j, layer in enumerate(self.layers) if layer not in left_out]
         counted = counted or list(range(len(self.layers)))

@@ -86,6 +86,6 @@ def run_copies(model: Model, reading: Reading, feed: Sequence[int], n: int) -> t
     read_peak = watch_peak(model.devices)
     trace, row = reading()
     n = min(n, most_on_host(row))
-    rows = [row, *(request_like(row) if row.rolls_back else reading()[1] for _ in range(n - 1))]
+    rows = [row, *(request_like(row) if row.traits.rolls_back else reading()[1] for _ in range(n - 1))]
     seconds = decode(model, trace, rows, max_new_tokens=0, feed=feed).step_seconds
     return n, statistics.median(seconds[1:]), read_peak() if model.device.type == "cuda" else None

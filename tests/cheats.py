@@ -98,15 +98,17 @@ SEARCHES_A_COPY = (
 COUNTS_A_BYTE = (
     FETCHES
     + """
-    def select_rows(rows, layer, q):
+    @classmethod
+    def search(cls, rows, layer, q):
         return [Selection(row.select(layer, q[i : i + 1]), Cost(moved_bytes=1)) for i, row in enumerate(rows)]
 """
 )
 SKIPS_EVERYTHING = (
     KEEPS
     + """
-    def skipped_layers(self):
-        return self.trace.shape.attention_layers
+    @classmethod
+    def whole_layers(cls, params, shape):
+        return shape.attention_layers
 """
 )
 SKIPS_AFTERWARDS = (
@@ -115,9 +117,7 @@ SKIPS_AFTERWARDS = (
     def arrange(self, layer):
         return Whole()
     def complete(self):
-        self.done = True
-    def skipped_layers(self):
-        return self.trace.shape.attention_layers if getattr(self, "done", False) else []
+        self.skipped = self.trace.shape.attention_layers
 """
 )
 PARTS = ("HEAD", "KEEPS", "FETCHES", "COPIES", "FULL_OUTPUT")

@@ -146,9 +146,9 @@ def subject(words: Sequence[str]) -> Subject:
         name=part.name,
         kind=kind,
         params=params,
-        post_processing=asked.post_processing.over(kind.own_post_processing(params)),
+        post_processing=asked.post_processing.over(kind.traits_of(params).post_processing),
         comm=FITTED_COMM.get(family, "1/16"),
-        keeps_budget=(part.name not in METHODS or part.name == family) and not kind.adapts(params),
+        keeps_budget=(part.name not in METHODS or part.name == family) and not kind.traits_of(params).adapts,
     )
 
 
@@ -200,7 +200,7 @@ def other_params(one: Subject, ratio: str) -> Subject | None:
 def variant(one: Subject, ratio: str) -> Variant:
     """The method at this ratio, or at the one that its error recommends."""
     request = BudgetRequest(Fraction(ratio), None, Fraction(one.comm))
-    if one.kind.of_answers:  # its budget is of prompt and answer together
+    if one.kind.traits.of_answers:  # its budget is of prompt and answer together
         request = BudgetRequest(None, max(1, floor((S + N_NEW) * Fraction(ratio))), Fraction(0), counts=one.counts)
     try:
         one.kind.check(one.params, request, model().shape)
@@ -375,10 +375,10 @@ def difference(a: Said, b: Said, name_b: str) -> str | None:
 
 
 def whole_budget(one: Subject) -> None:
-    if one.kind.adapts(one.params):
+    if one.kind.traits_of(one.params).adapts:
         return  # no budget, and so none that is whole
     full = answers([Full.variant_for(Full.Params(), BudgetRequest(Fraction(1), None, Fraction(0)), model().shape, S)])
-    if one.kind.changes:  # it attends to all at ratio 1, and is exact where it may keep all bytes
+    if one.kind.traits.changes:  # it attends to all at ratio 1, and is exact where it may keep all bytes
         request = BudgetRequest(None, None, Fraction(one.comm), memory=Fraction(1))
         mine = answers([one.kind.variant_for(one.params, request, model().shape, S)])
     else:
@@ -403,7 +403,7 @@ def chosen_once(one: Subject, ratio: str) -> None:
             assert not twice, f"{where}: query head {head} selects {listed(twice)} twice"
             there = tokens[torch.isin(tokens, seen.resident[head // shape.g])].tolist()
             assert not there, f"{where}: query head {head} fetches {listed(there)} beside what is resident"
-        if one.kind.attends_current:
+        if one.kind.traits.attends_current:
             assert bool(seen.attended[:, -1].all()), f"{where}: the current token is not attended to"
         n = int(seen.attended.sum())
         assert n == seen.n_counted, f"{where}: {n} tokens are attended to, and the books count {seen.n_counted}"
@@ -446,10 +446,10 @@ def reads_what_it_counts(one: Subject) -> None:
     trace = read([asked])
     with torch.inference_mode():
         row = built(asked.row(trace, N_NEW))
-        if not row.rolls_back or asked.is_full:
+        if not row.traits.rolls_back or asked.is_full:
             return
         for layer in trace.shape.attention_layers:
-            if layer not in row.skipped_layers() and layer not in trace.positions:
+            if layer not in row.skipped and layer not in trace.positions:
                 layer_reads_what_it_counts(row, layer)
 
 
@@ -504,7 +504,7 @@ def repeated(tokens: Tensor) -> list[int]:
 def within_budget(one: Subject, ratio: str) -> None:
     if not one.keeps_budget:
         return
-    if one.kind.of_answers and one.counts is None:
+    if one.kind.traits.of_answers and one.counts is None:
         for counts in COUNTS:
             try:
                 within_budget(replace(one, counts=counts), ratio)
@@ -513,10 +513,10 @@ def within_budget(one: Subject, ratio: str) -> None:
                     raise
         return
     row = watched(one, ratio).row
-    shape, exempt, budget = row.trace.shape, set(row.skipped_layers()), row.budget
+    shape, exempt, budget = row.trace.shape, set(row.skipped), row.budget
     priced = [entry for entry in row.store.ledger.entries if entry.layer not in exempt]
     n_layers = len({entry.layer for entry in priced})
-    if one.kind.keeps_budget_in == "mean":
+    if one.kind.traits.keeps_budget_in == "mean":
         return within_mean(one, ratio)
     if one.counts == "mean":
         held = sum(e.attended for e in priced) / shape.h / len(priced)
@@ -536,7 +536,7 @@ def within_budget(one: Subject, ratio: str) -> None:
             f"step {step}: {moved:.0f} bytes per layer are moved to find tokens, and comm={one.comm} allows {room}"
         )
     assert row.store.ledger.within(budget, shape, exempt), (
-        f"skipped_layers() names {sorted(exempt)}, and the other layers, or all where there is none, exceed the budget"
+        f"whole_layers() names {sorted(exempt)}, and the other layers, or all where there is none, exceed the budget"
     )
 
 
@@ -551,7 +551,7 @@ def within_mean(one: Subject, ratio: str) -> None:
     shape, budget = rows[0].trace.shape, rows[0].budget
     used: dict[str, list[float]] = {"tokens": [], "bytes": []}  # beyond what is allowed, a mean for each sample
     for row in rows:
-        entries = [e for e in row.store.ledger.entries if e.layer not in set(row.skipped_layers())]
+        entries = [e for e in row.store.ledger.entries if e.layer not in set(row.skipped)]
         used["tokens"].append(sum(e.attended / shape.h - budget.allowance(e.step) for e in entries) / len(entries))
         used["bytes"].append(sum(e.moved_meta_bytes for e in entries) / len(entries) - find_bytes(shape, budget))
     for what, beyond in used.items():
@@ -629,13 +629,13 @@ def parts_of(trace: Trace, asked: Variant) -> Iterable[tuple[str, Tensor]]:
 
 
 def labelled(one: Subject) -> None:
-    comm = "0" if one.kind.of_answers else one.comm
+    comm = "0" if one.kind.traits.of_answers else one.comm
     label = one.kind.label(one.params, BudgetRequest(Fraction("0.2"), None, Fraction(comm)))
     assert one.kind.title.strip() and label.startswith(one.kind.title), (
         f"the label {label!r} does not begin with the title {one.kind.title!r}"
     )
-    compensated = one.kind.drops and not one.kind.of_answers and not one.kind.adapts(one.params)
-    assert label.endswith("(C)") == compensated, f"the label {label!r} has (C) where drops is {one.kind.drops}"
+    compensated = one.kind.traits.drops and not one.kind.traits.of_answers and not one.kind.traits_of(one.params).adapts
+    assert label.endswith("(C)") == compensated, f"the label {label!r} has (C) where drops is {one.kind.traits.drops}"
     assert isinstance(one.kind.version, int) and one.kind.version >= 1, f"the version is {one.kind.version!r}"
 
 

@@ -112,11 +112,7 @@ junk = st.lists(
     st.one_of(
         st.text("=,[]{}()'\"\\$~+@./:-_ ab1é\0\n\udc80", max_size=12),
         st.builds("{}={}".format, st.sampled_from(TOP), st.text(max_size=8)),
-        st.builds(
-            "{}{}".format,
-            st.sampled_from(("", "+", "~", "-", "--")),
-            st.sampled_from((*TOP, *GROUPS, "hydra")),
-        ),
+        st.builds("{}{}".format, st.sampled_from(("", "+", "~", "-", "--")), st.sampled_from((*TOP, *GROUPS, "hydra"))),
     ),
     max_size=3,
 )

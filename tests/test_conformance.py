@@ -180,7 +180,7 @@ READS, HOLDS = "a step depends on nothing that", "what it holds beside"
         ("SEARCHES_ALL_KEYS", READS, "bytes of keys of tokens that it does not attend to, and counts 0 as read"),
         ("SEARCHES_A_COPY", HOLDS, "hold 46080 bytes, far more than it counts"),
         ("COUNTS_A_BYTE", READS, "bytes of keys of tokens that it does not attend to, and counts 1 as read"),
-        ("SKIPS_EVERYTHING", "some layer", "skipped_layers() of Mine names all 3 layers"),
+        ("SKIPS_EVERYTHING", "some layer", "whole_layers() of Mine names all 3 layers"),
         ("SKIPS_AFTERWARDS", "exceeds the budget", "the other layers, or all where there is none, exceed the budget"),
     ],
 )

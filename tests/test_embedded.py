@@ -108,17 +108,11 @@ def cell(out: Path, *words: str) -> Settings:
     return settings(cfg, {"method": method, "task": "needle"}, is_sweep=True)
 
 
-def test_the_oracle_finds_what_full_attention_finds_and_streamingllm_only_the_ends(
-    tmp_path: Path,
-) -> None:
+def test_the_oracle_finds_what_full_attention_finds_and_streamingllm_only_the_ends(tmp_path: Path) -> None:
     cells = [cell(tmp_path, f"method={name}", "ratio=0.1") for name in ("full", "oracle", "streamingllm")]
     (_, full), (folder, oracle), (streamed, streaming) = run_cells(cells)
     assert full.score == oracle.score == 1
-    assert [(row.fields["depth"], row.score) for row in read_samples(streamed)] == [
-        (0, 0),
-        (50, 0),
-        (100, 1),
-    ]
+    assert [(row.fields["depth"], row.score) for row in read_samples(streamed)] == [(0, 0), (50, 0), (100, 1)]
     # Exactly the promised number of tokens: B and the current one for the oracle, whose window slides.
     for row in read_samples(folder):
         assert row.ledger["tokens_attended_mean"] == row.prompt_tokens // 10 + 1

@@ -26,9 +26,7 @@ MAY_IMPORT = {
     },
     "evals.screen": {"engine", "kernels.build", "methods", "results", "tasks", "evals"},  # `make check` names kernels
     "evals": {"engine", "methods", "results", "tasks", "evals"},
-    "plots.site": {
-        *("plots", "results", "methods.cite", "engine.errors", "engine.foreign", "engine.terminal"),
-    },
+    "plots.site": {*("plots", "results", "methods.cite", "engine.errors", "engine.foreign", "engine.terminal")},
     "serving": {"engine", "methods", "evals", "results", "tasks", "serving"},
     "plots": {
         *("plots", "results", "tasks.needle.heatmap"),

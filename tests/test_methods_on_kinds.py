@@ -17,8 +17,10 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.model import Model
 from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.prefill import prefill
-from kvbench.evals.asked import refuse_heads, rules_and_params
+from kvbench.evals.cells import cell_without_task, check, rules_and_params
 from kvbench.evals.settings import from_words
+from kvbench.methods import combinations
+from kvbench.methods.combinations import SHAPE, Case, refuse
 from kvbench.tests import conformance
 from kvbench.tests.architectures import config_of, generated, loaded, model_of, prompt
 
@@ -69,7 +71,7 @@ def answer(one: conformance.Subject, request: BudgetRequest, kind: str) -> tuple
 def test_a_method_answers_or_refuses(name: str, kind: str) -> None:
     one = conformance.ours(name)
     for ratio in (Fraction(1), Fraction(1, 2)):
-        tokens = int((S + N_NEW) * ratio) if one.kind.of_answers else None
+        tokens = int((S + N_NEW) * ratio) if one.kind.traits.of_answers else None
         request = BudgetRequest(None if tokens else ratio, tokens, Fraction(0 if tokens else one.comm))
         if tokens:
             request = replace(request, counts=one.counts)
@@ -97,20 +99,22 @@ def test_what_turns_queries_is_refused_where_other_layers_read_the_tokens_too(wo
     """Before a folder is made, and not at the first step."""
     rules, params = rules_and_params(from_words([*words, "ratio=0.5"]).method)
     shape = model("llama").shape
-    rules.check_kinds(params, shape)
+    refuse(combinations.KINDS, Case(rules, params, shape=shape))
     shared = replace(shape, attention_layers=shape.attention_layers[:-1], readers=((shape.n_layers - 1, 0),))
     if not refuses:
-        return rules.check_kinds(params, shared)
+        return refuse(combinations.KINDS, Case(rules, params, shape=shared))
     with pytest.raises(ConfigError, match="attend to these with queries of their own"):
-        rules.check_kinds(params, shared)
+        refuse(combinations.KINDS, Case(rules, params, shape=shared))
 
 
 def test_heads_that_share_a_latent_have_no_budgets_of_their_own() -> None:
-    settings = from_words(["method=snapkv", "allocator=head_mix", "ratio=0.5"])
-    refuse_heads(settings, model("llama").shape)
+    heads, layers = (
+        cell_without_task(from_words(["method=snapkv", f"allocator={name}"])) for name in ("head_mix", "pyramid")
+    )
+    check(replace(heads, shape=model("llama").shape), SHAPE)
     with pytest.raises(ConfigError, match="one latent per token for all heads"):
-        refuse_heads(settings, model("deepseek_v3").shape)
-    refuse_heads(from_words(["method=snapkv", "allocator=pyramid", "ratio=0.5"]), model("deepseek_v3").shape)
+        check(replace(heads, shape=model("deepseek_v3").shape), SHAPE)
+    check(replace(layers, shape=model("deepseek_v3").shape), SHAPE)
 
 
 def test_the_share_of_bytes_that_methods_compress_counts_windows_and_states() -> None:

@@ -35,11 +35,9 @@ def test_its_code_uses_public_names_only(tour: nbformat.NotebookNode) -> None:
             module = importlib.import_module(node.module)
             assert all(hasattr(module, alias.name) for alias in node.names), node.module
             assert not any(part.startswith("_") for part in node.module.split("."))
-        private = {
-            ast.Attribute: lambda n: n.attr,
-            ast.Name: lambda n: n.id,
-            ast.alias: lambda n: n.name,
-        }.get(type(node), lambda n: "")
+        private = {ast.Attribute: lambda n: n.attr, ast.Name: lambda n: n.id, ast.alias: lambda n: n.name}.get(
+            type(node), lambda n: ""
+        )
         assert not private(node).startswith("_"), ast.unparse(node)
     assert rooms == {"kvbench.evals.notebook", "kvbench.plots.style"}
 

@@ -117,11 +117,11 @@ def said_by(model: Model, name: str) -> tuple[Tensor, list[Entry]]:
 
 def request_of(kind: type[SelectiveAttention], asked: BudgetRequest) -> BudgetRequest:
     """What is asked of a method, in the currency that it takes."""
-    if kind.of_answers:
+    if kind.traits.of_answers:
         return OF_ANSWERS
-    if kind.takes == ("memory",):
+    if kind.traits.takes == ("memory",):
         return OF_CODES
-    return asked if kind.has_budget else EVERYTHING
+    return asked if kind.traits.has_budget else EVERYTHING
 
 
 def sample_of(model: Model, s: int, n_new: int, batch: int = 1) -> Sample:

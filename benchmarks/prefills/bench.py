@@ -28,8 +28,7 @@ from kvbench.engine.declared import build
 from kvbench.engine.model import Model
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.sparse.base import SparsePrefill
-from kvbench.evals.asked import architecture
-from kvbench.evals.settings import ModelSpec, from_words, load_class
+from kvbench.evals.settings import ModelSpec, architecture, from_words, load_class
 from kvbench.methods.calibration.prose import embedded_prose
 
 PREFILLS = (

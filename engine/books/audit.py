@@ -134,9 +134,9 @@ def corrected(entry: Entry, n_tokens: int, n_pseudo: int, shape: ModelShape) -> 
 def check_skips(row: Row) -> None:
     """Raise `ConfigError` for a method that leaves every layer whole."""
     layers = row.trace.shape.attention_layers
-    if not row.variant.is_full and layers and set(layers) <= set(row.skipped_layers()):
+    if not row.variant.is_full and layers and set(layers) <= set(row.skipped):
         raise ConfigError(
-            f"skipped_layers() of {type(row).__name__} names all {len(layers)} layers, so that no budget is checked; "
+            f"whole_layers() of {type(row).__name__} names all {len(layers)} layers, so that no budget is checked; "
             "leave one to compress, or run method=full"
         )
 
@@ -147,7 +147,7 @@ def bytes_beside(row: Row) -> int:
     known = {x.untyped_storage().data_ptr() for x in prompt}
     skipped = {id(each) for each in (row.trace, row.variant, row.params, row.plan, row.budget, row.store)}
     found = tensors_of(row, known, skipped)
-    return sum(as_counted(x) for x in found if row.drops or not is_turned(x, prompt))
+    return sum(as_counted(x) for x in found if row.traits.drops or not is_turned(x, prompt))
 
 
 def is_turned(x: Tensor, prompt: Sequence[Tensor]) -> bool:

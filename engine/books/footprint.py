@@ -26,6 +26,7 @@ class Footprint:
     index_bytes: int = 0  # whatever tokens are found with
     buffer_bytes: int = 0  # K and V that a step fetches into a layer at most
     n_whole: int = 0  # layers that keep every token
+    uncounted_bytes: int = 0  # that an accelerator keeps although they are counted as the host's
 
     def total(self, shape: ModelShape, s_prompt: int) -> int:
         """Bytes over all layers."""

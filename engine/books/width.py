@@ -9,6 +9,7 @@ Not here: what happens when memory runs out all the same (`evals/answer.py`).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -56,14 +57,17 @@ def variant_bytes(variant: Variant, shape: ModelShape, n_new: int, element_bytes
     if budget.counts is not None:  # K and V, what a cut copies, and the similarity of one head's keys to each other
         room = min(budget.s_prompt + n_new, 2 * budget.tokens + n_new if budget.most is None else 2 * budget.most)
         return token * room + 4 * room * room
-    if variant.method.drops:
+    if variant.method.traits.drops:
         return token * (budget.tokens + 2 * n_new)
     # A step's scores and keys of all tokens, of one layer at a time; where a token's copy is, and who asked for it.
     step = (STEP_BYTES * shape.h + COPY_BYTES * shape.h_kv) * (budget.s_prompt + n_new)
     try:
-        least, index = variant.method.device_bytes(variant.params, variant.plan, budget, shape)
+        held = variant.method.footprint(variant.params, variant.plan, budget, shape)
     except ConfigError:
         return token * (budget.tokens + 2 * n_new) + key * budget.s_prompt + step
+    # What it finds tokens with is counted at 16 bits and may lie there in 32, its integers in 64.
+    least = replace(held, index_bytes=0).total(shape, budget.s_prompt)
+    index = (len(shape.attention_layers) - held.n_whole) * (2 * held.index_bytes + held.uncounted_bytes)
     return least * element_bytes // ELEMENT_BYTES + index + 2 * token * n_new + step
 
 

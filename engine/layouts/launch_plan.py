@@ -26,7 +26,7 @@ from kvbench.engine.layouts.layer import Layer
 from kvbench.engine.layouts.quantized import QuantizedLayer
 from kvbench.engine.row import Row
 from kvbench.engine.rows import FetchPlan
-from kvbench.engine.search import Search
+from kvbench.engine.search import Search, search_rows
 from kvbench.engine.softmax import Softmax
 from kvbench.kernels.clock import Clock
 from kvbench.kernels.packed.rows import CodedRows, takes_codes
@@ -232,12 +232,12 @@ class LaunchPlan:
         for kind, at in self.groups:
             rows, layers = self.rows[at], self.layers[at]
             if not any(layer.can_fetch for layer in layers):
-                if not all(row.is_still_at(self.index) or row.wants_weights for row in rows):
+                if not all(row.is_still or row.wants_weights or self.index in row.skipped for row in rows):
                     return None
                 continue
             fetch = zip(layers, fetched[at], strict=True)
             alike = all(layer.can_fetch and layer.can_refetch(own) for layer, own in fetch)
-            search = kind.search_rows(rows, self.index, q[at], self.scratch, self.ahead) if alike else None
+            search = search_rows(kind, rows, self.index, q[at], self.scratch, self.ahead) if alike else None
             if search is None:
                 return None
             brought = fetch_plans(layers, fetched[at], search.idx, self.ahead)

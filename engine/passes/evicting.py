@@ -8,7 +8,7 @@ another thing than compression after an exact pass, and is named so wherever res
 The method sees a prompt of as many tokens as the layer holds, numbered from 0 on (`Trace.as_held`). What the layer is
 made of knows the true positions again (`Layer.stand`).
 
-Not here: which methods can (`Rules.unreadable`), what they choose (`methods`).
+Not here: which methods can (`Traits.unreadable`), what they choose (`methods`).
 """
 
 from collections.abc import Callable, Sequence
@@ -155,7 +155,7 @@ class Evicting:
         """Let go of what the method keeps no longer."""
         trace, n = self.trace, self.trace.keys(layer).shape[2]
         most = 0 if self.row.delay is not None else getattr(self.row.plan, "tokens", self.row.budget.tokens)
-        if n <= most or layer in self.row.skipped_layers():
+        if n <= most or layer in self.row.skipped:
             return
         with trace.as_held(layer), trace.apart():
             placement = self.row.arrange(layer)

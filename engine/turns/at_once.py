@@ -78,7 +78,7 @@ def take_in(row: Row, layer: int, feed: Feed, selected: FeedSelection) -> None:
         if selected.costs:
             row.store.spend(layer, selected.costs[t])
         if selected.idx is not None:
-            at.fetch(selected.idx[t : t + 1], row.pads)
+            at.fetch(selected.idx[t : t + 1], row.traits.pads)
         if t < m - 1:
             row.store.close(layer)
     at.write_window(places, feed.k, feed.v)

@@ -59,7 +59,7 @@ def request_tensors(row: Row) -> list[Tensor]:
 
 def check_copies(row: Row) -> None:
     """Raise `ConfigError` where a method says that it cannot be copied."""
-    if not row.rolls_back:
+    if not row.traits.rolls_back:
         raise ConfigError(
             f"{row.title} cannot be put back to where it was, as it says with rolls_back=False; use "
             "task.mode=dialogue with it, or another method"

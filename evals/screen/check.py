@@ -212,7 +212,7 @@ def graders() -> Fact:
 def folders() -> list[Fact]:
     """Where runs and conversions go."""
     digests = import_module("kvbench.engine.checkpoints.digests")
-    runs, cache = import_module("kvbench.evals.asked").RUNS, digests.cache_home()
+    runs, cache = import_module("kvbench.evals.cells").RUNS, digests.cache_home()
     return [
         folder("cache", cache, "set XDG_CACHE_HOME to another one"),
         folder("runs", runs, "give out=/somewhere/else with each command"),

@@ -1,12 +1,12 @@
 """`python run.py --list KIND`: what can stand on a command line, no wider than the terminal.
 
 What is said of a task is its card, and which of its data are here; of a method, the first line of its card, and its
-family; of a model, what its architecture says. No sample is made and torch is not imported, but for what installed
-packages bring; a package that brings nothing that can be asked has a line on standard error.
+family, or where one is named, each of its keys; of a model, what its architecture says. No sample is made and torch is
+not imported, but for what installed packages bring; a package that brings nothing that can be asked has a line on
+standard error.
 
 Not here: how many samples a task has and how long they take (`--dry-run`), which files it lacks and how to get them
-(`--check`), all that a model's shape says (`--check model=NAME`), a method's parameters (its file in conf/method),
-BibTeX (`methods/cite.py`).
+(`--check`), all that a model's shape says (`--check model=NAME`), BibTeX (`methods/cite.py`).
 """
 
 import ast
@@ -15,12 +15,15 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args
 
 import yaml
 
-from kvbench.engine.declared import build_params
+from kvbench.engine.declared import build_params, hints_of, word
+from kvbench.engine.declared import words as words_of
 from kvbench.engine.errors import ConfigError, one_line, unknown_name
 from kvbench.engine.terminal import say
 from kvbench.evals import outside, plugins
@@ -29,6 +32,8 @@ from kvbench.evals.plugins import Plugin
 from kvbench.evals.screen.check import where
 from kvbench.evals.screen.fits import shipped
 from kvbench.evals.settings import Choice, choice, load_class, refuse_missing
+from kvbench.methods import combinations
+from kvbench.methods.named import values_of
 from kvbench.results.names import card_of, known, own_methods
 from kvbench.results.sheet import ABSENT, Sheet, show
 from kvbench.tasks import sources
@@ -37,6 +42,8 @@ from kvbench.tasks.base import Data
 TASK_HEADS = ["task", "what it asks", "data here"]
 METHOD_HEADS = ["method", "published as: what it does", "presets"]
 PACKAGED_HEADS = [*METHOD_HEADS[:2], "package"]
+KEY_HEADS = ["key", "default", "allowed", "what it does"]
+REFUSED_HEADS = ["with", "what is refused, and why"]
 MODEL_HEADS = ["model", "hub name", "layers", "heads\nQ / KV", "window"]
 FAMILY = re.compile(r"^Figures +(.+): #", re.MULTILINE)
 T = TypeVar("T")
@@ -45,7 +52,10 @@ REFERENCES = "references"  # the family of what has no place in figures of one
 
 def main(words: Sequence[str]) -> int:
     """Print the list that is named."""
-    lists = {"tasks": tasks, "methods": methods, "models": models, "experiments": experiments}
+    lists = {"tasks": tasks, "methods": methods, "models": models, "experiments": experiments, "combinations": refused}
+    if len(words) == 2 and words[0] == "methods":
+        show(keys(words[1]), fits=True)
+        return 0
     if len(words) != 1:
         raise ConfigError(f"--list wants one of {', '.join(lists)}; give python run.py --list methods")
     if words[0] not in lists:
@@ -101,6 +111,33 @@ def methods() -> Iterator[Sheet]:
         yield Sheet(METHOD_HEADS, families[family], about=family, notes=below, n_keys=n, n_wrapped=n)
     if rows := [[plugin.name, words, plugin.package] for plugin, words in packaged("method", line_of)]:
         yield Sheet(PACKAGED_HEADS, rows, about="from installed packages", notes=[""], n_keys=n, n_wrapped=n)
+
+
+def keys(name: str) -> Sheet:
+    """What can be set of a method: its default, what else it may be, and what the file in conf/method says of it."""
+    if name not in (names := [file.stem for file in (CONF / "method").glob("*.yaml")]):
+        raise unknown_name("method", name, names)
+    values, said = values_of(name), comments(name)
+    kind: Any = load_class(choice("method", name, dict(values)))
+    hints = hints_of(kind.Params)
+    rows = [
+        [one.name, word(values[one.name]), allowed(hints[one.name]), said.get(one.name, "")]
+        for one in fields(kind.Params)
+    ]
+    return Sheet(KEY_HEADS, rows, about=first_line(docstring(Path(inspect.getfile(kind)))), n_keys=4, n_wrapped=4)
+
+
+def allowed(hint: Any) -> str:
+    said = words_of(hint)
+    return f"{said}, or null" if NoneType in get_args(hint) and "null" not in said else said
+
+
+def comments(name: str) -> dict[str, str]:
+    """What a file of conf/method says of its keys; a preset, of those that it does not set as well."""
+    text = (CONF / "method" / f"{name}.yaml").read_text(encoding="utf-8")
+    below = [comments(base) for base in yaml.safe_load(text).get("defaults", []) if base != "_self_"]
+    own = re.findall(r"^(\w+): .*?(?: # (.*))?$", text, re.MULTILINE)
+    return {key: said for one in [*below, dict(own)] for key, said in one.items() if said}
 
 
 def docstring(file: Path) -> str:
@@ -162,6 +199,18 @@ def models() -> Iterator[Sheet]:
         "a model's weights and bytes per token, and which methods run on it: python run.py --check model=NAME",
     ]
     yield Sheet(MODEL_HEADS, rows, notes=notes, n_keys=2, n_wrapped=2)
+
+
+def refused() -> Iterator[Sheet]:
+    """List what cannot be asked together, by what is given beside a method."""
+    rows = [[key, sentence(row)] for key, rows in combinations.GROUPS.items() for row in rows]
+    yield Sheet(REFUSED_HEADS, rows, n_keys=2, n_wrapped=2)
+
+
+def sentence(row: combinations.Row) -> str:
+    """A row in general, with its reasons behind it."""
+    reasons = [one for _, says in row.reasons if (one := combinations.in_general(says)) != "…"]
+    return combinations.in_general(row.says) + (f" (…: {'; '.join(reasons)})" if reasons else "")
 
 
 def here(data: Data | None) -> str:

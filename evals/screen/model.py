@@ -24,10 +24,11 @@ from kvbench.engine.checkpoints.load import empty_model, load_tokenizer, read_ch
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.rotations import rotary_dims
 from kvbench.engine.shapes import Checkpoint, ModelShape
-from kvbench.evals.asked import architecture, rules_and_params
+from kvbench.evals.cells import rules_and_params
 from kvbench.evals.screen import check, room
 from kvbench.evals.screen.fits import longest
-from kvbench.evals.settings import ModelSpec, from_words, methods_for
+from kvbench.evals.settings import ModelSpec, architecture, from_words, methods_for
+from kvbench.methods.rules import planned
 
 OWN = "its own configuration"
 BUDGETS = {"ratio": "ratio=0.2", "memory": "memory=0.25", "answer": f"budget={2 * room.PROMPT}"}  # in a command's words
@@ -185,9 +186,8 @@ def refusal(name: str, budget: str, known: Known, words: Sequence[str], s_prompt
     shape = known.shape
     try:
         rules, params = rules_and_params(settings.method)
-        rules.check_kinds(params, shape)
         rules.check(params, settings.budget, shape)
-        rules.planned(params, settings.budget, shape, s_prompt or room.Asked().length(shape))
+        planned(rules, params, settings.budget, shape, s_prompt or room.Asked().length(shape))
         rules.check_model(params, known.checkpoint)
     except ConfigError as error:
         return str(error)

@@ -30,7 +30,7 @@ from kvbench.engine.selection import Found
 from kvbench.engine.shapes import DRAWN, ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.step import attend_group, cut
-from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.methods.base import SelectiveAttention, Variant, reported
 
 AT = (2048, 4096)  # prompts that counts are taken at
 CHOSEN = ("attended_bytes", "moved_kv_bytes")  # counts of chosen tokens
@@ -60,9 +60,9 @@ def count(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, m
     Of a budget in tokens, what is attended to and fetched grows towards an end, as sets of query heads overlap less and
     less in a longer prompt: a line over 1 / s.
     """
-    if kind.prunes_prompt:
+    if kind.traits.prunes_prompt:
         raise ConfigError(f"{kind.title} shortens its own prefill, which the simulation does not know")
-    if kind.adapts(params):
+    if kind.traits_of(params).adapts:
         raise ConfigError(f"{kind.title} keeps as much as a prompt asks for, and the simulation's keys are random")
     first, second = lengths(request)
     if s == first or (request.tokens is not None and s <= second):
@@ -109,7 +109,7 @@ def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest
         before, period = kind.cycle(variant.plan, s)
         n_steps = max(N_STEPS, before + period)
         row = variant.row(trace, n_steps)
-        if LAYER in row.skipped_layers():
+        if LAYER in row.skipped:
             raise ConfigError(f"{kind.title} leaves first and last layers whole, and the simulation has a single layer")
         if row.wants_lookahead:
             row.wants_lookahead = False
@@ -124,7 +124,7 @@ def count_at(kind: type[SelectiveAttention], params: Any, request: BudgetRequest
             attend_group(counting, [row], LAYER, *new, softmax)
             cut(row)
     last = mean_of(row.store.ledger.entries[-period:])
-    build = float(row.reported().get("build_flops", 0.0))
+    build = float(reported(row).get("build_flops", 0.0))
     found = from_entry(last, shape, s, build, any(isinstance(what, ColumnSums) for what in variant.observations))
     return replace(found, searched_numbers=numbers.n, second_pass_tokens=read)
 
@@ -163,11 +163,11 @@ class Numbers(TorchDispatchMode):
     def of_search(self, kind: type[SelectiveAttention]) -> type[SelectiveAttention]:
         """The class, with a search whose numbers are counted here."""
 
-        def select_rows(rows: Sequence[SelectiveAttention], layer: int, q: torch.Tensor) -> Sequence[Found]:
+        def search(rows: Sequence[SelectiveAttention], layer: int, q: torch.Tensor) -> Sequence[Found]:
             with self:
-                return kind.select_rows(rows, layer, q)
+                return kind.search(rows, layer, q)
 
-        return type(f"Counting{kind.__name__}", (kind,), {"select_rows": staticmethod(select_rows)})
+        return type(f"Counting{kind.__name__}", (kind,), {"search": staticmethod(search)})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -1,7 +1,7 @@
 """Which methods hold a budget that grows with a conversation, and why others do not: `python -m
 kvbench.evals.studies.growth`.
 
-From what methods say of themselves (`Rules.extends`, `Rules.no_growth`); docs/turns.md says what it means.
+From what methods say of themselves (`Traits.grows`, `Traits.no_growth`); docs/turns.md says what it means.
 
 Not here: how a row grows (`methods/base.py`, `engine/batch.py`).
 """
@@ -19,16 +19,17 @@ KINDS = ("holds more of what is still there", "fetches more", "grows without a b
 def growth(name: str) -> tuple[int, str]:
     """Which of KINDS a method with its default settings is, and why it is refused."""
     rules, params = method_of(name)
-    if rules.of_answers:
+    traits = rules.traits_of(params)
+    if traits.of_answers:
         return 3, "compresses its own answer, and takes no questions in turn"
-    if rules.adapts(params):
+    if traits.adapts:
         return 3, "keeps what each context asks for, without a budget that could grow"
-    if not rules.has_budget:
+    if not traits.has_budget:
         return 2, ""
-    if rules.extends(params):
-        return (0 if rules.drops else 1), ""
-    assert rules.no_growth, f"{name} says nothing of why its budget cannot grow"
-    return 3, rules.no_growth
+    if traits.grows:
+        return (0 if traits.drops else 1), ""
+    assert traits.no_growth, f"{name} says nothing of why its budget cannot grow"
+    return 3, traits.no_growth
 
 
 def table() -> str:

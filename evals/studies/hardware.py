@@ -49,7 +49,9 @@ from kvbench.evals.models import random_config
 from kvbench.evals.overrides import CONF
 from kvbench.evals.settings import Choice, from_words, load_class
 from kvbench.evals.studies.counts import AT, Counts, count
+from kvbench.methods import combinations
 from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.combinations import Case
 from kvbench.results.sheet import Sheet, show
 
 ELEMENT_BYTES = 2  # of weights
@@ -269,19 +271,20 @@ def answer(question: Question) -> tuple[list[dict[str, Any]], list[str]]:
 
 def refuse(kind: type[SelectiveAttention], params: Any, request: BudgetRequest, model: Checkpoint) -> None:
     """Raise `ConfigError` where a run of drawn weights would be refused."""
-    kind.check_kinds(params, model.shape)
+    kept = kind.traits_of(params).post_processing
+    combinations.refuse(
+        (*combinations.KINDS, *combinations.KEPT),
+        Case(kind, params, shape=model.shape, checkpoint=model, post_processing=kept),
+    )
     kind.check(params, request, model.shape)
     kind.check_model(params, model)
-    post_processing = kind.own_post_processing(params)
-    post_processing.check(model.shape)
-    post_processing.check_model(model)
 
 
 def asked_of(name: str, budget: Sequence[str]) -> tuple[type[SelectiveAttention], Any, BudgetRequest]:
     """A method with the parameters of its file, and what a run of it with these words would be given."""
     asked = from_words([f"method={name}", *budget])
     kind, params = made_of(asked.method)
-    return kind, params, asked.budget if kind.has_budget else EVERYTHING
+    return kind, params, asked.budget if kind.traits.has_budget else EVERYTHING
 
 
 def method_of(name: str, words: Sequence[str] = ()) -> tuple[type[SelectiveAttention], Any]:

@@ -14,7 +14,7 @@ from random import SystemRandom
 from typing import Any
 
 from kvbench.engine.errors import ConfigError, RunError
-from kvbench.evals.asked import ask
+from kvbench.evals.cells import ask
 from kvbench.evals.submission.check import LEVELS, Checked, read_safely, same
 from kvbench.evals.submission.folder import Finding
 from kvbench.evals.submission.settings import settings_of

@@ -17,8 +17,7 @@ from typing import Any
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import refuse_depth
 from kvbench.evals import rescore
-from kvbench.evals.asked import class_and_params
-from kvbench.evals.cells import Cell, cell_without_task
+from kvbench.evals.cells import Cell, cell_without_task, class_and_params
 from kvbench.evals.lines import facts
 from kvbench.evals.submission import frozen
 from kvbench.evals.submission.folder import Finding
@@ -90,10 +89,11 @@ class Check:
             self.config, self.done.result = read_safely(self.folder), self.result
             if (found := config_hash(self.config)) != self.result.config_hash:
                 self.find("configuration", f"its hash is {found}, and result.json is of {self.result.config_hash}")
-            self.whole = [] if self.full is None else read_run(self.full)[1]
+            self.whole = self.rows_of_full()
             if not self.done.findings and self.is_ours():
                 self.check_run()
-            self.check_full()
+            if self.whole is not None:
+                self.check_full(self.whole)
         except (*rescore.DAMAGE, ConfigError) as error:
             words = " ".join(str(error).replace(f"{self.folder}/", "").split())
             self.find("damaged", f"{type(error).__name__}: {words[:300]}")
@@ -101,9 +101,17 @@ class Check:
             self.done.level = 0
         return self.done
 
-    def check_full(self) -> None:
+    def rows_of_full(self) -> list[SampleRow] | None:
+        """What full attention answered; None where that is damaged."""
+        try:
+            return [] if self.full is None else read_run(self.full)[1]
+        except (*rescore.DAMAGE, ConfigError):
+            self.find("full attention", f"{self.full} cannot be read")
+            return None
+
+    def check_full(self, whole: Sequence[SampleRow]) -> None:
         """Full attention must have answered the same prompts."""
-        there = {(row.id, row.prompt_sha256) for row in self.whole}
+        there = {(row.id, row.prompt_sha256) for row in whole}
         lacking = [row.id for row in self.rows if (row.id, row.prompt_sha256) not in there]
         if self.full is None:
             self.find("full attention", "no run of full attention was asked the same")
@@ -211,7 +219,7 @@ class Check:
     def check_result(self, cell: Cell) -> None:
         """What result.json says that follows from the configuration and the lines."""
         said = {name: getattr(self.result, name) for name in OF_THE_MACHINE}
-        found = summarise(self.rows, replace(facts(cell, self.rows), **said), self.whole)
+        found = summarise(self.rows, replace(facts(cell, self.rows), **said), self.whole or ())
         for spec in fields(RunResult):
             told, computed = getattr(self.result, spec.name), getattr(found, spec.name)
             if spec.name == "footprint_vs_full" and told is None:

@@ -81,6 +81,7 @@ class Compacted:
 class AttentionMatching(SelectiveAttention):
     title = "Attention Matching"
     version = 3  # least squares by products of columns in place of QR: biases and values differ in their last digits
+    unchangeable = "Attention Matching makes keys and values of its own"
     no_growth = "makes tokens that stand for the whole context at once"
     no_latents = "fits values apart from keys: here a value is part of its key"
     drops = True
@@ -148,10 +149,6 @@ class AttentionMatching(SelectiveAttention):
     def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
         biases = ELEMENT_BYTES * shape.h_kv if params.biases == "fitted" else 0
         return Footprint(budget.tokens * (token_bytes(shape) + biases))
-
-    @classmethod
-    def unchangeable(cls, params: Params) -> str:
-        return "Attention Matching makes keys and values of its own"
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:

@@ -45,7 +45,7 @@ class FullStopped(DecodingRules, SelectiveAttention):
         return Schedule(target, params.interval)
 
     @classmethod
-    def budget_with(cls, params: Params, request: BudgetRequest, s_prompt: int) -> Budget:
+    def budget_for(cls, params: Params, request: BudgetRequest, s_prompt: int) -> Budget:
         """The budget of full attention, which the method is until it stops; its plan has what was asked for."""
         return replace(resolve(EVERYTHING, s_prompt, drops=False), nominal_tokens=cls.target(params, request))
 

@@ -132,7 +132,7 @@ class DecodingRules(Rules):
         return target
 
     @classmethod
-    def budget_with(cls, params: Any, request: BudgetRequest, s_prompt: int) -> Budget:
+    def budget_for(cls, params: Any, request: BudgetRequest, s_prompt: int) -> Budget:
         tokens, counts = request.tokens, request.counts or "target"
         target = cls.target(params, request)
         assert tokens is not None

@@ -15,12 +15,13 @@ Figures   drop after the prompt, by its last queries: #B74A01, left, -
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvbench.engine.errors import ConfigError
 from kvbench.methods.allocator import Allocator, Beta
 from kvbench.methods.dropping.adakv import AdaKV
 from kvbench.methods.dropping.allocators import Counts
+from kvbench.methods.traits import Traits
 
 
 class AdaPyramid(AdaKV):
@@ -38,8 +39,9 @@ class AdaPyramid(AdaKV):
     params: Params
 
     @classmethod
-    def own_allocator(cls, params: Params) -> Allocator:
-        return Allocator("pyramid_head_mix", params.alpha, params.beta)
+    def traits_of(cls, params: Params) -> Traits:
+        division = Allocator("pyramid_head_mix", params.alpha, params.beta)
+        return replace(super().traits_of(params), allocator=division)
 
     def counts(self) -> Sequence[Counts]:
         if not self.params.match_published:

@@ -20,7 +20,7 @@ Fails     as SnapKV; and where a head with flat scores holds what is asked for: 
 Figures   drop after the prompt, by its last queries: #E07401, plus, -
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import torch
@@ -34,6 +34,7 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.methods.allocator import Allocator, Alpha
 from kvbench.methods.dropping.allocators import Counts, head_mix, head_mix_published
 from kvbench.methods.dropping.snapkv import SnapKV, WindowVotes, fit_window
+from kvbench.methods.traits import Traits
 
 
 def normalised_heads(scores: Tensor, c: int) -> Tensor:
@@ -71,8 +72,9 @@ class AdaKV(WindowVotes):
     plan: Plan
 
     @classmethod
-    def own_allocator(cls, params: Params) -> Allocator:
-        return Allocator("head_mix" if params.floor == "mix" else "head_protect", params.alpha)
+    def traits_of(cls, params: Params) -> Traits:
+        division = Allocator("head_mix" if params.floor == "mix" else "head_protect", params.alpha)
+        return replace(super().traits_of(params), allocator=division)
 
     @classmethod
     def check(cls, params: Params, request: BudgetRequest, shape: ModelShape) -> None:

@@ -25,7 +25,7 @@ Figures   drop by place or chance: #C26CEE, down, -.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -42,6 +42,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Placement, Ragged, Rolls, Whole
 from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.traits import Traits
 
 TABLES = Path(__file__).resolve().parents[2] / "conf" / "heads"
 MAKE = "kvbench calibrate heads model=… makes one"
@@ -104,6 +105,7 @@ def half_up(x: Fraction) -> int:
 
 class DuoAttention(SelectiveAttention):
     title = "DuoAttention"
+    uncodable = "DuoAttention keeps other numbers of tokens in each head"
     no_growth = "divides heads before it reads, so that its budget follows from them"
     no_latents = "divides heads into those that keep all and those that stream: here they share all they have"
     drops = True
@@ -174,13 +176,9 @@ class DuoAttention(SelectiveAttention):
         return DuoAttention.Plan(frozenset(order[:n_full]), n_sink, widened, table)
 
     @classmethod
-    def uncodable(cls, params: Params) -> str:
-        return super().uncodable(params) or "DuoAttention keeps other numbers of tokens in each head"
-
-    @classmethod
-    def evicts(cls, params: Params) -> str:
-        rolls = params.evict == "always"
-        return "DuoAttention's heads roll while it decodes; use method.evict=prompt with it" if rolls else ""
+    def traits_of(cls, params: Params) -> Traits:
+        rolls = "DuoAttention's heads roll while it decodes; use method.evict=prompt with it"
+        return replace(super().traits_of(params), evicts=rolls if params.evict == "always" else "")
 
     def arrange(self, layer: int) -> Placement:
         s, heads = self.trace.s_prompt, range(self.trace.shape.h_kv)

@@ -44,7 +44,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.declared import Count, Is, Share, Tokens, refuse_cap
+from kvbench.engine.declared import Count, Is, Share, Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.model import Model
 from kvbench.engine.observe import Observation, QueryStatistics
@@ -54,7 +54,9 @@ from kvbench.engine.softmax import Softmax
 from kvbench.engine.terminal import say
 from kvbench.kernels.scratch import at_once, finer, finest
 from kvbench.methods.allocator import Allocator
+from kvbench.methods.rules import refuse_cap
 from kvbench.methods.scoring import ScoringMethod
+from kvbench.methods.traits import Traits
 
 TENSORS = ("query_mean", "query_cov")  # of a file of statistics: (layers, h, d_h) and (layers, h, d_h, d_h)
 LONGEST_HEADER = 1 << 20  # bytes
@@ -196,12 +198,9 @@ class ExpectedAttention(ScoringMethod):
             return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
     @classmethod
-    def weighs_values(cls, params: Params) -> bool:
-        return params.value_norm
-
-    @classmethod
-    def own_allocator(cls, params: Params) -> Allocator:
-        return Allocator("head_protect", params.alpha)
+    def traits_of(cls, params: Params) -> Traits:
+        division = Allocator("head_protect", params.alpha)
+        return replace(super().traits_of(params), weighs_values=params.value_norm, allocator=division)
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:

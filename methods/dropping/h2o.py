@@ -25,7 +25,7 @@ Figures   drop while decoding: #BE3383, down, -
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -42,6 +42,7 @@ from kvbench.methods.base import Variant
 from kvbench.methods.evicting import SCORE_BYTES, Evicting, Eviction
 from kvbench.methods.scorers import keep_top, reduce_group
 from kvbench.methods.scoring import ScoringMethod
+from kvbench.methods.traits import Traits
 
 
 class H2O(Evicting, ScoringMethod):
@@ -87,17 +88,14 @@ class H2O(Evicting, ScoringMethod):
         return H2O.Plan(fair.n_sink, fair.k, fair.n_local)
 
     @classmethod
-    def extends(cls, params: Params) -> bool:
-        return params.generated == "inside"
-
-    @classmethod
-    def evicts(cls, params: Params) -> str:
-        inside = params.generated == "inside"
-        return "H2O evicts while it decodes; use method.generated=on_top with it" if inside else ""
-
-    @classmethod
-    def unreadable(cls, params: Params) -> str:
-        return "each query head keeps tokens of its own" if cls.is_query_wide(params) else ""
+    def traits_of(cls, params: Params) -> Traits:
+        traits, inside = super().traits_of(params), params.generated == "inside"
+        return replace(
+            traits,
+            extends=inside,
+            evicts="H2O evicts while it decodes; use method.generated=on_top with it" if inside else "",
+            unreadable="each query head keeps tokens of its own" if traits.is_query_wide else "",
+        )
 
     @classmethod
     def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:

@@ -25,6 +25,7 @@ Figures   drop by keys and values: #B48805, circle, --
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import torch
@@ -37,6 +38,7 @@ from kvbench.kernels.gather import gather_tokens
 from kvbench.methods.dropping.allocators import Counts
 from kvbench.methods.scorers import keep_top, lowest_slot
 from kvbench.methods.scoring import ScoringMethod
+from kvbench.methods.traits import Traits
 
 LABELS = {"simulated": "simulated blocks", "none": "one-shot", "read": "blocks"}
 
@@ -72,6 +74,7 @@ def survivors(keys: Tensor, n: int, block_len: int, score: Callable[[Tensor], Te
 
 class KeyDiff(ScoringMethod):
     title = "KeyDiff"
+    in_chunks = MappingProxyType({"blocks": "read"})
     comparable = "heads"  # defined, but unpublished: where all keys of a head point one way, pooling starves it
 
     @dataclass(frozen=True)
@@ -84,21 +87,18 @@ class KeyDiff(ScoringMethod):
     score = staticmethod(unlikeness)
 
     @classmethod
-    def evicts(cls, params: Params) -> str:
-        return "KeyDiff evicts while it decodes; use method.evict=prompt with it" if params.evict == "always" else ""
+    def traits_of(cls, params: Params) -> Traits:
+        goes_on = "KeyDiff evicts while it decodes; use method.evict=prompt with it"
+        return replace(
+            super().traits_of(params),
+            evicts=goes_on if params.evict == "always" else "",
+            reads_in_chunks=params.blocks == "read",
+        )
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
         """Says how the prompt was read: `simulated` blocks compress keys that an exact prefill has made."""
         return super().label(params, request).replace(cls.title, f"{cls.title} ({LABELS[params.blocks]})")
-
-    @classmethod
-    def in_chunks(cls, params: Params) -> Params:
-        return replace(params, blocks="read")
-
-    @classmethod
-    def reads_in_chunks(cls, params: Params) -> bool:
-        return params.blocks == "read"
 
     def scorer(self) -> Hashable:
         return "unlikeness of keys"

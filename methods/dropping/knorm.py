@@ -24,7 +24,7 @@ Figures   drop by keys and values: #969625, pillar, -
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Literal
 
@@ -35,9 +35,11 @@ from kvbench.engine.budget import Budget
 from kvbench.engine.declared import Count, Index
 from kvbench.engine.placement import Change, Evict, Kept, Placement
 from kvbench.engine.shapes import ModelShape
+from kvbench.methods.base import overall_ratio
 from kvbench.methods.dropping.allocators import Counts
 from kvbench.methods.scorers import lowest_slots
 from kvbench.methods.scoring import ScoringMethod
+from kvbench.methods.traits import Traits
 
 
 def shortness(keys: Tensor) -> Tensor:
@@ -76,13 +78,14 @@ class Knorm(ScoringMethod):
         return Knorm.Plan(budget.tokens)
 
     @classmethod
-    def evicts(cls, params: Params) -> str:
-        return "" if params.every is None else "Knorm prunes again while it decodes; use method.every=null with it"
+    def traits_of(cls, params: Params) -> Traits:
+        goes_on = "Knorm prunes again while it decodes; use method.every=null with it"
+        return replace(super().traits_of(params), evicts="" if params.every is None else goes_on)
 
     def setup(self) -> None:
         self.spreads = []
         self.prunes = self.params.every is not None and self.plan.tokens < self.trace.s_prompt
-        self.whole = frozenset(self.skipped_layers())
+        self.whole = frozenset(self.skipped)
 
     def n_free(self) -> int:
         return self.plan.tokens
@@ -123,7 +126,7 @@ class Knorm(ScoringMethod):
     def report(self) -> dict[str, Any]:
         share = self.plan.tokens / self.trace.s_prompt
         spread = torch.stack(self.trace.gathered(self.spreads)).mean().item()
-        return super().report() | {"overall_ratio": self.overall_ratio(share), "norm_spread": spread}
+        return super().report() | {"overall_ratio": overall_ratio(self, share), "norm_spread": spread}
 
 
 def official_count(budget: Budget) -> int:

@@ -57,6 +57,7 @@ def above_threshold(scores: Tensor, n: int) -> Tensor:
 
 class KVzip(ScoringMethod):
     title = "KVzip"
+    allocator = Allocator("global")
     no_growth = "scores tokens by how the context is repeated, which a feed is not asked to be"
     comparable = "layers"
     is_question_free = True
@@ -118,10 +119,6 @@ class KVzip(ScoringMethod):
                 "smaller method.chunk or shorter prompts"
             )
         return KVzip.Plan(frame, budget.tokens - n_always)
-
-    @classmethod
-    def own_allocator(cls, params: Params) -> Allocator:
-        return Allocator("global")
 
     @classmethod
     def second_passes(cls, params: Params, plan: Plan) -> tuple[SecondPass, ...]:

@@ -27,7 +27,7 @@ Figures   drop by keys and values: #7B6C01, hourglass, :
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import ceil
@@ -44,9 +44,11 @@ from kvbench.engine.passes.trace import Trace
 from kvbench.engine.placement import Change, Evict, Kept, Placement
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.gather import gather_tokens, move_both
+from kvbench.methods.base import shortened
 from kvbench.methods.dropping.allocators import Counts
 from kvbench.methods.scorers import keep_top, lowest_slots
 from kvbench.methods.scoring import ScoringMethod
+from kvbench.methods.traits import Traits
 
 LEAST_LAG = 8  # tokens of a partition, below which a budget halves it no further
 LABELS = {"quota": "", "ranks": " (ranks)", "scores": " (cross scores)"}
@@ -164,13 +166,14 @@ class LagKV(ScoringMethod):
     flat: list[Tensor]  # channels without a range, of every partition that was compressed
 
     @classmethod
-    def comparable_over(cls, params: Params) -> str:
+    def traits_of(cls, params: Params) -> Traits:
         """Softmax sums mean the same in all heads where they are not compared within their partition alone."""
-        return "heads" if params.selection == "scores" else "none"
-
-    @classmethod
-    def evicts(cls, params: Params) -> str:
-        return "LagKV goes on while it decodes; use method.evict=prompt with it" if params.evict == "always" else ""
+        goes_on = "LagKV goes on while it decodes; use method.evict=prompt with it"
+        return replace(
+            super().traits_of(params),
+            comparable="heads" if params.selection == "scores" else "none",
+            evicts=goes_on if params.evict == "always" else "",
+        )
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
@@ -278,7 +281,7 @@ class LagKV(ScoringMethod):
         n_flat = int(torch.stack(self.trace.gathered(self.flat)).sum()) if self.flat else 0
         return (
             super().report()
-            | self.shortened()
+            | shortened(self)
             | ({"lag": self.plan.lag} if self.plan.lag < self.params.lag else {})
             | ({"flat_channels": n_flat} if n_flat else {})
             | ({"attended_max": self.attended_max} if self.cuts else {})

@@ -43,6 +43,7 @@ def fit_schedule(s: int, n_tokens: int, window: int, beta: int, n_layers: int) -
 
 class PyramidKV(WindowVotes):
     title = "PyramidKV"
+    uncodable = "PyramidKV keeps other numbers of tokens in each layer"
     no_growth = "gives layers numbers of tokens of their own, which follow from the context's length"
     is_scorer = False  # its own division of the budget is what it is
 
@@ -75,10 +76,6 @@ class PyramidKV(WindowVotes):
             return PyramidKV.Plan(s, w, (s - w,) * n_layers)
         make = schedule if params.match_published else fit_schedule
         return make(s, budget.tokens, params.window, params.beta, n_layers)
-
-    @classmethod
-    def uncodable(cls, params: Params) -> str:
-        return super().uncodable(params) or "PyramidKV keeps other numbers of tokens in each layer"
 
     def counts(self) -> Sequence[int]:
         return self.plan.counts

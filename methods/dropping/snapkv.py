@@ -18,7 +18,7 @@ Figures   drop after the prompt, by its last queries: #D17E09, up, -
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -33,6 +33,7 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.methods.base import Variant
 from kvbench.methods.scorers import keep_top, pool_scores, reduce_group, window_votes
 from kvbench.methods.scoring import ScoringMethod
+from kvbench.methods.traits import Traits
 
 
 def fit_window(cap: int, window: int) -> int:
@@ -90,8 +91,8 @@ class SnapKV(WindowVotes):
     plan: Plan
 
     @classmethod
-    def extends(cls, params: Params) -> bool:
-        return params.reduce != "query_head"
+    def traits_of(cls, params: Params) -> Traits:
+        return replace(super().traits_of(params), extends=params.reduce != "query_head")
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:

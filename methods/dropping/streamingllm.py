@@ -28,6 +28,7 @@ from kvbench.engine.placement import Kept, Stay
 from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.methods.base import SelectiveAttention, Variant
 from kvbench.methods.scorers import keep_top
+from kvbench.methods.traits import Traits
 
 
 class StreamingLLM(SelectiveAttention):
@@ -51,8 +52,18 @@ class StreamingLLM(SelectiveAttention):
     plan: Plan
 
     @classmethod
-    def turns_queries(cls, params: Params) -> str:
-        return "method=streamingllm with method.position=cache" if params.position == "cache" else ""
+    def traits_of(cls, params: Params) -> Traits:
+        rolls = "StreamingLLM rolls or turns its tokens; use method.generated=on_top method.position=original with it"
+        turns, is_still = params.position == "cache", params.generated != "inside" and params.position != "cache"
+        by_place = "its queries are turned for the tokens that are there; use method.position=original"
+        return replace(
+            super().traits_of(params),
+            extends=not turns,
+            turns_queries="method=streamingllm with method.position=cache" if turns else "",
+            unreadable=by_place if turns else "",
+            uncodable="" if is_still else rolls,
+            unchangeable="" if is_still else rolls,
+        )
 
     @classmethod
     def check_model(cls, params: Params, model: Checkpoint) -> None:
@@ -67,27 +78,6 @@ class StreamingLLM(SelectiveAttention):
                 f"method.n_sink={params.n_sink} sinks; raise ratio or budget, or lower method.n_sink"
             )
         return StreamingLLM.Plan(params.n_sink, budget.tokens - params.n_sink + 1)
-
-    @classmethod
-    def uncodable(cls, params: Params) -> str:
-        if params.generated == "inside" or params.position == "cache":
-            return (
-                "StreamingLLM rolls or turns its tokens; use method.generated=on_top method.position=original with it"
-            )
-        return super().uncodable(params)
-
-    @classmethod
-    def unchangeable(cls, params: Params) -> str:
-        return super().unchangeable(params) or cls.uncodable(params)
-
-    @classmethod
-    def extends(cls, params: Params) -> bool:
-        return params.position == "original"
-
-    @classmethod
-    def unreadable(cls, params: Params) -> str:
-        turns = params.position == "cache"
-        return "its queries are turned for the tokens that are there; use method.position=original" if turns else ""
 
     def extend(self, layer: int, q: Tensor, grown: Variant) -> Stay:
         """The sinks and the last tokens of what is held stay; answers come on top until the next feed."""

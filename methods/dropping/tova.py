@@ -20,7 +20,7 @@ Figures   drop while decoding: #CA2F42, plus, --
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -32,6 +32,7 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.methods.base import Variant
 from kvbench.methods.evicting import Evicting, Eviction, grown_cache
 from kvbench.methods.scoring import ScoringMethod
+from kvbench.methods.traits import Traits
 
 LAST_QUERY = MeanWeights(1)
 
@@ -39,6 +40,7 @@ LAST_QUERY = MeanWeights(1)
 class TOVA(Evicting, ScoringMethod):
     title = "TOVA"
     comparable = "set"
+    unreadable = ""  # the weights of a chunk's last query are those of its own step
 
     @dataclass(frozen=True)
     class Params:
@@ -57,17 +59,15 @@ class TOVA(Evicting, ScoringMethod):
         return TOVA.Plan(budget.tokens, 0 if params.evict == "always" else 1)
 
     @classmethod
-    def evicts(cls, params: Params) -> str:
-        return "TOVA evicts while it decodes; use method.evict=prompt with it" if params.evict == "always" else ""
+    def traits_of(cls, params: Params) -> Traits:
+        on = params.evict == "always"
+        evicts = "TOVA evicts while it decodes; use method.evict=prompt with it" if on else ""
+        return replace(super().traits_of(params), extends=on, evicts=evicts)
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
         name = super().label(params, request)
         return name if params.evict == "always" else name.replace(cls.title, f"{cls.title} (one-shot)")
-
-    @classmethod
-    def unreadable(cls, params: Params) -> str:
-        return ""
 
     @classmethod
     def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
@@ -92,10 +92,6 @@ class TOVA(Evicting, ScoringMethod):
             return super().place(layer, best)
         room = min(self.store.n_new, self.plan.tokens + 1 - best.shape[-1])
         return Kept(best, capacity=room)
-
-    @classmethod
-    def extends(cls, params: Params) -> bool:
-        return params.evict == "always"
 
     def extend(self, layer: int, q: Tensor, grown: Variant) -> Stay:
         """The cache grows, for tokens to come: what was read left it token by token."""

@@ -103,6 +103,7 @@ def average_shares(reports: Sequence[dict[str, Any]], seed: int, share: Fraction
 
 class XKV(ScoringMethod):
     title = "XKV"
+    uncodable = "XKV keeps other numbers of tokens in each layer"
     no_growth = "divides layers by what they attend to in the context"
     is_scorer = False  # its own division of the budget is what it is
     comparable = "heads"
@@ -181,10 +182,6 @@ class XKV(ScoringMethod):
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
         return super().label(params, request) if params.r_avg is None else f"{cls.title} ({exact(params.r_avg)} kept)"
-
-    @classmethod
-    def uncodable(cls, params: Params) -> str:
-        return super().uncodable(params) or "XKV keeps other numbers of tokens in each layer"
 
     @classmethod
     def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:

@@ -15,9 +15,10 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Coded, Quantize
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.rules import QuantisingRules
 
 
-class QuantisingMethod(SelectiveAttention):
+class QuantisingMethod(QuantisingRules, SelectiveAttention):
     """A method that attends to all tokens, which are codes."""
 
     drops = False
@@ -36,7 +37,7 @@ class QuantisingMethod(SelectiveAttention):
             )
 
     @classmethod
-    def budget_for(cls, request: BudgetRequest, s_prompt: int) -> Budget:
+    def budget_for(cls, params: Any, request: BudgetRequest, s_prompt: int) -> Budget:
         whole = replace(request, ratio=Fraction(1), tokens=None)
         return replace(resolve(whole, s_prompt, drops=False), memory_alone=request.memory_alone)
 
@@ -47,7 +48,7 @@ class QuantisingMethod(SelectiveAttention):
 
     @classmethod
     def footprint(cls, params: Any, plan: Any, budget: Budget, shape: ModelShape) -> Footprint:
-        return Footprint(cls.code_bytes(plan, budget.s_prompt, shape), n_whole=cls.n_whole(params, shape))
+        return Footprint(cls.code_bytes(plan, budget.s_prompt, shape), n_whole=len(cls.whole_layers(params, shape)))
 
     @classmethod
     def fit(cls, params: Any, budget: Budget, shape: ModelShape) -> tuple[Budget, Any]:
@@ -57,7 +58,7 @@ class QuantisingMethod(SelectiveAttention):
             if held.fits(budget, shape):
                 return budget, plan
             shares.append(held.share(shape, budget.s_prompt))
-        composed = f", or method=snapkv compose={cls.named()}" if cls.composes else ""
+        composed = f", or method=snapkv compose={cls.named()}" if cls.traits.composes else ""
         raise too_small(budget, cls.title, min(shares, default=Fraction(1)), composed)
 
     @classmethod

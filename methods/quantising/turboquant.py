@@ -21,7 +21,7 @@ Figures   keep fewer bits, or made keys: #0AA29C, pillar, --
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
@@ -46,6 +46,7 @@ from kvbench.kernels.packed.tokens import Book as TokenBook
 from kvbench.kernels.rows.append import Place
 from kvbench.methods.quantising import codebooks
 from kvbench.methods.quantising.base import QuantisingMethod
+from kvbench.methods.traits import Traits
 
 FP8 = 8  # bits of a key that is a float, not an entry of a codebook
 NORM_BYTES, RANGE_BYTES = 2, 4  # of a token: a norm; a scale and the smallest value
@@ -272,9 +273,10 @@ class TurboQuant(QuantisingMethod):
     no_latents = "packs keys and values apart: here they are one"
 
     @classmethod
-    def turns_queries(cls, params: "TurboQuant.Params") -> str:
+    def traits_of(cls, params: "TurboQuant.Params") -> Traits:
         is_rotated = params.objective == "mse" and params.preset != "k8v4"
-        return f"method=turboquant with method.preset={params.preset}" if is_rotated else ""
+        turns = f"method=turboquant with method.preset={params.preset}" if is_rotated else ""
+        return replace(super().traits_of(params), turns_queries=turns)
 
     @dataclass(frozen=True)
     class Params:
@@ -307,15 +309,15 @@ class TurboQuant(QuantisingMethod):
                 f"method.rotation=hadamard needs a power of two, and {shape.name} has {shape.d_h} dimensions; "
                 "use method.rotation=haar"
             )
-        if cls.n_whole(params, shape) >= len(shape.attention_layers):
+        if len(cls.whole_layers(params, shape)) >= len(shape.attention_layers):
             raise ConfigError(
                 f"method.boundary_layers={params.boundary_layers} leaves no layer of {shape.name} to compress; use at "
                 f"most {(len(shape.attention_layers) - 1) // 2}"
             )
 
     @classmethod
-    def n_whole(cls, params: Params, shape: ModelShape) -> int:
-        return len(boundary(params, shape))
+    def whole_layers(cls, params: Params, shape: ModelShape) -> Sequence[int]:
+        return sorted(boundary(params, shape))
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
@@ -336,7 +338,7 @@ class TurboQuant(QuantisingMethod):
     @classmethod
     def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
         n_bytes = shape.h_kv * budget.s_prompt * cls.token_bytes_of(params, plan, shape.d_h)
-        return Footprint(n_bytes, n_whole=cls.n_whole(params, shape))
+        return Footprint(n_bytes, n_whole=len(cls.whole_layers(params, shape)))
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
@@ -352,9 +354,6 @@ class TurboQuant(QuantisingMethod):
     @classmethod
     def quantize(cls, params: Params, plan: Plan) -> Quantize:
         return lambda k, v, n_new, _: TurboQuantCache(params, plan, book_of(params, plan, k.shape[3]), k, v, n_new)
-
-    def skipped_layers(self) -> Sequence[int]:
-        return sorted(boundary(self.params, self.trace.shape))
 
     def report(self) -> dict[str, Any]:
         return {"preset": self.plan.preset}

@@ -23,7 +23,7 @@ Fails     where what is asked for is one token among dull neighbours, and where 
 Figures   drop after the prompt, by its last queries: #8E8E50, bowtie, -
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import Literal
@@ -41,6 +41,7 @@ from kvbench.methods.named import Scorer
 from kvbench.methods.over import OverScorer, kind_of, refuse_query_heads
 from kvbench.methods.scorers import keep_top
 from kvbench.methods.scoring import ScoringMethod
+from kvbench.methods.traits import Traits
 
 NO_SUM = 1e-8  # added to a chunk's sum, and within the logarithm of a share
 
@@ -151,14 +152,11 @@ class ChunkKV(OverScorer):
     plan: Plan
 
     @classmethod
-    def comparable_over(cls, params: Params) -> str:
-        return cls.comparable
-
-    @classmethod
-    def evicts(cls, params: Params) -> str:
+    def traits_of(cls, params: Params) -> Traits:
+        evicts = "method.match_published=true counts chunks; use false with it" if params.match_published else ""
         if params.choose == "within":
-            return "method.choose=within gives every chunk its share; use method.choose=best with it"
-        return "method.match_published=true counts chunks; use false with it" if params.match_published else ""
+            evicts = "method.choose=within gives every chunk its share; use method.choose=best with it"
+        return replace(super().traits_of(params), comparable=cls.traits.comparable, evicts=evicts)
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:

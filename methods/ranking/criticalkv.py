@@ -24,7 +24,7 @@ Fails     where the scorer does: the norms move the lower half of its choice alo
 Figures   drop by keys and values: #A94991, square, --
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -45,6 +45,7 @@ from kvbench.methods.dropping.allocators import Counts, n_safe
 from kvbench.methods.named import Scorer
 from kvbench.methods.over import OverScorer, refuse_query_heads
 from kvbench.methods.scorers import keep_top
+from kvbench.methods.traits import Traits
 
 BLOCK_BYTES = 4 << 20  # of projected values at a time
 
@@ -115,7 +116,7 @@ class CriticalKV(OverScorer):
 
         def __post_init__(self) -> None:
             refuse_query_heads(self.scorer, CriticalKV.title)
-            if self.scorer.rules.weighs_values(self.scorer.params):
+            if self.scorer.rules.traits_of(self.scorer.params).weighs_values:
                 raise ConfigError(
                     f"{self.scorer.rules.title} weighs tokens by their values itself, and CriticalKV would do so "
                     "again; use method.scorer={name:expected_attention,value_norm:false}"
@@ -124,8 +125,9 @@ class CriticalKV(OverScorer):
     params: Params
 
     @classmethod
-    def own_allocator(cls, params: Params) -> Allocator | None:
-        return None if params.alpha == 1 else Allocator("head_protect", params.alpha)
+    def traits_of(cls, params: Params) -> Traits:
+        division = None if params.alpha == 1 else Allocator("head_protect", params.alpha)
+        return replace(super().traits_of(params), allocator=division)
 
     @classmethod
     def notes(cls, params: Params) -> list[str]:

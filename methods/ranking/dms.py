@@ -19,7 +19,7 @@ Figures   drop by keys and values: #D25FD0, thin diamond, -.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -31,11 +31,13 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Change, Delayed, Judged, Placement, Ragged
 from kvbench.methods.named import Scorer
 from kvbench.methods.over import OverScorer, refuse_query_heads
+from kvbench.methods.traits import Traits
 
 
 class DMS(OverScorer):
     title = "Delayed eviction"
     eager = "judges each new token before it is kept"
+    adapts = True
     takes = ()  # it runs at what comes out
     is_scorer = False
     reads_inputs = True
@@ -50,7 +52,7 @@ class DMS(OverScorer):
 
         def __post_init__(self) -> None:
             refuse_query_heads(self.scorer, DMS.title)
-            if self.decode and not self.scorer.rules.judges:
+            if self.decode and not self.scorer.rules.traits.judges:
                 raise ConfigError(
                     f"{self.scorer.rules.title} has no score for a token that is generated; use "
                     "method.decode=false, or a scorer such as knorm or kvzap"
@@ -59,19 +61,14 @@ class DMS(OverScorer):
     params: Params
 
     @classmethod
-    def adapts(cls, params: Params) -> bool:
-        return True
-
-    @classmethod
-    def evicts(cls, params: Params) -> str:
-        return "Delayed eviction goes on while it decodes; use method.decode=false with it" if params.decode else ""
-
-    @classmethod
-    def unreadable(cls, params: Params) -> str:
-        scorer = params.scorer.rules
-        if not scorer.judges or getattr(params.scorer.params, "n_sink", 0):
-            return f"{scorer.title} judges a token by others, or by its place; use a scorer such as knorm or kvzap"
-        return ""
+    def traits_of(cls, params: Params) -> Traits:
+        scorer, unreadable = params.scorer.rules, ""
+        if not scorer.traits.judges or getattr(params.scorer.params, "n_sink", 0):
+            unreadable = (
+                f"{scorer.title} judges a token by others, or by its place; use a scorer such as knorm or kvzap"
+            )
+        goes_on = "Delayed eviction goes on while it decodes; use method.decode=false with it" if params.decode else ""
+        return replace(super().traits_of(params), evicts=goes_on, unreadable=unreadable)
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
@@ -81,7 +78,7 @@ class DMS(OverScorer):
     def setup(self) -> None:
         super().setup()
         self.delay = self.params.window
-        self.wants_input = self.params.decode and self.params.scorer.rules.judges == "input"
+        self.wants_input = self.params.decode and self.params.scorer.rules.traits.judges == "input"
 
     @property
     def needs_all_layers(self) -> bool:

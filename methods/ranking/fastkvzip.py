@@ -38,6 +38,7 @@ from kvbench.methods.ranking.kvzap import Gated
 
 class FastKVzip(Gated):
     title = "Fast KVzip"
+    allocator = Allocator("global")
     gate_kind = "fastkvzip"
 
     @dataclass(frozen=True)
@@ -55,10 +56,6 @@ class FastKVzip(Gated):
 
     params: Params
     plan: Plan
-
-    @classmethod
-    def own_allocator(cls, params: Params) -> Allocator:
-        return Allocator("global")
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:

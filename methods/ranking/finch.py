@@ -41,12 +41,15 @@ from kvbench.methods.dropping.allocators import Counts
 from kvbench.methods.ranking.chunkkv import published_counts, shares
 from kvbench.methods.scorers import keep_top, reduce_group
 from kvbench.methods.scoring import ScoringMethod
+from kvbench.methods.traits import Traits
 
 USUAL_WINDOW = 64  # tokens, where nobody says where the question begins
 
 
 class Finch(ScoringMethod):
     title = "FINCH"
+    post_processing = PostProcessing("contiguous")
+    unchangeable = ""  # as published it is changed, whatever `method.chunk`
     no_growth = "chooses tokens by the question that the context ends with"
 
     @dataclass(frozen=True)
@@ -67,24 +70,13 @@ class Finch(ScoringMethod):
     plan: Plan
 
     @classmethod
-    def comparable_over(cls, params: Params) -> str:
-        return "heads" if params.per == "head" else "set"
-
-    @classmethod
-    def asks_question(cls, params: Params) -> bool:
-        return params.window is None
-
-    @classmethod
-    def own_post_processing(cls, params: Params) -> PostProcessing:
-        return PostProcessing("contiguous")
-
-    @classmethod
-    def evicts(cls, params: Params) -> str:
-        return "" if params.chunk is None else "method.chunk gives every chunk its share; use null with it"
-
-    @classmethod
-    def unchangeable(cls, params: Params) -> str:
-        return super().unchangeable(replace(params, chunk=None))
+    def traits_of(cls, params: Params) -> Traits:
+        return replace(
+            super().traits_of(params),
+            comparable="heads" if params.per == "head" else "set",
+            asks_question=params.window is None,
+            evicts="" if params.chunk is None else "method.chunk gives every chunk its share; use null with it",
+        )
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:

@@ -18,7 +18,7 @@ Figures   drop for any question: #9388AE, right, -.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from torch import Tensor
@@ -32,6 +32,7 @@ from kvbench.methods.dropping.snapkv import fit_window
 from kvbench.methods.gates.files import AUTO, DRAWN, check_model, check_shapes, digest_of, read
 from kvbench.methods.gates.networks import GateScores
 from kvbench.methods.scoring import ScoringMethod
+from kvbench.methods.traits import Traits
 
 
 class Gated(ScoringMethod):
@@ -106,8 +107,9 @@ class KVzap(Gated):
     plan: Plan
 
     @classmethod
-    def own_allocator(cls, params: Params) -> Allocator:
-        return Allocator("head_protect", alpha=params.alpha) if params.alpha < 1 else Allocator("uniform")
+    def traits_of(cls, params: Params) -> Traits:
+        division = Allocator("head_protect", alpha=params.alpha) if params.alpha < 1 else Allocator("uniform")
+        return replace(super().traits_of(params), allocator=division)
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:

@@ -25,7 +25,7 @@ Figures   drop by keys and values: #7765BD, left, :
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +43,7 @@ from kvbench.methods.calibration.files import REMEDY, read
 from kvbench.methods.calibration.known import Calibrated, NeedsCalibration
 from kvbench.methods.scorers import lowest_slot
 from kvbench.methods.scoring import ScoringMethod
+from kvbench.methods.traits import Traits
 
 KIND = "qfilters"
 
@@ -84,8 +85,11 @@ class QFilters(NeedsCalibration, ScoringMethod):
         return QFilters.Plan(budget.tokens, min(params.window, budget.tokens // 4))
 
     @classmethod
-    def evicts(cls, params: Params) -> str:
-        return "Q-Filters evict while they decode; use method.evict=prompt with it" if params.evict == "always" else ""
+    def traits_of(cls, params: Params) -> Traits:
+        evicts = (
+            "Q-Filters evict while they decode; use method.evict=prompt with it" if params.evict == "always" else ""
+        )
+        return replace(super().traits_of(params), evicts=evicts)
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:

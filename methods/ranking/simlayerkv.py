@@ -23,7 +23,7 @@ Figures   drop by place or chance: #8E5BA2, pillar, :
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
@@ -38,6 +38,7 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.scratch import finer
 from kvbench.methods.base import SelectiveAttention
 from kvbench.methods.dropping.allocators import whole_layers
+from kvbench.methods.traits import Traits
 
 USUAL_RECENT = 1024  # of the authors
 
@@ -50,6 +51,7 @@ def lazy_share(weights: Tensor, n_sink: int, n_recent: int, n_cut: int) -> float
 
 class SimLayerKV(SelectiveAttention):
     title = "SimLayerKV"
+    uncodable = "SimLayerKV keeps other numbers of tokens in each layer"
     no_growth = "divides layers by what they attend to in the context"
     drops = True
 
@@ -84,8 +86,8 @@ class SimLayerKV(SelectiveAttention):
     plan: Plan
 
     @classmethod
-    def adapts(cls, params: Params) -> bool:
-        return params.threshold is not None
+    def traits_of(cls, params: Params) -> Traits:
+        return replace(super().traits_of(params), adapts=params.threshold is not None)
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
@@ -101,10 +103,6 @@ class SimLayerKV(SelectiveAttention):
         if params.threshold is None:
             return super().label(params, request)
         return f"{cls.title} (above {params.threshold:g}{', as kvpress' * (params.own_columns == 'cut')})"
-
-    @classmethod
-    def uncodable(cls, params: Params) -> str:
-        return super().uncodable(params) or "SimLayerKV keeps other numbers of tokens in each layer"
 
     @classmethod
     def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:

@@ -45,7 +45,7 @@ from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.books.spans import span
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
 from kvbench.engine.caches.blocks import BlockCacheSpec
-from kvbench.engine.declared import Count, Index, Named, Tokens, refuse_cap
+from kvbench.engine.declared import Count, Index, Named, Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.beside import Beside
 from kvbench.engine.placement import Offloaded, Release
@@ -59,7 +59,9 @@ from kvbench.kernels.clusters import cluster_keys_triton, cluster_order, cluster
 from kvbench.kernels.kmeans import draw_points, kmeans
 from kvbench.kernels.scratch import Scratch, empty, finer, finest
 from kvbench.kernels.topk import sort_keys_triton
+from kvbench.methods.base import overall_ratio
 from kvbench.methods.indexed import Indexed
+from kvbench.methods.rules import refuse_cap
 
 TOKENS_PER_CLUSTER = 80  # paper: 400 clusters of 32,000 tokens, 4 of 320
 
@@ -249,7 +251,7 @@ class ClusterKV(Indexed):
         wide = shape.g if params.agg == "query_head" else 1
         fetched = min(plan.k * wide, budget.s_prompt - plan.n_sink)
         recent = min(params.cache_steps * fetched, budget.s_prompt - plan.n_sink)
-        return held(budget, shape, plan.n_sink, index, fetched, cls.n_whole(params, shape), recent)
+        return held(budget, shape, plan.n_sink, index, fetched, len(cls.whole_layers(params, shape)), recent)
 
     def setup(self) -> None:
         if self.variant.cache is not None:
@@ -355,7 +357,7 @@ class ClusterKV(Indexed):
         report: dict[str, Any] = {
             "comm_mode": self.params.comm_mode,
             "n_clusters": self.plan.n_clusters,
-            "overall_ratio": self.overall_ratio(Fraction(self.budget.tokens, self.budget.s_prompt)),
+            "overall_ratio": overall_ratio(self, Fraction(self.budget.tokens, self.budget.s_prompt)),
         }
         for layer in self.hits:
             self.fold_hits(layer)

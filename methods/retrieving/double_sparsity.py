@@ -33,7 +33,7 @@ Not here: scores of channels (`methods/calibration/channels.py`), the search (`m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
 from pathlib import Path
@@ -45,12 +45,15 @@ from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import Budget, BudgetRequest, show
-from kvbench.engine.declared import Count, Index, refuse_cap
+from kvbench.engine.declared import Count, Index
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import Observation
 from kvbench.engine.shapes import ModelShape
+from kvbench.methods.base import overall_ratio
 from kvbench.methods.calibration.known import Calibrated, NeedsCalibration
 from kvbench.methods.retrieving.labels import Labels, LabelSearch, stored
+from kvbench.methods.rules import refuse_cap
+from kvbench.methods.traits import Traits
 
 WHOLE_BITS = 16  # of a label that is not quantised
 SCALE_BITS = 32  # of a quantised vector of labels: its lowest value and its scale
@@ -182,7 +185,7 @@ class DoubleSparsity(NeedsCalibration, LabelSearch):
         else:
             bits = (shape.h if plan.per_head else shape.h_kv) * (plan.n_labels * params.label_bits + overhead)
         fetched = plan.k * (shape.g if plan.per_head else 1)
-        return held(budget, shape, 0, -(-bits * budget.s_prompt // 8), fetched, cls.n_whole(params, shape))
+        return held(budget, shape, 0, -(-bits * budget.s_prompt // 8), fetched, len(cls.whole_layers(params, shape)))
 
     def setup(self) -> None:
         super().setup()
@@ -256,8 +259,9 @@ class DoubleSparsity(NeedsCalibration, LabelSearch):
         return self.trace.shape.h if self.plan.per_head else self.trace.shape.h_kv
 
     @classmethod
-    def extends(cls, params: Params) -> bool:
-        return super().extends(params) and params.heavy is None
+    def traits_of(cls, params: Params) -> Traits:
+        traits = super().traits_of(params)
+        return replace(traits, extends=traits.extends and params.heavy is None)
 
     def n_chosen(self, n: int) -> int:
         return super().n_chosen(n) if self.params.heavy is None else self.params.heavy
@@ -270,7 +274,7 @@ class DoubleSparsity(NeedsCalibration, LabelSearch):
             "granularity": "query_head" if self.plan.per_head else "kv_head",
             "n_labels": self.labels_of_heads(layers),
             "achieved_ratio": share,
-            "overall_ratio": self.overall_ratio(share),
+            "overall_ratio": overall_ratio(self, share),
         }
 
     def labels_of_heads(self, layers: Sequence[int]) -> float:

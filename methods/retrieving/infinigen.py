@@ -61,6 +61,7 @@ from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.clock import Since
 from kvbench.kernels.rows.logits import channel_keys
+from kvbench.methods.base import overall_ratio
 from kvbench.methods.indexed import Indexed
 
 WITHOUT = "a number above 0, such as 4, or null for as many tokens as the budget has"
@@ -166,7 +167,7 @@ class InfiniGen(Indexed):
         elements += shape.h * plan.n_channels * shape.d_model if params.lookahead else 0
         elements += shape.h_kv * shape.d_h**2 if params.skew else 0
         fetched = plan.k_most * (shape.g if params.agg == "query_head" else 1)
-        return held(budget, shape, 0, ELEMENT_BYTES * elements, fetched, cls.n_whole(params, shape))
+        return held(budget, shape, 0, ELEMENT_BYTES * elements, fetched, len(cls.whole_layers(params, shape)))
 
     def setup(self) -> None:
         self.wants_lookahead = self.params.lookahead == 1 and not self.variant.is_full
@@ -296,5 +297,5 @@ class InfiniGen(Indexed):
             "k_mean": k_mean,
             "budget_bound_share": self.n_capped / n if self.n_selections else 1.0,
             "achieved_ratio": share,
-            "overall_ratio": self.overall_ratio(share),
+            "overall_ratio": overall_ratio(self, share),
         }

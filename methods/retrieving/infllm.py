@@ -44,7 +44,7 @@ from kvbench.engine.attend import Part
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show, split
 from kvbench.engine.caches.eviction import Update
-from kvbench.engine.declared import Tokens, Window, refuse_cap
+from kvbench.engine.declared import Tokens, Window
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import BandLogits, BandSums, Observation
 from kvbench.engine.placement import Change, Offloaded, Release
@@ -57,6 +57,8 @@ from kvbench.kernels.rows.logits import block_keys, blocks_of
 from kvbench.kernels.topk import top_stable
 from kvbench.methods.base import Variant
 from kvbench.methods.indexed import Indexed
+from kvbench.methods.rules import refuse_cap
+from kvbench.methods.traits import Traits
 
 PUBLISHED_REPRESENTATIVES = 4  # of a block
 
@@ -131,10 +133,6 @@ class InfLLM(Indexed):
         return Fraction(min(PUBLISHED_REPRESENTATIVES, params.block_len), params.block_len)
 
     @classmethod
-    def turns_queries(cls, params: Params) -> str:
-        return "method=infllm with method.position=fixed" if params.position == "fixed" else ""
-
-    @classmethod
     def check_model(cls, params: Params, model: Checkpoint) -> None:
         if params.position == "fixed" and not model.n_rotary:
             raise ConfigError("method.position=fixed needs a model with rotary positions; use method.position=true")
@@ -158,8 +156,9 @@ class InfLLM(Indexed):
         )  # fmt: skip
 
     @classmethod
-    def extends(cls, params: Params) -> bool:
-        return super().extends(params) or params.grow_blocks
+    def traits_of(cls, params: Params) -> Traits:
+        turns = "method=infllm with method.position=fixed" if params.position == "fixed" else ""
+        return replace(super().traits_of(params), extends=params.grow_blocks, turns_queries=turns)
 
     def extend(self, layer: int, q: Tensor, grown: Variant) -> None:
         at = self.store[layer]

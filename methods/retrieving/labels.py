@@ -25,6 +25,7 @@ from kvbench.kernels.labels import by_channel, label_scores, label_top
 from kvbench.kernels.rows.logits import channel_keys
 from kvbench.methods.base import Variant
 from kvbench.methods.indexed import Indexed
+from kvbench.methods.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ class LabelSearch(Indexed):
         return self.plan.k if not self.competes else self.now.allowance(n - self.now.s_prompt)
 
     @classmethod
-    def extends(cls, params: Any) -> bool:
-        return super().extends(params) or params.generated == "compete"
+    def traits_of(cls, params: Any) -> Traits:
+        return replace(super().traits_of(params), extends=params.generated == "compete")
 
     def extend(self, layer: int, q: Tensor, grown: Variant) -> None:
         self.now = grown.budget

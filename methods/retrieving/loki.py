@@ -29,7 +29,7 @@ Not here: the fit (`methods/calibration/pca.py`), the search (`methods/retrievin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
 from pathlib import Path
@@ -41,13 +41,15 @@ from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, show
-from kvbench.engine.declared import Is, Whole, refuse_cap
+from kvbench.engine.declared import Is, Whole
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import Observation
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.scratch import finer
 from kvbench.methods.calibration.known import Calibrated, NeedsCalibration
 from kvbench.methods.retrieving.labels import Labels, LabelSearch, stored
+from kvbench.methods.rules import refuse_cap
+from kvbench.methods.traits import Traits
 
 PUBLISHED_SHARE = Fraction(1, 4)  # of a key's components, the paper's d_f
 Components = Annotated[int, Ge(1), Is("a whole number of components from 1")]
@@ -172,8 +174,9 @@ class Loki(NeedsCalibration, LabelSearch):
         return self.trace.shape.h if self.params.granularity == "query_head" else self.trace.shape.h_kv
 
     @classmethod
-    def extends(cls, params: Params) -> bool:
-        return super().extends(params) and params.top_k is None
+    def traits_of(cls, params: Params) -> Traits:
+        traits = super().traits_of(params)
+        return replace(traits, extends=traits.extends and params.top_k is None)
 
     def n_chosen(self, n: int) -> int:
         top_k = self.params.top_k

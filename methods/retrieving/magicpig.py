@@ -63,7 +63,7 @@ from kvbench.kernels.rows.collisions import (
     pack_codes,
 )
 from kvbench.kernels.scratch import at_once, finer, finest
-from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.base import SelectiveAttention, overall_ratio
 
 ENTRY_BYTES, BOUND_BYTES, NORM_BYTES = 4, 8, 4  # of a token in a table, of a bucket, of a token's norm
 MOST_BITS = 15  # a code is a 16-bit whole number with a sign
@@ -228,12 +228,16 @@ class MagicPIG(SelectiveAttention):
     @classmethod
     def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
         return held(
-            budget, shape, plan.n_sink + plan.window, fetched=plan.k * shape.g, n_whole=cls.n_whole(params, shape)
+            budget,
+            shape,
+            plan.n_sink + plan.window,
+            fetched=plan.k * shape.g,
+            n_whole=len(cls.whole_layers(params, shape)),
         )
 
     @classmethod
-    def n_whole(cls, params: Params, shape: ModelShape) -> int:
-        return len(dense_layers(params, shape.attention_layers))
+    def whole_layers(cls, params: Params, shape: ModelShape) -> Sequence[int]:
+        return dense_layers(params, shape.attention_layers)
 
     def setup(self) -> None:
         self.indexes, self.found, self.n_found, self.n_samples = {}, {}, 0, 0
@@ -243,9 +247,6 @@ class MagicPIG(SelectiveAttention):
     @classmethod
     def observations(cls, params: Params, plan: Plan) -> tuple[Observation, ...]:
         return (CALIBRATION,) if params.tables == "auto" else ()
-
-    def skipped_layers(self) -> Sequence[int]:
-        return dense_layers(self.params, self.trace.shape.attention_layers)
 
     def arrange(self, layer: int) -> Offloaded:
         plan, params = self.plan, self.params
@@ -363,7 +364,7 @@ class MagicPIG(SelectiveAttention):
         report: dict[str, Any] = {
             "budget_holds_in": "mean",
             "tables": [index.n_tables for index in indexes],
-            "overall_ratio": self.overall_ratio(self.budget.tokens / self.budget.s_prompt),
+            "overall_ratio": overall_ratio(self, self.budget.tokens / self.budget.s_prompt),
             "index_host_bytes": sum(self.index_bytes(layer) for layer in self.indexes),
             "cache_host_bytes": token_bytes(self.trace.shape) * self.trace.s_prompt * n_layers,
         }

@@ -47,7 +47,7 @@ def token_scores(logits: Tensor, agg: str, softmax: Softmax) -> Tensor:
 
 class Oracle(Indexed):
     title = "Oracle"
-    fetches_more = True
+    extends = True
     ops = ("logits", "topk")
 
     @dataclass(frozen=True)

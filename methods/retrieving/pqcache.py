@@ -91,7 +91,7 @@ class PQCache(Indexed):
     title = "PQCache"
     ops = ("pq_scores", "logits", "topk")
     takes_newest = True  # and codes it
-    fetches_more = True
+    extends = True
     packs_host = True
 
     @dataclass(frozen=True)
@@ -188,11 +188,8 @@ class PQCache(Indexed):
     def footprint(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> Footprint:
         n_centroids = min(1 << plan.b, budget.s_prompt - plan.n_sink) if plan.k else 0
         index = shape.h_kv * n_centroids * shape.d_h * ELEMENT_BYTES
-        return held(budget, shape, plan.n_sink + plan.n_local, index, plan.k)
-
-    @classmethod
-    def uncounted_bytes(cls, params: Params, plan: Plan, budget: Budget, shape: ModelShape) -> int:
-        return 2 * counted_bytes(shape.h_kv, plan.m, plan.b, budget.s_prompt) if plan.k else 0
+        codes = 2 * counted_bytes(shape.h_kv, plan.m, plan.b, budget.s_prompt) if plan.k else 0
+        return replace(held(budget, shape, plan.n_sink + plan.n_local, index, plan.k), uncounted_bytes=codes)
 
     def setup(self) -> None:
         cache = self.variant.cache

@@ -38,15 +38,17 @@ from torch import Tensor
 
 from kvbench.engine.books.footprint import Footprint, held
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest, key_bytes, show
-from kvbench.engine.declared import Index, Window, refuse_cap
+from kvbench.engine.declared import Index, Window
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Offloaded, Release
 from kvbench.engine.search import Launch, Units
 from kvbench.engine.selection import Cost
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.pages import page_bounds, page_keys_triton, page_scores
-from kvbench.methods.base import Variant
+from kvbench.methods.base import Variant, overall_ratio
 from kvbench.methods.indexed import Indexed
+from kvbench.methods.rules import refuse_cap
+from kvbench.methods.traits import Traits
 
 
 @dataclass
@@ -152,11 +154,11 @@ class Quest(Indexed):
         s, started = budget.s_prompt, budget.s_prompt % plan.page_len if params.page_generated else 0
         bounds = 2 * shape.h_kv * shape.d_h * ELEMENT_BYTES * ceil(s / plan.page_len)
         fetched = plan.k(s, params.variant) * plan.page_len * (shape.g if params.agg == "query_head" else 1)
-        return held(budget, shape, started, bounds, fetched, cls.n_whole(params, shape))
+        return held(budget, shape, started, bounds, fetched, len(cls.whole_layers(params, shape)))
 
     @classmethod
-    def extends(cls, params: Params) -> bool:
-        return super().extends(params) or params.page_generated
+    def traits_of(cls, params: Params) -> Traits:
+        return replace(super().traits_of(params), extends=params.page_generated)
 
     def extend(self, layer: int, q: Tensor, grown: Variant) -> None:
         self.plan = replace(self.plan, tokens=grown.budget.tokens)
@@ -247,7 +249,7 @@ class Quest(Indexed):
             "n_pages": ceil(s / page_len),
             "k_pages": k,
             "achieved_ratio": share,
-            "overall_ratio": self.overall_ratio(share),
+            "overall_ratio": overall_ratio(self, share),
         }
 
 

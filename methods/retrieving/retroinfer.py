@@ -66,7 +66,7 @@ from kvbench.kernels.clusters import (
 from kvbench.kernels.fast import takes
 from kvbench.kernels.kmeans import cluster_means, kmeans
 from kvbench.kernels.topk import sort_keys
-from kvbench.methods.base import SelectiveAttention
+from kvbench.methods.base import SelectiveAttention, shortened
 
 TOKENS_PER_CLUSTER = 16  # as published, where `comm` pays for it
 SIZE_BYTES, OFFSET_BYTES, MEMBER_BYTES = 4, 4, 4  # of a cluster's size, of where its tokens begin, of a token's place
@@ -386,7 +386,7 @@ class RetroInfer(SelectiveAttention):
 
     def report(self) -> dict[str, Any]:
         plan = self.plan
-        report: dict[str, Any] = self.shortened() | {
+        report: dict[str, Any] = shortened(self) | {
             "n_clusters": plan.n_clusters,
             "n_segments": plan.n_segments,
             "n_retrieved": plan.n_retrieved,

@@ -125,6 +125,7 @@ class RocketKV(Indexed):
     no_growth = "searches what its first stage kept of the context"
     ops = ("chunks", "topk")
     takes_newest = True
+    sends_all = False  # the chosen tokens alone may go there
     attends_current = False
     version = 2  # 2: a dense feed reads what the first stage kept, and no places beyond it
 
@@ -223,10 +224,6 @@ class RocketKV(Indexed):
         keys = trace.keys(layer) if chosen is None else gather_tokens(trace.keys(layer), chosen)
         self.index[layer] = chunk_bounds(keys, plan.chunk, most)
         return Searched(chosen, on_device=self.params.tier == "device")
-
-    @classmethod
-    def n_home(cls, params: Params, shape: ModelShape) -> int:
-        return 0  # the chosen tokens alone may go there
 
     def kept(self, layer: int) -> Tensor | None:
         """The first stage's positions, (1, h_kv, n_kept) ascending; None: all."""

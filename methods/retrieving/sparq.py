@@ -111,7 +111,7 @@ PUBLISHED_SHARE = Fraction(1, 4)  # of a key's components: 32 of 128, with which
 
 class SparQ(Indexed):
     title = "SPARQ"
-    fetches_more = True
+    extends = True
     ops = ("columns", "topk")
     takes_newest = True
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvbench.engine.errors import ConfigError
-from kvbench.methods.rules import Rules
 
 Mode = Literal["independent", "golden", "dialogue", "query_aware"]
 Feed = Literal["compressed", "tokenwise", "dense"]
@@ -27,34 +26,10 @@ class Asking:
     feed: Feed = "compressed"  # what a feed's own tokens attend to, and whether they are read in one pass
     budget_base: Base = "context"  # what a ratio is a share of
 
-    def check(self, rules: type[Rules], params: Any, is_plain: bool = True) -> None:
-        """Raise `ConfigError` where a method cannot be asked like this; `is_plain`: it divides its tokens by itself."""
-        if self.budget_base == "conversation":
-            self.check_growth(rules, is_plain and rules.extends(params))
-        if not rules.rolls_back and self.mode in ("independent", "golden"):
-            raise ConfigError(
-                f"task.mode={self.mode} takes back what was read, which this method cannot (rolls_back=False); use "
-                "task.mode=dialogue or task.mode=query_aware with it"
-            )
-        if self.feed == "dense" and (rules.drops or rules.prunes_prompt):
-            raise ConfigError(
-                "task.feed=dense reads questions through the whole context, which this method no longer holds; use "
-                "compressed or tokenwise"
-            )
-
-    def check_growth(self, rules: type[Rules], extends: bool) -> None:
-        """Raise `ConfigError` where no budget can grow with the conversation."""
-        if self.mode not in ("golden", "dialogue"):
-            raise ConfigError(
-                f"task.budget_base=conversation grows with turns that stay, and task.mode={self.mode} takes them back; "
-                "use task.mode=golden, task.mode=dialogue or task.budget_base=context"
-            )
-        if not extends:
-            why = rules.no_growth or "does not with these settings"
-            raise ConfigError(
-                f"task.budget_base=conversation compresses the tokens of each turn, which {rules.title} cannot: it "
-                f"{why}; use task.budget_base=context"
-            )
+    @property
+    def takes_back(self) -> bool:
+        """Whether no turn stays for the next one to be asked behind it."""
+        return self.mode not in ("golden", "dialogue")
 
     @property
     def label(self) -> str:

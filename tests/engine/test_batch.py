@@ -83,16 +83,16 @@ def goes_back(name: str) -> None:
 def with_everything(one: Subject) -> Variant:
     """The method with every token: with all bytes where it makes codes, for all turns where its budget has answers."""
     asked = request("1", comm=one.comm)
-    if one.kind.changes:
+    if one.kind.traits.changes:
         asked = BudgetRequest(None, None, asked.comm, memory=Fraction(1))
-    if one.kind.of_answers:
+    if one.kind.traits.of_answers:
         asked = BudgetRequest(None, conformance.S + N_NEW, Fraction(0), counts=one.counts)
     return one.kind.variant_for(one.params, asked, conformance.model().shape, conformance.S, allocator=one.allocator)
 
 
 def is_full_at_ratio_1(name: str) -> None:
     """With the whole budget, three turns that stay are those of full attention."""
-    if conformance.ours(name).kind.adapts(conformance.ours(name).params):
+    if conformance.ours(name).kind.traits_of(conformance.ours(name).params).adapts:
         return  # no budget, and so none that is whole
     model = conformance.model()
     answers = []

@@ -40,14 +40,9 @@ def run_vectors(path: Path) -> list[Check]:
 def check_row(row: dict[str, int]) -> str | None:
     shape = ModelShape("vectors", 1, row["Hk"], row["Hk"], row["d_h"], 1 << 20, (0,))
     asked = BudgetRequest(
-        Fraction(row["ratio_num"], row["ratio_den"]),
-        None,
-        Fraction(row["comm_num"], row["comm_den"]),
+        Fraction(row["ratio_num"], row["ratio_den"]), None, Fraction(row["comm_num"], row["comm_den"])
     )
-    budget, compensated = (
-        resolve(asked, row["s"], drops=False),
-        resolve(asked, row["s"], drops=True),
-    )
+    budget, compensated = (resolve(asked, row["s"], drops=False), resolve(asked, row["s"], drops=True))
     parts = split(budget.tokens, row["sinks"])
     oracle = Oracle.Params("group_sum", row["sinks"], Fraction(1, 2), "inside", "official", "renormalise")
     official = Oracle.plan_for(oracle, budget, shape)
@@ -106,12 +101,7 @@ def test_a_split_adds_up_to_its_budget(tokens: int, n_sink: int, share: Fraction
     assert min(parts.n_sink, parts.n_local, parts.k) >= 0
 
 
-@given(
-    st.fractions(Fraction(1, 200), 1),
-    st.fractions(Fraction(1, 200), 1),
-    st.integers(200, 5000),
-    st.booleans(),
-)
+@given(st.fractions(Fraction(1, 200), 1), st.fractions(Fraction(1, 200), 1), st.integers(200, 5000), st.booleans())
 def test_more_budget_never_keeps_less(a: Fraction, b: Fraction, s: int, drops: bool) -> None:
     small, large = sorted((a, b))
     request = [BudgetRequest(ratio, None, Fraction(1, 64)) for ratio in (small, large)]
@@ -130,11 +120,7 @@ def test_the_whole_prompt_is_full_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "tokens", "comm", "key"),
-    [
-        ("0.2", 9, "0", "both given"),
-        (None, None, "0", "neither"),
-    ],
+    ("ratio", "tokens", "comm", "key"), [("0.2", 9, "0", "both given"), (None, None, "0", "neither")]
 )
 def test_impossible_budgets_name_their_key(ratio: str | None, tokens: int | None, comm: str, key: str) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
@@ -147,8 +133,7 @@ def test_a_ratio_that_leaves_no_token_is_refused_with_the_smallest_that_works() 
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
-    [("1/64", Fraction(1, 64)), ("0.2", Fraction(1, 5)), (0.1, Fraction(1, 10)), (1, Fraction(1))],
+    ("text", "value"), [("1/64", Fraction(1, 64)), ("0.2", Fraction(1, 5)), (0.1, Fraction(1, 10)), (1, Fraction(1))]
 )
 def test_fractions_are_read_as_written(text: str | float, value: Fraction) -> None:
     assert parse_fraction(text, "comm") == value

@@ -54,13 +54,7 @@ def test_full_attention_says_what_generate_says(kind: str) -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_whole_budget_is_full_attention_for_every_method(kind: str) -> None:
     model, ids = tiny(kind), prompt(60)
-    answers = say(
-        model,
-        ids,
-        (Full, Full.Params(), "1"),
-        (Oracle, ORACLE, "1"),
-        (StreamingLLM, STREAMING, "1"),
-    ).answers
+    answers = say(model, ids, (Full, Full.Params(), "1"), (Oracle, ORACLE, "1"), (StreamingLLM, STREAMING, "1")).answers
     assert answers[1].ids == answers[2].ids == answers[0].ids
 
 

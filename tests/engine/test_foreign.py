@@ -14,8 +14,8 @@ import pytest
 from kvbench.engine import foreign
 from kvbench.engine.errors import ConfigError
 from kvbench.tasks import prompt
-from kvbench.tasks.gsm8k import has_number
-from kvbench.tasks.infinitebench.prompts import checked_row, upstream_templates
+from kvbench.tasks.gsm8k import Gsm8k
+from kvbench.tasks.infinitebench.prompts import check_row, upstream_templates
 from kvbench.tasks.longbench.task import checked_config
 from kvbench.tasks.needle import task as needle
 from kvbench.tasks.rows import read_rows
@@ -170,11 +170,10 @@ def test_upstreams_python_file_may_hold_anything(tmp_path: Path, code: str) -> N
 
 
 def test_what_math_find_asks_for_is_found_in_one_pass() -> None:
-    check = checked_row("math_find")
-    check({"input": "The largest number of", "answer": 3})
+    check_row("math_find", {"input": "The largest number of", "answer": 3})
     start = time.perf_counter()
     with pytest.raises(ValueError, match="which number"):
-        check({"input": "The" * 300_000, "answer": 3})
+        check_row("math_find", {"input": "The" * 300_000, "answer": 3})
     assert time.perf_counter() - start < 5
 
 
@@ -190,8 +189,7 @@ def test_an_id_of_a_text_is_a_number_or_a_short_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "-", "=", "-1_0", "+inf"],
+    "text", ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "-", "=", "-1_0", "+inf"]
 )
 def test_no_text_becomes_a_formula(text: str) -> None:
     out = io.StringIO(newline="")
@@ -238,7 +236,7 @@ def test_the_middle_of_a_huge_text_is_cut_before_all_of_it_is_tokenised(kind: st
 
 def test_a_question_of_gsm8k_is_no_book() -> None:
     with pytest.raises(ValueError, match="'question' has 100001 characters"):
-        has_number({"question": "q" * 100_001, "answer": "7"})
+        object.__new__(Gsm8k).check_row("test", {"question": "q" * 100_001, "answer": "7"})
 
 
 def test_the_haystack_is_tokenised_as_far_as_it_is_needed(tmp_path: Path, monkeypatch) -> None:

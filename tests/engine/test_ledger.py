@@ -61,16 +61,7 @@ def test_finding_bytes_beyond_comm_break_the_budget() -> None:
 
 def test_a_summary_is_per_step_and_over_all_layers() -> None:
     ours = ledger(
-        entry(
-            1,
-            0,
-            21,
-            moved_kv_bytes=10,
-            resident_kv_bytes=5,
-            resident_meta_bytes=1,
-            cache_lookups=4,
-            cache_hits=1,
-        ),
+        entry(1, 0, 21, moved_kv_bytes=10, resident_kv_bytes=5, resident_meta_bytes=1, cache_lookups=4, cache_hits=1),
         entry(1, 1, 21, moved_kv_bytes=30, resident_kv_bytes=5),
         entry(2, 0, 22, moved_kv_bytes=20, resident_kv_bytes=6),
         entry(2, 1, 22, moved_kv_bytes=20, resident_kv_bytes=6),

@@ -20,6 +20,7 @@ from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.evals.settings import from_words
 from kvbench.methods.allocator import Allocator
+from kvbench.methods.combinations import KEPT, MODEL, SHAPE, Case, refuse
 from kvbench.methods.dropping.knorm import Knorm
 from kvbench.methods.dropping.snapkv import SnapKV
 from kvbench.methods.quantising.kivi import KIVI
@@ -239,16 +240,19 @@ LLAMA = ModelShape("llama", 2, 4, 2, 16, 1024, (0, 1))
     ],
 )
 def test_keys_without_rotary_positions_cannot_be_turned(model: Checkpoint, says: str) -> None:
-    MERGED.check_model(model)
+    merged, contiguous = (
+        Case(None, None, post_processing=one, checkpoint=model, shape=model.shape) for one in (MERGED, CONTIGUOUS)
+    )
+    refuse(KEPT, merged, MODEL)
     with pytest.raises(ConfigError, match=says):
-        CONTIGUOUS.check_model(model)
+        refuse(KEPT, contiguous, MODEL)
 
 
 def test_latents_are_left_as_they_are() -> None:
     latent = replace(LLAMA, h_kv=1, value_width=8, is_latent=True)
     for post_processing in (CONTIGUOUS, MERGED):
         with pytest.raises(ConfigError, match="keeps one latent per token"):
-            post_processing.check(latent)
+            refuse(KEPT, Case(None, None, post_processing=post_processing, shape=latent), SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +274,7 @@ def test_latents_are_left_as_they_are() -> None:
     ],
 )
 def test_what_is_refused(words: list[str], says: str) -> None:
-    from kvbench.evals.asked import ask
+    from kvbench.evals.cells import ask
 
     with pytest.raises(ConfigError, match=says):
         ask([from_words([*words, "task=needle"])])

@@ -21,10 +21,7 @@ def test_observations_are_made_once_however_many_ask() -> None:
     model, seen = tiny(), []
     with model.hooked():
         trace = prefill(
-            model,
-            prompt(30),
-            [LastQueries(4), LastQueries(4), LastQueries(9)],
-            lambda trace, layer: seen.append(layer),
+            model, prompt(30), [LastQueries(4), LastQueries(4), LastQueries(9)], lambda trace, layer: seen.append(layer)
         )
     assert seen == [0, 1, 2]
     assert trace.observed(LastQueries(4), 2).shape == (1, 6, 4, 8)

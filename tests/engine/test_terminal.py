@@ -26,11 +26,7 @@ from kvbench.tests.plots.made_runs import write
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("engine", "methods", "tasks", "results", "evals", "plots", "hydra_plugins")
-FILES = [
-    ROOT / "run.py",
-    *(ROOT / "kvbench").glob("*.py"),
-    *(f for room in ROOMS for f in (ROOT / room).rglob("*.py")),
-]
+FILES = [ROOT / "run.py", *(ROOT / "kvbench").glob("*.py"), *(f for room in ROOMS for f in (ROOT / room).rglob("*.py"))]
 CLEAR = "\x1b[2J\x1b]0;title\x07"  # clears the screen and renames the window
 HOSTILE = (
     CLEAR,

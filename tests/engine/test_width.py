@@ -24,11 +24,7 @@ from kvbench.tests.tiny import prompt, tiny
 from kvbench.tests.vectors import built, row_for
 
 
-@given(
-    st.lists(st.integers(0, 50), min_size=1, max_size=30),
-    st.integers(0, 120),
-    st.none() | st.integers(1, 8),
-)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(0, 120), st.none() | st.integers(1, 8))
 def test_waves_keep_order_and_overflow_only_with_a_single_variant(
     sizes: list[int], room: int, limit: int | None
 ) -> None:

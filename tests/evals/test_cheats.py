@@ -115,7 +115,7 @@ def test_a_method_that_skips_every_layer_is_refused(
     name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(CHEATS[name], model, tmp_path) == (2, [])
-    assert "skipped_layers() of Mine names all" in capsys.readouterr().err
+    assert "whole_layers() of Mine names all" in capsys.readouterr().err
 
 
 def test_an_honest_method_is_not_marked(model: Path, tmp_path: Path) -> None:

@@ -55,17 +55,16 @@ def words_of(folder: Path) -> list[str]:
 
 
 def breaks_at(step: int) -> Any:
-    """`resident_rows` of a method whose values are NaN from that step of any prompt on, in its first layer."""
-    resident_rows = StreamingLLM.resident_rows.__func__  # type: ignore[attr-defined]
+    """`resident` of a method whose values are NaN from that step of any prompt on, in its first layer."""
+    resident = StreamingLLM.resident
 
-    def broken(cls: Any, rows: Sequence[Any], layer: int, q: torch.Tensor) -> list[list[Part]]:
-        parts = resident_rows(cls, rows, layer, q)
-        for row, own in zip(rows, parts, strict=True):
-            if layer == 0 and row.store[layer].n_seen - row.trace.s_prompt >= step:
-                own[0].v = own[0].v * float("nan")
+    def broken(self: Any, layer: int, q: torch.Tensor) -> list[Part]:
+        parts = resident(self, layer, q)
+        if layer == 0 and self.store[layer].n_seen - self.trace.s_prompt >= step:
+            parts[0].v = parts[0].v * float("nan")
         return parts
 
-    return classmethod(broken)
+    return broken
 
 
 def answers(done: Sequence[tuple[RunResult, list[SampleRow]]]) -> list[list[tuple[Any, ...]]]:
@@ -121,7 +120,7 @@ def test_a_row_of_nan_stops_and_its_neighbours_answer_as_ever(
     asked: Sequence[str], step: int, model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = sweep([*asked, *model], VARIANTS, tmp_path / "right")
-    monkeypatch.setattr(StreamingLLM, "resident_rows", breaks_at(step))
+    monkeypatch.setattr(StreamingLLM, "resident", breaks_at(step))
     found = sweep([*asked, *model], VARIANTS, tmp_path / "found")
     assert answers(found)[:2] == answers(right)[:2] and {row.status for _, rows in right for row in rows} == {"ok"}
     assert [result.status for result, _ in found] == ["ok", "ok", "failed"]
@@ -136,7 +135,7 @@ def test_a_row_of_nan_is_compared_with_nothing_and_the_others_are(
     model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = sweep([*FIDELITY, *model], VARIANTS, tmp_path / "right")
-    monkeypatch.setattr(StreamingLLM, "resident_rows", breaks_at(3))
+    monkeypatch.setattr(StreamingLLM, "resident", breaks_at(3))
     found = sweep([*FIDELITY, *model], VARIANTS, tmp_path / "found")
     assert answers(found)[:2] == answers(right)[:2]
     assert (found[2][0].status, found[2][0].score) == ("failed", None)
@@ -161,7 +160,7 @@ def test_a_turn_of_nan_is_lost_and_neighbours_answer_as_ever(
 ) -> None:
     asked = (*NEEDLE, "task.questions=2", f"task.mode={mode}", "limit=1", *model)
     right = sweep(asked, VARIANTS, tmp_path / "right")
-    monkeypatch.setattr(StreamingLLM, "resident_rows", breaks_at(2))
+    monkeypatch.setattr(StreamingLLM, "resident", breaks_at(2))
     found = sweep(asked, VARIANTS, tmp_path / "found")
     assert answers(found)[:2] == answers(right)[:2]
     lost, rows = found[2]

@@ -26,6 +26,22 @@ def test_each_method_has_its_line_and_its_presets(capsys: pytest.CaptureFixture[
     assert "drop after the prompt, by its last queries" in lines
 
 
+@pytest.mark.parametrize("name", [*sorted(own_methods()), "snapkv_paper"])
+def test_a_method_has_its_keys_with_default_choices_and_what_they_do(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["methods", name]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 1 and lines[1].split()[:2] == ["key", "default"]
+    if name == "snapkv_paper":
+        assert any(line.split()[:4] == ["pooling", "max", "max", "or"] for line in lines)
+
+
+def test_no_method_has_no_keys() -> None:
+    with pytest.raises(ConfigError, match="no method 'snapkw'; did you mean 'snapkv'"):
+        main(["methods", "snapkw"])
+
+
 def test_each_model_has_its_size(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     lines = {line.split(" ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
@@ -115,7 +131,7 @@ def test_a_list_is_there_at_once(words: list[str]) -> None:
     assert float(seconds) < MOST_CPU_SECONDS
 
 
-@pytest.mark.parametrize("words", [[], ["methods", "tasks"], ["metods"]])
+@pytest.mark.parametrize("words", [[], ["tasks", "needle"], ["metods"]])
 def test_another_list_is_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"--list wants one of tasks, methods, models|no list .metods.; did you mean"):
         main(words)

@@ -14,8 +14,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.model import Model
 from kvbench.engine.prefill import prefill
 from kvbench.evals import notebook
-from kvbench.evals.asked import Lookups, ask_one
-from kvbench.evals.cells import cell_without_task
+from kvbench.evals.cells import Lookups, ask_one, cell_without_task
 from kvbench.evals.notebook import Reading, load_model, question, read, variant
 from kvbench.evals.settings import from_words
 from kvbench.tests.tiny import COMMON, prompt, tiny

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import kvbench.evals.asked
+import kvbench.evals.cells
 from kvbench.engine.checkpoints.load import read_shape
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.machine import arithmetic
@@ -178,7 +178,7 @@ def test_a_model_that_cannot_be_had_is_looked_for_once(tmp_path: Path, monkeypat
         looked.append(settings.model.id)
         raise ConfigError("it cannot be had")
 
-    monkeypatch.setattr(kvbench.evals.asked, "early_shape", early_shape)
+    monkeypatch.setattr(kvbench.evals.cells, "early_shape", early_shape)
     pair = [asked(tmp_path, tmp_path, "method=oracle", f"ratio={ratio}") for ratio in ("0.2", "0.5")]
     with pytest.raises(ConfigError, match="every cell of this sweep is left out"):
         run_cells([replace(each, skips_refused=True) for each in pair])

@@ -72,7 +72,8 @@ def test_what_is_spelt_right_is_passed_on(argv: list[str]) -> None:
         (["task=mine.yaml"], "task=mine.yaml cannot be read (No such file or directory); give the path of a YAML file"),
         (["allocator=mine.py"], "allocator=mine.py is a file, and only methods and tasks are taken from one"),
         (["--cfg", "yaml"], "-c/--cfg: invalid choice: 'yaml'"),
-        (["--cfg"], "-c/--cfg: expected one argument; python run.py --help says"),
+        (["--cfg", "method=full"], "-c/--cfg: invalid choice: 'method=full' (choose from "),
+        (["--package"], "-p/--package: expected one argument; python run.py --help says"),
         (["-m", "--cfg", "job"], "-c/--cfg: not allowed with argument -m"),
         (["ratio"], "'ratio' is no flag and no key=value"),
         (["ratio=0.1,"], "'ratio=0.1,' is no override that Hydra can read; write key=value, one comma between values"),
@@ -107,7 +108,8 @@ def test_near_misses_are_followed_by_what_lists_all() -> None:
 def test_flags_come_first_because_hydra_reads_no_override_behind_one() -> None:
     assert check_overrides(["ratio=0.1,0.2", "-m", "seed=1"]) == ["-m", "ratio=0.1,0.2", "seed=1"]
     assert check_overrides(["--cfg=job", "seed=1"]) == ["-c", "job", "seed=1"]
-    assert check_overrides(["seed=1", "--info", "all"]) == ["-i", "all", "seed=1"]
+    assert check_overrides(["seed=1", "--info"]) == ["-i", "all", "seed=1"]
+    assert check_overrides(["seed=1", "--cfg"]) == ["-c", "job", "seed=1"]
 
 
 def test_a_hub_name_becomes_the_id_of_any_model() -> None:

@@ -68,10 +68,7 @@ def test_keys_that_a_table_says_the_place_of_are_read_in_loads_of_128_bits(
         ("86", "deepseek-v3", "bfloat16"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("86", "gemma-2-9b", "bfloat16"),
-                ("90", "37-heads-of-272", "float32"),
-            )
+            for case in (("86", "gemma-2-9b", "bfloat16"), ("90", "37-heads-of-272", "float32"))
         ),
     ],
 )

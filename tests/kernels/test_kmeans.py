@@ -301,11 +301,7 @@ def test_initial_points_are_drawn_once_each_and_by_the_generator_alone() -> None
 def test_cosine_ignores_length_and_inner_product_does_not() -> None:
     points = torch.tensor([[[2.0, 1.0]]])
     centroids = torch.tensor([[[0.2, 0.1], [5.0, 0.0], [1.5, 1.5]]])
-    assert {m: nearest(points, centroids, m).item() for m in METRICS} == {
-        "cosine": 0,
-        "l2": 2,
-        "dot": 1,
-    }
+    assert {m: nearest(points, centroids, m).item() for m in METRICS} == {"cosine": 0, "l2": 2, "dot": 1}
 
 
 @pytest.mark.skipif(native() is None, reason="no C++ compiler")

@@ -101,15 +101,7 @@ def as_float(x: Side, n: int) -> Tensor:
 @pytest.mark.parametrize(("h", "h_kv"), HEADS)
 @pytest.mark.parametrize(
     ("bits", "group", "d"),
-    [
-        (2, 32, 64),
-        (4, 32, 128),
-        (4, 16, 32),
-        (2, 16, 16),
-        (8, 32, 64),
-        (2, 128, 128),
-        (4, 64, 64),
-    ],
+    [(2, 32, 64), (4, 32, 128), (4, 16, 32), (2, 16, 16), (8, 32, 64), (2, 128, 128), (4, 64, 64)],
 )
 def test_keys_by_channel(bits: int, group: int, d: int, h: int, h_kv: int, dtype: torch.dtype) -> None:
     total = 5 * group + 300

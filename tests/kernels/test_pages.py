@@ -89,10 +89,7 @@ def test_scores_are_sums_of_the_larger_products(path: str, dtype: torch.dtype, g
 
 
 def test_no_key_of_a_page_scores_above_its_bound() -> None:
-    keys, q = (
-        draw(1, 2, 90, 16, seed=1, dtype=torch.float32),
-        draw(1, 6, 1, 16, seed=2, dtype=torch.float32),
-    )
+    keys, q = (draw(1, 2, 90, 16, seed=1, dtype=torch.float32), draw(1, 6, 1, 16, seed=2, dtype=torch.float32))
     scores = page_scores(q, *page_bounds(keys, 8))
     products = (q.view(1, 2, 3, 16) @ keys.mT).flatten(1, 2)  # (1, h, s)
     for page, exact in enumerate(products.split(8, -1)):
@@ -100,20 +97,14 @@ def test_no_key_of_a_page_scores_above_its_bound() -> None:
 
 
 def test_a_longer_buffer_of_bounds_can_be_scored_in_part() -> None:
-    keys, q = (
-        draw(1, 2, 90, 16, seed=1, dtype=torch.float32),
-        draw(1, 6, 1, 16, seed=2, dtype=torch.float32),
-    )
+    keys, q = (draw(1, 2, 90, 16, seed=1, dtype=torch.float32), draw(1, 6, 1, 16, seed=2, dtype=torch.float32))
     kmin, kmax = page_bounds(keys, 8)
     part = page_scores(q, kmin[:, :, :5], kmax[:, :, :5])
     torch.testing.assert_close(part, page_scores(q, kmin, kmax)[..., :5])
 
 
 def test_float64_and_turned_keys_take_the_torch_path() -> None:
-    keys, q = (
-        draw(1, 2, 90, 16, seed=1, dtype=torch.float64),
-        draw(1, 6, 1, 16, seed=2, dtype=torch.float64),
-    )
+    keys, q = (draw(1, 2, 90, 16, seed=1, dtype=torch.float64), draw(1, 6, 1, 16, seed=2, dtype=torch.float64))
     kmin, kmax = page_bounds(keys.mT.contiguous().mT, 8)
     assert torch.equal(kmin, page_bounds_ref(keys, 8)[0])
     assert torch.equal(kmax, page_bounds_ref(keys, 8)[1])

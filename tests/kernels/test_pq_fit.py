@@ -11,15 +11,7 @@ from torch import Tensor
 
 from kvbench.kernels.jit import triton
 from kvbench.kernels.kmeans import cluster_means_triton, nearest_triton
-from kvbench.kernels.pq_fit import (
-    Fit,
-    distances,
-    native,
-    pq_fit,
-    pq_fit_native,
-    pq_fit_ref,
-    pq_fit_torch,
-)
+from kvbench.kernels.pq_fit import Fit, distances, native, pq_fit, pq_fit_native, pq_fit_ref, pq_fit_torch
 from kvbench.tests.vectors import load
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pqcache"

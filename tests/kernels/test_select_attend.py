@@ -78,10 +78,7 @@ def exact(q: Tensor, parts: list[Tokens], scale: float) -> tuple[Tensor, Tensor]
             owner = head * part.k.shape[1] // h
             k, v = part.k[0, owner], part.v[0, owner]
             if part.late is not None:
-                k, v = (
-                    torch.cat([k, part.late[0][0, owner]]),
-                    torch.cat([v, part.late[1][0, owner]]),
-                )
+                k, v = (torch.cat([k, part.late[0][0, owner]]), torch.cat([v, part.late[1][0, owner]]))
             if part.idx is not None:
                 rows = part.idx[0, head * part.idx.shape[1] // h]
                 k, v = k[rows[rows >= 0]], v[rows[rows >= 0]]

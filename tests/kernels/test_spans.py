@@ -39,10 +39,7 @@ def problem(counts: tuple[int, ...], g: int, d_h: int, dtype: torch.dtype, windo
     first = torch.arange(len(counts)) % window
     behind = Spans(first, window - first, window)
     q = torch.randn(1, g * len(counts), 1, d_h, generator=draws).to(dtype)
-    return q, [
-        Tokens(*rows(1, sum(counts) + sum(gaps)), spans=flat),
-        Tokens(*rows(len(counts), window), spans=behind),
-    ]
+    return q, [Tokens(*rows(1, sum(counts) + sum(gaps)), spans=flat), Tokens(*rows(len(counts), window), spans=behind)]
 
 
 def exact(q: Tensor, parts: list[Tokens], scale: float, g: int) -> tuple[Tensor, Tensor]:

@@ -53,10 +53,7 @@ def test_the_set_is_that_of_a_stable_sort(s: int, k: int, steps: int, path: Path
     assert torch.equal(chosen.sort(-1).values, top_stable_ref(scores, k).sort(-1).values)
 
 
-@given(
-    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=True), min_size=1, max_size=30),
-    st.integers(1, 30),
-)
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=True), min_size=1, max_size=30), st.integers(1, 30))
 def test_signs_zeros_and_extremes_rank_as_in_a_sort(values: list[float], k: int) -> None:
     # The packed form does not tell infinity from the largest number.
     scores = torch.tensor([values], dtype=torch.float32).clamp(-LARGEST, LARGEST)

@@ -5,16 +5,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.jit import triton
-from kvbench.kernels.rows.weights import (
-    BLOCK,
-    REDUCTIONS,
-    Held,
-    Receiving,
-    Row,
-    Softening,
-    receive_rows,
-    soften_rows,
-)
+from kvbench.kernels.rows.weights import BLOCK, REDUCTIONS, Held, Receiving, Row, Softening, receive_rows, soften_rows
 from kvbench.methods.scorers import lowest_slot, reduce_group
 from kvbench.tests.kernels.clocks import aged
 

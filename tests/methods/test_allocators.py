@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvbench.engine.errors import ConfigError
-from kvbench.evals.asked import ask
+from kvbench.evals.cells import ask
 from kvbench.evals.settings import from_words, own_class
 from kvbench.methods.allocator import ALLOCATORS, Allocator
+from kvbench.methods.combinations import ALLOCATION, COMMAND, Case, refuse
 from kvbench.methods.dropping.allocators import (
     best_of,
     globally_best,
@@ -43,7 +44,7 @@ from kvbench.tests.conformance import (
 )
 
 FREED = {"h2o": {"generated": "on_top"}, "tova": {"evict": "prompt"}, "keydiff": {"evict": "prompt"}}
-SCORERS = [name for name in METHODS if known(name) == name and own_class(name).is_scorer]
+SCORERS = [name for name in METHODS if known(name) == name and own_class(name).traits.is_scorer]
 PAIRS = [(name, allocator) for name in SCORERS for allocator in ALLOCATORS]
 
 
@@ -54,9 +55,9 @@ def pair(scorer: str, allocator: str) -> Subject:
     params = replace(one.params, **changed)
     chosen = Allocator(allocator)
     try:
-        one.kind.check_allocator(params, chosen)
+        refuse(ALLOCATION, Case(one.kind, params, allocator=chosen), COMMAND)
     except ConfigError as error:
-        assert one.kind.comparable in ("none", "set"), error
+        assert one.kind.traits.comparable in ("none", "set"), error
         pytest.skip(f"refused: {error}")
     return replace(one, params=params, allocator=chosen)
 
@@ -73,7 +74,7 @@ def test_every_pair_holds_what_every_method_must(scorer: str, allocator: str) ->
 
 @pytest.mark.parametrize("scorer", SCORERS)
 def test_the_division_that_needs_all_layers_holds_the_rest_too(scorer: str) -> None:
-    one = pair(scorer, "pyramid" if ours(scorer).kind.comparable in ("none", "set") else "global")
+    one = pair(scorer, "pyramid" if ours(scorer).kind.traits.comparable in ("none", "set") else "global")
     whole_budget(one)
     same_again(one, "0.3")
     source_unaltered(one)
@@ -83,7 +84,7 @@ def test_the_division_that_needs_all_layers_holds_the_rest_too(scorer: str) -> N
 def test_pairs_of_a_scorer_share_its_scores(scorer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = pair(scorer, "uniform")
     subjects = [usual, replace(usual, allocator=Allocator("global", force=True))]
-    if usual.kind.comparable == "set":
+    if usual.kind.traits.comparable == "set":
         subjects[1] = replace(usual, allocator=Allocator("pyramid"))
     kind, made = usual.kind, []
     assert issubclass(kind, ScoringMethod)

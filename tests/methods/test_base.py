@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvbench.engine.budget import BudgetRequest, resolve
 from kvbench.engine.placement import Made
+from kvbench.engine.search import select_rows
 from kvbench.engine.selection import Found, selection
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.base import SelectiveAttention, Variant
@@ -80,10 +81,10 @@ def test_rows_of_one_kind_are_searched_together_and_answered_in_their_order() ->
     _, k, v = (torch.randn(1, heads, 61, 8, generator=draw) for heads in (4, 2, 2))
     trace, q = trace_of(k, v, 4, 60), torch.arange(4.0).view(4, 1, 1, 1).expand(-1, 4, 1, 8)
     rows = [variant(tokens, method=Searching).row(trace, 4) for tokens in (50, 40, 50, 40)]
-    selections = Searching.select_rows(rows, 0, q)  # type: ignore[arg-type]
+    selections = select_rows(Searching, rows, 0, q)  # type: ignore[arg-type]
     assert together == [[50, 50], [40, 40]]
     found = [selection(each).idx for each in selections]
     assert [None if idx is None else idx.item() for idx in found] == [0, 1, 2, None]
     Searching.apart = False
-    assert len(Searching.select_rows(rows, 0, q)) == 4  # type: ignore[arg-type]
+    assert len(select_rows(Searching, rows, 0, q)) == 4  # type: ignore[arg-type]
     assert together[2:] == [[50, 40, 50, 40]]

@@ -20,7 +20,7 @@ import json
 import sys
 from omegaconf import open_dict
 from kvbench.engine.errors import ConfigError
-from kvbench.evals.asked import ask
+from kvbench.evals.cells import ask
 from kvbench.evals.composing import composition
 from kvbench.evals.overrides import CONF
 from kvbench.evals.settings import settings

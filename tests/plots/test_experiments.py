@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from kvbench.engine.declared import build_params
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.asked import ask_one
+from kvbench.evals.cells import ask_one
 from kvbench.evals.composing import composition
 from kvbench.evals.overrides import CONF, check_overrides
 from kvbench.evals.settings import Choice, Settings, load_class, methods_for, settings
@@ -116,9 +116,7 @@ def test_each_method_that_it_sweeps_is_accepted_at_its_published_scale(path: Pat
 
 
 @pytest.mark.parametrize("name", [path.stem for path in FILES if "task: latency" in path.read_text()])
-def test_every_method_can_meet_its_budget_of_the_prompts_that_are_timed_at_smoke_scale(
-    name: str,
-) -> None:
+def test_every_method_can_meet_its_budget_of_the_prompts_that_are_timed_at_smoke_scale(name: str) -> None:
     shape = ModelShape("smollm2-135m", 30, 9, 3, 64, 8192, tuple(range(30)))
     for cell in cells(f"experiment={name}", "scale=smoke"):
         ready = composed(cell)

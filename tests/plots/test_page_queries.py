@@ -19,16 +19,7 @@ from kvbench.plots.pages.columns import Task, values
 from kvbench.plots.pages.figure import at_budget, named, picture
 from kvbench.plots.pages.fixed import findings, fresh, looked_at, outcomes
 from kvbench.plots.pages.methods import fetches, needs, title
-from kvbench.plots.pages.queries import (
-    budgets,
-    collapses,
-    comms_of,
-    in_front,
-    losses,
-    pages,
-    second_budget,
-    standings,
-)
+from kvbench.plots.pages.queries import budgets, collapses, comms_of, in_front, losses, pages, second_budget, standings
 from kvbench.plots.pages.read import KEPT, load, renewed, typed
 from kvbench.plots.pages.words import label, row_name
 from kvbench.plots.stats import paired

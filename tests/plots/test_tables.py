@@ -309,9 +309,7 @@ def by_prefill(root: Path) -> None:
             make_run(root, method, "infinitebench", rows, prefill=prefill, **settings)
 
 
-def test_table_5_has_a_column_for_each_prefill_and_all_others_only_exact_runs(
-    tmp_path: Path,
-) -> None:
+def test_table_5_has_a_column_for_each_prefill_and_all_others_only_exact_runs(tmp_path: Path) -> None:
     by_prefill(tmp_path)
     table = one(tmp_path, TABLES["pqcache_table5"])
     found = {m: at(table, "Retr.PassKey", m, "1/5") for m in table.published.methods}

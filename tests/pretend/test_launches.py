@@ -10,8 +10,7 @@ QUICK = ("adakv",)
 
 
 @pytest.mark.parametrize(
-    "method",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in launches.BUDGETS],
+    "method", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in launches.BUDGETS]
 )
 def test_a_step_stays_within_its_budget(machine: Machine, method: str) -> None:
     cost = launches.cost_of(machine, method)

@@ -93,7 +93,7 @@ def test_it_answers_as_on_a_cpu(machine: Machine, name: str) -> None:
     one, (done,) = conformance.ours(name), seen
     if name in (*TINY, *PRESETS):  # some presets evict, or page what is generated, at each of so few steps
         return
-    said = f"{one.kind.title} {one.kind.eager}" if one.kind.eager else None
+    said = f"{one.kind.title} {one.kind.traits.eager}" if one.kind.traits.eager else None
     assert bool(done.by_graphs) == (said is None) and done.why_no_graphs == said
 
 

@@ -51,9 +51,7 @@ def rebuilding(side: Side, n: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "names",
-    [("kivi", "turboquant"), pytest.param(tuple(ASKED), marks=pytest.mark.slow)],
-    ids=["two", "all"],
+    "names", [("kivi", "turboquant"), pytest.param(tuple(ASKED), marks=pytest.mark.slow)], ids=["two", "all"]
 )
 def test_codes_are_read_packed_and_say_the_same(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]

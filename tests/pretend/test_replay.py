@@ -193,10 +193,7 @@ def test_other_architectures_are_replayed_too(machine: Machine, kind: str) -> No
 
 @pytest.mark.parametrize(
     ("kind", "allowed", "why"),
-    [
-        ("gemma3", True, "layers have caches of their own"),
-        ("llama", False, "cuda_graphs=never"),
-    ],
+    [("gemma3", True, "layers have caches of their own"), ("llama", False, "cuda_graphs=never")],
 )
 def test_who_has_no_graphs_says_why(machine: Machine, kind: str, allowed: bool, why: str) -> None:
     model = moved(tiny(kind), "cuda:0")

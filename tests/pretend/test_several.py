@@ -33,8 +33,7 @@ def test_layers_lie_on_both(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*BUDGETS, *PRESETS)],
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*BUDGETS, *PRESETS)]
 )
 def test_it_answers_as_on_one(machine: Machine, name: str) -> None:
     model = divided(conformance.model())

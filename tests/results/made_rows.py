@@ -9,16 +9,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from kvbench.results import (
-    LEDGER_MEANS,
-    RunFacts,
-    RunFolder,
-    RunResult,
-    SampleRow,
-    config_hash,
-    prompt_hash,
-    summarise,
-)
+from kvbench.results import LEDGER_MEANS, RunFacts, RunFolder, RunResult, SampleRow, config_hash, prompt_hash, summarise
 from kvbench.results.scores import Score, crc_of_answer
 
 ROOT = Path(__file__).resolve().parents[2]

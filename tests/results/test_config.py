@@ -1,10 +1,5 @@
-from kvbench.results import (
-    config_hash,
-    run_name,
-)
-from kvbench.tests.results.made_rows import (
-    CONFIG,
-)
+from kvbench.results import config_hash, run_name
+from kvbench.tests.results.made_rows import CONFIG
 
 
 def test_the_hash_ignores_order_and_what_changes_no_result() -> None:

@@ -8,24 +8,10 @@ import pytest
 import yaml
 
 from kvbench.engine.errors import ConfigError, RunError
-from kvbench.results import (
-    RunResult,
-    read_runs,
-    read_samples,
-    summarise,
-)
+from kvbench.results import RunResult, read_runs, read_samples, summarise
 from kvbench.results import folder as results
 from kvbench.results.files import refuse_closed, sealed
-from kvbench.tests.results.made_rows import (
-    CONFIG,
-    FACTS,
-    FILES,
-    contents,
-    ok_row,
-    oom_row,
-    open_folder,
-    run,
-)
+from kvbench.tests.results.made_rows import CONFIG, FACTS, FILES, contents, ok_row, oom_row, open_folder, run
 
 
 def test_a_finished_run_has_its_files_and_nothing_else(finished: Path) -> None:
@@ -224,10 +210,7 @@ def test_a_damaged_ledger_is_noted_when_the_result_is_made_again(copied: Path) -
 
 
 def test_another_configuration_is_refused_with_the_keys_that_differ(copied: Path) -> None:
-    other = CONFIG | {
-        "seed": 1,
-        "method": {"name": "snapkv", "params": {"window": 16, "new": None}},
-    }
+    other = CONFIG | {"seed": 1, "method": {"name": "snapkv", "params": {"window": 16, "new": None}}}
     with pytest.raises(ConfigError, match=r"another method\.params\.new, method\.params\.window, seed;"):
         open_folder(copied, other)
     run(copied, config=CONFIG | {"out": "elsewhere"})

@@ -5,12 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvbench.results import (
-    environment,
-    git_sha,
-    machine,
-    peak_rss_bytes,
-)
+from kvbench.results import environment, git_sha, machine, peak_rss_bytes
 
 
 def test_the_environment_is_plain_json() -> None:

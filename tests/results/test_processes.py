@@ -10,16 +10,8 @@ from threading import Thread
 import pytest
 
 from kvbench.engine.errors import ConfigError
-from kvbench.results import (
-    Holder,
-    read_samples,
-)
-from kvbench.tests.results.made_rows import (
-    ROOT,
-    contents,
-    open_folder,
-    run,
-)
+from kvbench.results import Holder, read_samples
+from kvbench.tests.results.made_rows import ROOT, contents, open_folder, run
 
 
 def start(code: str, *arguments: object) -> subprocess.Popen[str]:
@@ -127,10 +119,7 @@ def test_a_second_process_waits_for_the_first(tmp_path: Path) -> None:
 
 
 def test_a_process_that_does_not_wait_names_the_holder(tmp_path: Path) -> None:
-    process = start(
-        "folder = open_folder(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)",
-        tmp_path,
-    )
+    process = start("folder = open_folder(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)", tmp_path)
     try:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match=f"{tmp_path} is in use by process {process.pid} on"):

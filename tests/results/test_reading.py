@@ -5,14 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.results import (
-    read_runs,
-)
-from kvbench.tests.results.made_rows import (
-    ROOT,
-    ok_row,
-    open_folder,
-)
+from kvbench.results import read_runs
+from kvbench.tests.results.made_rows import ROOT, ok_row, open_folder
 
 
 def test_finished_runs_are_found_and_stopped_ones_are_not(finished: Path, tmp_path: Path) -> None:

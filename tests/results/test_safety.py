@@ -641,10 +641,7 @@ steps = st.tuples(
 @settings(max_examples=150, derandomize=True, deadline=None, database=None)
 @given(kind=st.sampled_from(("finished", "unfinished", "scored")), damages=st.lists(steps, min_size=1, max_size=2))
 def test_whatever_is_damaged_nothing_wrong_is_believed(
-    originals: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-    kind: str,
-    damages: list[Any],
+    originals: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, kind: str, damages: list[Any]
 ) -> None:
     original = originals[kind]
     path = tmp_path_factory.mktemp("damaged") / "run"

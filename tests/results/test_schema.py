@@ -8,19 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.results import (
-    RunResult,
-    SampleRow,
-    summarise,
-)
+from kvbench.results import RunResult, SampleRow, summarise
 from kvbench.results.schema import ROW_KEYS
-from kvbench.tests.results.made_rows import (
-    FACTS,
-    ledger_of,
-    ok_row,
-    oom_row,
-    open_folder,
-)
+from kvbench.tests.results.made_rows import FACTS, ledger_of, ok_row, oom_row, open_folder
 
 texts = st.text(st.characters())  # every code point, lone surrogates included
 plain = st.recursive(

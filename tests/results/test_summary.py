@@ -4,20 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.results import (
-    RunResult,
-    SampleRow,
-    combined_ci95,
-    interval,
-    summarise,
-)
+from kvbench.results import RunResult, SampleRow, combined_ci95, interval, summarise
 from kvbench.results.read import read_run
 from kvbench.results.summary import disagreement
-from kvbench.tests.results.made_rows import (
-    FACTS,
-    ok_row,
-    oom_row,
-)
+from kvbench.tests.results.made_rows import FACTS, ok_row, oom_row
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,12 +22,7 @@ def test_a_summary_is_the_mean_of_its_samples() -> None:
     assert result.tpot_s == pytest.approx(0.1)
     assert result.cache_hit_rate is None
     assert (result.n_samples, result.n_oom, result.status) == (3, 0, "ok")
-    assert (result.ratio, result.ratio_exact, result.comm, result.comm_exact) == (
-        0.2,
-        "1/5",
-        1 / 64,
-        "1/64",
-    )
+    assert (result.ratio, result.ratio_exact, result.comm, result.comm_exact) == (0.2, "1/5", 1 / 64, "1/64")
     assert result.notes == ["own-worded prompts"]
 
 

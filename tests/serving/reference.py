@@ -89,9 +89,9 @@ def answers_of(several: Sequence[str], ids: tuple[int, ...], n_new: int) -> list
 
 
 def books(row: Any) -> dict[str, Any]:
-    in_mean = row.keeps_budget_in == "mean"
-    with_index = not row.drops
-    return row.store.ledger.summary(row.budget, model().shape, row.skipped_layers(), in_mean, with_index=with_index)
+    in_mean = row.traits.keeps_budget_in == "mean"
+    with_index = not row.traits.drops
+    return row.store.ledger.summary(row.budget, model().shape, row.skipped, in_mean, with_index=with_index)
 
 
 @dataclass

@@ -100,7 +100,7 @@ def watched_decoding(k: int | None = None) -> tuple[Model, Trace, Recording, lis
     observations = [
         what
         for kind, params in made
-        for what in kind.observations(params, kind.plan_for(params, kind.budget_for(asked, S), model.shape))
+        for what in kind.observations(params, kind.plan_for(params, kind.budget_for(params, asked, S), model.shape))
     ]
     with model.hooked():
         trace = prefill(model, ids[:S], observations)

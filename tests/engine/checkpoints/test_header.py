@@ -9,7 +9,7 @@ import transformers
 from kvbench.engine.checkpoints.header import header_shape, shape_of_config
 from kvbench.engine.checkpoints.load import read_shape
 from kvbench.engine.errors import ConfigError
-from kvbench.evals.asked import early_shape
+from kvbench.evals.cells import early_shape
 from kvbench.evals.models import look_up
 from kvbench.evals.settings import from_words
 from kvbench.tests.tiny import COMMON, CONFIGS

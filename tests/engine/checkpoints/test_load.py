@@ -41,15 +41,11 @@ def test_a_digest_follows_weights_and_revision(tmp_path: Path) -> None:
 def test_code_of_a_checkpoint_runs_only_when_asked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert load.locate(str(tmp_path), None, False) == (str(tmp_path), {"trust_remote_code": False})
-    assert load.locate("org/name", "v1", True) == (
-        "org/name",
-        {"trust_remote_code": True, "revision": "v1"},
-    )
+    assert load.locate("org/name", "v1", True) == ("org/name", {"trust_remote_code": True, "revision": "v1"})
 
 
 @pytest.mark.parametrize(
-    ("flags", "kind"),
-    [("avx2 avx512f", "float32"), ("avx512_bf16", "bfloat16"), ("amx_bf16", "bfloat16")],
+    ("flags", "kind"), [("avx2 avx512f", "float32"), ("avx512_bf16", "bfloat16"), ("amx_bf16", "bfloat16")]
 )
 def test_auto_is_bfloat16_only_where_the_cpu_multiplies_it(
     flags: str, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -15,8 +15,9 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.chosen import BLOCK, attend_seen, seen_by
 from kvbench.engine.prefill import prefill
 from kvbench.engine.softmax import Softmax
-from kvbench.evals.asked import rules_and_params
+from kvbench.evals.cells import rules_and_params
 from kvbench.evals.settings import from_words
+from kvbench.methods.combinations import KINDS, Case, refuse
 from kvbench.methods.full import Full
 from kvbench.results.names import own_methods
 from kvbench.tests import tiny_run
@@ -106,9 +107,9 @@ def test_a_method_is_refused_on_top_of_the_models_own_choice(name: str) -> None:
     shape = loaded_shape("deepseek_v32")
     rules, params = rules_and_params(from_words([f"method={name}"]).method)
     if name == "full":
-        return rules.check_kinds(params, shape)
+        return refuse(KINDS, Case(rules, params, shape=shape))
     with pytest.raises(ConfigError, match=r"chooses by itself what 4 of its 4 layers attend to.*use method=full"):
-        rules.check_kinds(params, shape)
+        refuse(KINDS, Case(rules, params, shape=shape))
 
 
 def loaded_shape(name: str) -> Any:

@@ -21,8 +21,9 @@ from kvbench.engine.observe import ColumnSums
 from kvbench.engine.passes import evicting
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
-from kvbench.evals.asked import ask
+from kvbench.evals.cells import ask
 from kvbench.methods.base import SelectiveAttention, Variant
+from kvbench.methods.combinations import UNREADABLE, Case, why
 from kvbench.tests.conformance import ours
 from kvbench.tests.tiny import prompt, tiny
 from kvbench.tests.tiny_run import cell, run, save_tiny, sweep
@@ -37,9 +38,9 @@ READABLE = {
 
 def variant_of(name: str, model: Model, s: int = S, **changes: Any) -> Variant:
     one = ours(name)
-    params = one.kind.in_chunks(replace(one.params, **READABLE[name], **changes))
-    assert one.kind.unreadable(params) == ""
-    request = EVERYTHING if one.kind.adapts(params) else BUDGET
+    params = replace(one.params, **READABLE[name], **changes, **(one.kind.traits.in_chunks or {}))
+    assert why(UNREADABLE, Case(one.kind, params)) == ""
+    request = EVERYTHING if one.kind.traits_of(params).adapts else BUDGET
     if hasattr(params, "threshold"):  # half of all tokens
         params = replace(params, threshold=middle(model, params))
     return one.kind.variant_for(params, request, model.shape, s)

@@ -40,7 +40,7 @@ def test_a_feed_is_held_within_the_budget_of_the_conversation(name: str, feed: s
                 now = {pair for pair in held(row, layer) if pair[1] < n_seen}
                 new = {(head, at) for head in range(trace.shape.h_kv) for at in range(n_seen - n, n_seen)}
                 assert now <= earlier | new, "what was dropped came back"
-                assert len(now) <= sizes[-1] * trace.shape.h_kv or layer in row.skipped_layers()
+                assert len(now) <= sizes[-1] * trace.shape.h_kv or layer in row.skipped
                 assert row.store[layer].n_seen == n_seen + 3
             assert len(answer.ids) == 4
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
@@ -104,7 +104,7 @@ def test_what_fetches_lets_the_growth_go_to_what_it_fetches(name: str, feed: str
     trace = read([first])
     with torch.inference_mode():
         row = built(first.row(trace, LONG if name == "pqcache " else N_NEW))
-    layers = [layer for layer in trace.shape.attention_layers if layer not in row.skipped_layers()]
+    layers = [layer for layer in trace.shape.attention_layers if layer not in row.skipped]
     budgets, fetched = [first.budget.tokens], set[int]()
     with model.hooked():
         batch = Batch(model, trace, [row])

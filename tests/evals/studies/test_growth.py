@@ -16,4 +16,4 @@ def test_a_sentence_that_names_a_setting_is_true_of_it() -> None:
         ("double_sparsity", "method.generated=compete"),
     ):  # fmt: skip
         (rules, params), (_, changed) = method_of(name), method_of(name, [setting])
-        assert setting in growth(name)[1] and not rules.extends(params) and rules.extends(changed)
+        assert setting in growth(name)[1] and not rules.traits_of(params).grows and rules.traits_of(changed).grows

@@ -192,7 +192,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def budget_of(name: str) -> tuple[str, ...]:
-    takes = own_class(known(name) or name).takes
+    takes = own_class(known(name) or name).traits.takes
     return BUDGETS.get(name, ("ratio=1",) if takes == ("memory",) else ("budget=512",))
 
 

@@ -30,6 +30,7 @@ from kvbench.methods.compacting.matching import (
     weights_of,
 )
 from kvbench.methods.full import Full
+from kvbench.methods.rules import planned
 from kvbench.tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = AttentionMatching.Params(
@@ -178,10 +179,10 @@ def test_the_ledger_is_the_formula_to_the_byte(h: int, h_kv: int) -> None:
 
 def test_a_tenth_of_the_memory_pays_for_996_keys_of_10000() -> None:
     asked = BudgetRequest(None, None, request(ratio="1").comm, memory=request(ratio="1/10").ratio)
-    budget, plan, _ = AttentionMatching.planned(PARAMS, asked, LLAMA, 10_000)
+    budget, plan, _ = planned(AttentionMatching, PARAMS, asked, LLAMA, 10_000)
     assert budget.tokens == 996
     assert sum(t for _, _, t in plan.chunks) == 996 and plan.chunks[0][0] == 0 and plan.chunks[-1][1] == 10_000
-    assert AttentionMatching.planned(replace(PARAMS, biases="none"), asked, LLAMA, 10_000)[0].tokens == 1000
+    assert planned(AttentionMatching, replace(PARAMS, biases="none"), asked, LLAMA, 10_000)[0].tokens == 1000
 
 
 def test_all_keys_with_their_own_values_are_full_attention() -> None:
@@ -372,12 +373,3 @@ def test_what_it_is_called_and_what_it_refuses() -> None:
         AttentionMatching.variant_for(replace(PARAMS, chunk=4000), request(tokens=2), LLAMA, 10_000)
     with pytest.raises(ConfigError, match="takes up to 20032 positions, more than the 8192"):
         AttentionMatching.variant_for(omp, request(tokens=100), replace(LLAMA, window=8192), 10_000)
-    for wrong, message in (
-        ({"select": "best"}, "select=best is not allowed; use highest, omp or omp_fast"),
-        ({"queries": "all"}, "queries=all is not allowed; use prompt, moved or repeat"),
-        ({"ridge": -1.0}, "ridge=-1.0 is out of range"),
-        ({"chunk": 8}, "chunk=8 is out of range"),
-        ({"first_ids": ()}, "first_ids are the tokens of a request"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            replace(PARAMS, **wrong)

@@ -1,13 +1,10 @@
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries
 from kvbench.engine.softmax import Softmax
 from kvbench.methods.decoding.rkv import RKV, key_redundancy, window_importance
@@ -119,19 +116,3 @@ def test_the_order_of_slots_decides_who_stays() -> None:
     assert (held(by_position)[:, 1:] > held(by_position)[:, :-1]).all()
     assert {*held(by_score)[0].tolist()} != {*held(by_position)[0].tolist()}
     assert "by position" in RKV.label(RKV.Params(8, "position", True, 4, 7, "position", Fraction(1)), request(tokens=9))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"interval": 0}, "method.interval=0 is out of range"),
-        ({"window": 0}, "method.window=0 is out of range"),
-        ({"kernel": 4}, "method.kernel=4 has no middle"),
-        ({"mix": Fraction(2)}, "method.mix=2 is out of range"),
-        ({"order": "last"}, "method.order=last is not allowed; use score or position"),
-        ({"schedule": "never"}, "method.schedule=never is not allowed; use position or steps"),
-    ],
-)
-def test_what_it_refuses(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        replace(RKV_PARAMS, **changes)

@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -189,13 +190,6 @@ def test_a_head_without_any_score_is_no_number_of_none() -> None:
     assert normalised_heads(scores, 2).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"alpha": Fraction(3, 2)}, "alpha"), ({"kernel": 4}, "kernel"), ({"skip": -1}, "skip"),
-        ({"floor": "protect", "normalize": True}, "protect"), ({"floor": "none"}, "floor"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused(change: dict[str, Any], word: str) -> None:
-    with pytest.raises(ConfigError, match=word):
-        AdaKV.Params(**{**PARAMS.__dict__, **change})
+def test_kvpress_rule_is_by_itself() -> None:
+    with pytest.raises(ConfigError, match=r"protect"):
+        replace(PARAMS, floor="protect", normalize=True)

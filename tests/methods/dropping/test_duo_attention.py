@@ -220,9 +220,3 @@ def test_a_table_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_without_a_table_the_command_that_makes_one_is_named() -> None:
     with pytest.raises(ConfigError, match=r"kvbench calibrate heads"):
         DuoAttention.check(PARAMS, request(tokens=20), random_trace().shape)
-
-
-@pytest.mark.parametrize("change", [{"sparsity": Fraction(2)}, {"n_recent": 0}, {"n_sink": -1}, {"evict": "never"}])
-def test_what_cannot_be_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        replace(PARAMS, **change)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvbench.engine.errors import ConfigError
 from kvbench.methods.allocator import Allocator
+from kvbench.methods.combinations import ALLOCATION, COMMAND, Case, refuse
 from kvbench.methods.dropping.keydiff import KeyDiff, anchor, survivors, unlikeness
 from kvbench.methods.full import Full
 from kvbench.tests.vectors import Check, built, differs, first, load, request, row_of, step, trace_of
@@ -156,25 +157,12 @@ def test_the_label_says_how_the_prompt_was_read() -> None:
     assert KeyDiff.label(ONE_SHOT, asked) == "KeyDiff (one-shot) (C)"
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("block_len", 0, r"method\.block_len=0 is out of range; it is a whole number from 1"),
-        ("blocks", "true", r"method\.blocks=true is not allowed; use simulated, none or read"),
-        ("evict", "never", "use prompt or always"),
-    ],
-)
-def test_impossible_parameters_are_refused(key: str, value: object, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        replace(BLOCKS, **{key: value})
-
-
 @pytest.mark.parametrize("params", [ONE_SHOT, replace(BLOCKS, block_len=16)])
 def test_heads_may_share_a_budget_and_each_survives_its_blocks_with_its_own(params: KeyDiff.Params) -> None:
     _, k, v = tokens(100)
     k[:, 1] += 3  # all keys of a head point one way: it starves
     trace, pooled = trace_of(k, v, 4), Allocator("head_mix", Fraction(1, 3))
-    KeyDiff.check_allocator(params, pooled)
+    refuse(ALLOCATION, Case(KeyDiff, params, allocator=pooled), COMMAND)
     variant = KeyDiff.variant_for(params, request(tokens=30), trace.shape, 100, allocator=pooled)
     row = built(variant.row(trace, 4))
     counts = row.store[0].kept_counts()
@@ -183,4 +171,4 @@ def test_heads_may_share_a_budget_and_each_survives_its_blocks_with_its_own(para
         found = row.store[0].positions()[0, head]
         assert found[found >= 0].tolist() == kept(row_on(k, v, n, params))[head]
     with pytest.raises(ConfigError, match=r"KeyDiff evicts while it decodes; use method\.evict=prompt with it"):
-        KeyDiff.check_allocator(replace(params, evict="always"), pooled)
+        refuse(ALLOCATION, Case(KeyDiff, replace(params, evict="always"), allocator=pooled), COMMAND)

@@ -17,6 +17,7 @@ from kvbench.engine.softmax import Softmax
 from kvbench.methods.allocator import Allocator
 from kvbench.methods.base import SelectiveAttention, Variant
 from kvbench.methods.calibration.prose import embedded_prose
+from kvbench.methods.combinations import ALLOCATION, COMMAND, Case, refuse
 from kvbench.methods.dropping.knorm import Knorm
 from kvbench.methods.dropping.snapkv import SnapKV
 from kvbench.methods.full import Full
@@ -164,9 +165,9 @@ def test_the_whole_budget_is_full_attention_while_decoding_too(every: int | None
 
 def test_norms_are_never_compared_over_heads() -> None:
     with pytest.raises(ConfigError, match="those of Knorm do not compare; use uniform or pyramid"):
-        Knorm.check_allocator(PARAMS, Allocator("head_mix"))
+        refuse(ALLOCATION, Case(Knorm, PARAMS, allocator=Allocator("head_mix")), COMMAND)
     with pytest.raises(ConfigError, match=r"Knorm prunes again while it decodes; use method\.every=null with it"):
-        Knorm.check_allocator(replace(PARAMS, every=4), Allocator("pyramid"))
+        refuse(ALLOCATION, Case(Knorm, replace(PARAMS, every=4), allocator=Allocator("pyramid")), COMMAND)
 
 
 @pytest.mark.parametrize("allocator", [Allocator("pyramid"), Allocator("global", force=True)])
@@ -180,20 +181,6 @@ def test_layers_that_stay_whole_take_no_part_in_a_division(allocator: Allocator)
     assert counts[:2] == [[60, 60]] * 2
     assert 4 * 40 - 8 <= sum(sum(layer) for layer in counts[2:]) <= 4 * 40
     assert counts[2] != counts[5]
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("full_layers", -1, r"method\.full_layers=-1 is out of range"),
-        ("every", 0, r"method\.every=0 is out of range; it is a whole number from 1"),
-        ("prune_after", -1, "prune_after=-1"),
-        ("budget_rule", "exact", "fair or official"),
-    ],
-)
-def test_impossible_parameters_are_refused(key: str, value: object, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        replace(PARAMS, **{key: value})
 
 
 def test_a_model_with_no_layer_left_is_refused() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvbench.engine.budget import resolve
 from kvbench.engine.errors import ConfigError
 from kvbench.methods.allocator import Allocator
+from kvbench.methods.combinations import ALLOCATION, COMMAND, Case, refuse
 from kvbench.methods.dropping.lagkv import LagKV, lag_scores, ranks, spread
 from kvbench.methods.full import Full
 from kvbench.tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
@@ -288,34 +289,17 @@ def test_without_room_for_partitions_kvpress_keeps_sinks_and_the_latest() -> Non
 
 
 def test_what_its_scores_may_be_compared_over_depends_on_the_selection() -> None:
-    found = {name: LagKV.comparable_over(replace(PARAMS, selection=name)) for name in ("quota", "ranks", "scores")}
+    found = {name: LagKV.traits_of(replace(PARAMS, selection=name)).comparable for name in ("quota", "ranks", "scores")}
     assert found == {"quota": "none", "ranks": "none", "scores": "heads"}
-    LagKV.check_allocator(replace(PARAMS, selection="scores"), Allocator("global"))
+    refuse(ALLOCATION, Case(LagKV, replace(PARAMS, selection="scores"), allocator=Allocator("global")), COMMAND)
     for name in ("quota", "ranks"):
         with pytest.raises(ConfigError, match="those of LagKV do not compare"):
-            LagKV.check_allocator(replace(PARAMS, selection=name), Allocator("global"))
+            refuse(ALLOCATION, Case(LagKV, replace(PARAMS, selection=name), allocator=Allocator("global")), COMMAND)
     with pytest.raises(ConfigError, match=r"LagKV goes on while it decodes; use method\.evict=prompt with it"):
-        LagKV.check_allocator(OFFICIAL, Allocator("pyramid"))
+        refuse(ALLOCATION, Case(LagKV, OFFICIAL, allocator=Allocator("pyramid")), COMMAND)
     asked = request(ratio="1/5", comm="1/64")
     assert LagKV.label(PARAMS, asked) == "LagKV (C)"
     assert LagKV.label(replace(PARAMS, selection="ranks"), asked) == "LagKV (ranks) (C)"
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("lag", 1, r"method\.lag=1 is out of range; it is a whole number from 2"),
-        ("n_sink", -1, "a number of tokens, 0 or more"),
-        ("value_weight", -1.0, "0 or more"),
-        ("value_weight", float("nan"), "0 or more"),
-        ("selection", "rank", "use quota, ranks or scores"),
-        ("evict", "never", "use prompt or always"),
-        ("budget_rule", "exact", "fair or official"),
-    ],
-)
-def test_impossible_parameters_are_refused(key: str, value: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        replace(PARAMS, **{key: value})
 
 
 def test_partitions_are_what_is_compressed_while_decoding() -> None:

@@ -312,20 +312,3 @@ def test_small_ratios_are_starred() -> None:
     assert PyramidInfer.label(PARAMS, request("0.5")) == "PyramidInfer"
     assert PyramidInfer.label(PARAMS, request("0.2", comm="1/64")) == "PyramidInfer* (C)"
     assert PyramidInfer.label(PUBLISHED, request("0.2")) == "PyramidInfer"
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("schedule", "linear", "cosine, constant"),
-        ("decay", Fraction(3, 2), "share from 0 to 1"),
-        ("recent_ratio", Fraction(-1, 2), "share from 0 to 1"),
-        ("sinks", -1, "0 or more"),
-        ("interval", 0, "1 or more"),
-        ("min_context", -1, "0 or more"),
-        ("distance_weight", 0.5, "1 weighs all recent queries alike"),
-    ],
-)
-def test_parameters_out_of_range_are_refused(key: str, value: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        replace(PARAMS, **{key: value})

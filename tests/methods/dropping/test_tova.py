@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +8,7 @@ from torch import Tensor
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.trace import Trace
 from kvbench.methods.allocator import Allocator
+from kvbench.methods.combinations import ALLOCATION, COMMAND, Case, refuse
 from kvbench.methods.dropping.tova import LAST_QUERY, TOVA
 from kvbench.methods.full import Full
 from kvbench.methods.scorers import lowest_slot, lowest_slots
@@ -183,16 +183,14 @@ def test_the_lowest_scores_are_those_of_the_highest_positions_among_equals() -> 
 def test_what_it_is_called_and_what_it_refuses() -> None:
     asked = request(ratio="1/5", comm="1/64")
     assert TOVA.label(ALWAYS, asked) == "TOVA (C)" and TOVA.label(ONE_SHOT, asked) == "TOVA (one-shot) (C)"
-    assert TOVA.comparable == "set"
-    with pytest.raises(ConfigError, match=r"method\.evict=never is not allowed; use always or prompt"):
-        replace(ALWAYS, evict="never")
+    assert TOVA.traits.comparable == "set"
     with pytest.raises(ConfigError, match="the smallest ratio for it is 1/50"):
         row_of(TOVA, ALWAYS, trace_of(*tokens(50)[1:], 4), request(ratio="1/51"))
 
 
 def test_layers_may_share_a_budget_unequally_and_heads_may_not() -> None:
-    TOVA.check_allocator(ONE_SHOT, Allocator("pyramid"))
+    refuse(ALLOCATION, Case(TOVA, ONE_SHOT, allocator=Allocator("pyramid")), COMMAND)
     with pytest.raises(ConfigError, match="TOVA keeps one set for all of them; use uniform, pyramid or by_need"):
-        TOVA.check_allocator(ONE_SHOT, Allocator("head_mix"))
+        refuse(ALLOCATION, Case(TOVA, ONE_SHOT, allocator=Allocator("head_mix")), COMMAND)
     with pytest.raises(ConfigError, match=r"TOVA evicts while it decodes; use method\.evict=prompt with it"):
-        TOVA.check_allocator(ALWAYS, Allocator("pyramid"))
+        refuse(ALLOCATION, Case(TOVA, ALWAYS, allocator=Allocator("pyramid")), COMMAND)

@@ -400,21 +400,11 @@ def test_the_shares_of_a_run_are_printed_as_the_parameter_takes_them(
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"ows": 0}, "method.ows=0 is out of range"),
-        ({"kernel": 6}, "method.kernel=6 is not possible"),
-        ({"kernel": -1}, "method.kernel=-1 is not possible"),
-        ({"mode": "best"}, "method.mode=best is not allowed"),
-        ({"allocation": "even"}, "method.allocation=even is not allowed"),
-        ({"index_scope": "head"}, "use kv_head, layer or query_head"),
-        ({"profile_bins": -1}, "method.profile_bins=-1 is out of range"),
         ({"mode": "quality"}, "needs a target"),
         ({"r_avg": Fraction(1, 2)}, "method.r_avg=0.5 has no effect"),
-        ({"mode": "quality", "r_avg": Fraction(0)}, "method.r_avg=0 is out of range"),
-        ({"mode": "quality", "r_avg": Fraction(5, 4)}, "method.r_avg=1.25 is out of range"),
         ({"mode": "quality", "r_avg": Fraction(1, 2), "allocation": "uniform"}, "use method.all"),
         ({"allocation": "sampled"}, "needs method.shares"),
         ({"shares": (1.0,)}, "method.shares has no effect"),
-        ({"allocation": "sampled", "shares": (1.0, -1.0)}, "has a negative"),
         ({"allocation": "sampled", "shares": (0.0, 0.0)}, "no positive number"),
     ],
 )

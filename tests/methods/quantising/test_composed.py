@@ -1,6 +1,7 @@
 """`compose=kivi`: what a dropping method keeps becomes codes."""
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -8,11 +9,12 @@ import torch
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.asked import quantizer_of, rules_and_params
+from kvbench.evals.cells import cell_without_task
 from kvbench.evals.settings import from_words
 from kvbench.kernels.packed.codes import quantise_channels, quantise_tokens, rebuild_channels, rebuild_tokens
+from kvbench.methods.combinations import UNCODABLE, Case, why
 from kvbench.methods.quantising.kivi import KIVI
-from kvbench.methods.rules import Quantizer
+from kvbench.methods.rules import Quantizer, planned
 from kvbench.tests.conformance import answers, model, ours
 from kvbench.tests.vectors import built, step, trace_of
 
@@ -36,18 +38,18 @@ def in_bytes(memory: str, ratio: str | None = None) -> BudgetRequest:
     ],
 )
 def test_tokens_follow_from_memory_and_bits(
-    shape: ModelShape, s: int, bits: int, residual: int, tokens: tuple[int, int, int]
+    shape: ModelShape, s: int, bits: Any, residual: int, tokens: tuple[int, int, int]
 ) -> None:
     quantizer = Quantizer(KIVI, KIVI.Params(bits, bits, 32, residual))
     for memory, n in zip(("1/4", "1/8", "1/16"), tokens, strict=True):
-        budget, _, _ = SNAPKV.kind.planned(SNAPKV.params, in_bytes(memory), shape, s, quantizer=quantizer)
+        budget, _, _ = planned(SNAPKV.kind, SNAPKV.params, in_bytes(memory), shape, s, quantizer=quantizer)
         assert budget.tokens == n, (memory, budget.tokens)
 
 
 def test_memory_follows_from_ratio_and_bits() -> None:
     quantizer = Quantizer(KIVI, KIVI.Params(4, 4, 32, 128))
     half = BudgetRequest(Fraction(1, 2), None, Fraction(0))
-    budget, _, _ = SNAPKV.kind.planned(SNAPKV.params, half, LARGE, 10_000, quantizer=quantizer)
+    budget, _, _ = planned(SNAPKV.kind, SNAPKV.params, half, LARGE, 10_000, quantizer=quantizer)
     plan = KIVI.plan_for(quantizer.params, budget, LARGE)
     assert KIVI.code_bytes(plan, budget.tokens, LARGE) == 6_591_488
 
@@ -56,8 +58,8 @@ def test_memory_follows_from_ratio_and_bits() -> None:
 def test_a_composition_decodes_within_its_bytes(name: str) -> None:
     one = ours(name)
     quantizer = Quantizer(KIVI, KIVI.Params(4, 4, 8, 16))
-    if one.kind.uncodable(one.params):
-        pytest.skip(one.kind.uncodable(one.params))
+    if why(UNCODABLE, Case(one.kind, one.params)):
+        pytest.skip(why(UNCODABLE, Case(one.kind, one.params)))
     variant = one.kind.variant_for(one.params, in_bytes("2/5"), model().shape, 240, quantizer=quantizer)
     (said,) = answers([variant])
     ledger = said.row.store.ledger
@@ -114,12 +116,12 @@ def test_selection_is_on_exact_keys_and_codes_are_of_kept_tokens_in_order() -> N
 def test_what_cannot_be_composed_is_one_sentence(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         settings = from_words(words)
-        quantizer_of(settings, *rules_and_params(settings.method))
+        cell_without_task(settings)
     assert "\n" not in str(caught.value)
 
 
 def test_a_preset_has_its_own_bits() -> None:
     settings = from_words(["method=snapkv", "compose=kivi_2bit", "memory=1/8"])
-    quantizer = quantizer_of(settings, *rules_and_params(settings.method))
+    quantizer = cell_without_task(settings).quantizer
     assert quantizer is not None and quantizer.title(drops=True) == "KIVI 2 bit"
     assert settings.resolved()["compose"]["params"]["key_bits"] == 2

@@ -1,22 +1,25 @@
 """transformers' quantised cache: its schedule, its bytes, and what is refused. There are no vectors of it."""
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 
 from kvbench.engine.budget import BudgetRequest
+from kvbench.engine.declared import check
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.packed.codes import quantise_tokens, rebuild_tokens, unpack
 from kvbench.methods.quantising.hf_quantized_cache import HFQuantizedCache, RequantizedCache
+from kvbench.methods.rules import planned
 from kvbench.tests.vectors import row_of, step, trace_of
 
 WHOLE = BudgetRequest(Fraction(1), None, Fraction(0))
 LARGE = ModelShape("l", 1, 32, 8, 128, 1 << 20, (0,))
 
 
-def params(bits: int = 4, group: int = 16, residual: int = 6) -> HFQuantizedCache.Params:
+def params(bits: Any = 4, group: int = 16, residual: int = 6) -> HFQuantizedCache.Params:
     return HFQuantizedCache.Params("quanto", bits, group, residual, 0)
 
 
@@ -75,18 +78,18 @@ def test_the_page_s_example() -> None:
 
 
 def test_memory_chooses_bits_and_names_the_least() -> None:
-    def planned(memory: str) -> HFQuantizedCache.Plan:
+    def chosen(memory: str) -> HFQuantizedCache.Plan:
         request = BudgetRequest(None, None, Fraction(0), memory=Fraction(memory))
-        return HFQuantizedCache.planned(params(4, 64, 128), request, LARGE, 10_000)[1]
+        return planned(HFQuantizedCache, params(4, 64, 128), request, LARGE, 10_000)[1]
 
-    assert (planned("1/3").bits, planned("1/5").bits) == (4, 2)
+    assert (chosen("1/3").bits, chosen("1/5").bits) == (4, 2)
     with pytest.raises(ConfigError, match=r"use memory=0\.1563 or more"):
-        planned("1/8")
-    assert planned("0.1563").bits == 2
+        chosen("1/8")
+    assert chosen("0.1563").bits == 2
 
 
 def test_what_would_mix_tokens_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"method\.axis_key=-1 lets groups mix heads"):
-        HFQuantizedCache.Params("quanto", 4, 64, 128, -1)
+    with pytest.raises(ConfigError, match=r"method\.axis_key=-1 .* let groups mix heads"):
+        check(HFQuantizedCache.Params("quanto", 4, 64, 128, -1), "method")
     with pytest.raises(ConfigError, match=r"method\.group=64 does not divide the 80 dimensions"):
         HFQuantizedCache.check(params(4, 64, 128), WHOLE, ModelShape("x", 1, 4, 2, 80, 1 << 20, (0,)))

@@ -13,12 +13,12 @@ from kvbench.engine.caches.packed_host import PackedHost, host_of
 from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.turns.state import fork_of
-from kvbench.evals.asked import quantizer_of, rules_and_params
+from kvbench.evals.cells import cell_without_task
 from kvbench.evals.settings import from_words
 from kvbench.kernels.packed.codes import quantise_tokens, rebuild_tokens
 from kvbench.methods.quantising.hf_quantized_cache import HFQuantizedCache
 from kvbench.methods.quantising.kivi import KIVI
-from kvbench.methods.rules import Quantizer
+from kvbench.methods.rules import Quantizer, planned
 from kvbench.tests.conformance import answers, model, ours
 from kvbench.tests.vectors import built, request, step, trace_of
 
@@ -31,7 +31,7 @@ NAMES = ("pqcache", "clusterkv")
 def composed(name: str, quantizer: Quantizer | None, asked: BudgetRequest, **params: Any) -> Any:
     """The method on the tiny model's prompt, composed or not."""
     one = ours(name)
-    own = replace(one.params, **({"full_layers": 0} if one.kind.skips else {}), **params)
+    own = replace(one.params, **({"full_layers": 0} if one.kind.traits.skips else {}), **params)
     return one.kind.variant_for(own, asked, model().shape, 240, quantizer=quantizer)
 
 
@@ -148,7 +148,7 @@ def test_a_block_cache_holds_more_blocks_of_codes() -> None:
     asked, one = BudgetRequest(Fraction(1, 10), None, Fraction(1, 16), memory=Fraction(1, 2)), ours("pqcache")
     cache = BlockCacheSpec(240, 8, 4, "lfu")
     sizes = [
-        one.kind.planned(one.params, asked, model().shape, 240, cache, quantizer=quantizer)[2]
+        planned(one.kind, one.params, asked, model().shape, 240, cache, quantizer=quantizer)[2]
         for quantizer in (None, FOUR)
     ]
     assert sizes[0] is not None and sizes[1] is not None and 0 < sizes[0].tokens < sizes[1].tokens <= 240
@@ -187,14 +187,14 @@ def test_the_whole_prompt_is_full_attention_with_nothing_on_the_host() -> None:
 )
 def test_the_label_names_the_tier_and_its_bits(compose: str, label: str) -> None:
     settings = from_words(["method=pqcache", f"compose={compose}"])
-    quantizer = quantizer_of(settings, *rules_and_params(settings.method))
+    quantizer = cell_without_task(settings).quantizer
     assert quantizer is not None and quantizer.title(drops=False) == label
 
 
 def test_a_quantiser_that_packs_no_single_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="use compose=kivi") as caught:
         settings = from_words(["method=pqcache", "compose=turboquant"])
-        quantizer_of(settings, *rules_and_params(settings.method))
+        cell_without_task(settings)
     assert "\n" not in str(caught.value)
 
 

@@ -13,6 +13,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.packed.codes import quantise_channels, quantise_tokens, rebuild_channels, rebuild_tokens, unpack
 from kvbench.methods.quantising.kivi import KIVI, KIVICache
+from kvbench.methods.rules import planned
 from kvbench.tests.conformance import answers, model, ours, variant
 from kvbench.tests.vectors import Check, differs, first, load, row_of, step, trace_of
 
@@ -149,29 +150,21 @@ def test_the_page_s_table(plan: tuple[int, int, int, int], share: int) -> None:
     ],
 )
 def test_memory_takes_the_first_setting_that_fits(memory: str, plan: tuple[int, int, int, int]) -> None:
-    _, made, _ = KIVI.planned(PARAMS, in_bytes(memory), shape_of(32, 8, 128), 10_000)
+    _, made, _ = planned(KIVI, PARAMS, in_bytes(memory), shape_of(32, 8, 128), 10_000)
     assert made == KIVI.Plan(*plan)
 
 
 def test_too_little_memory_names_the_least_and_a_composition() -> None:
     shape = shape_of(32, 8, 128)
     with pytest.raises(ConfigError, match=r"use memory=0\.\d+ or more, or method=snapkv compose=kivi") as caught:
-        KIVI.planned(PARAMS, in_bytes("1/8"), shape, 10_000)
+        planned(KIVI, PARAMS, in_bytes("1/8"), shape, 10_000)
     least = str(caught.value).split("use memory=")[1].split()[0]
-    KIVI.planned(PARAMS, in_bytes(least), shape, 10_000)
+    planned(KIVI, PARAMS, in_bytes(least), shape, 10_000)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ((4, 4, 32, 100), "method.residual=100"),
-        ((3, 4, 32, 128), "method.key_bits=3"),
-        ((4, 5, 32, 128), "method.value_bits=5"),
-    ],
-)
-def test_refused_settings(changes: tuple[int, int, int, int], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        KIVI.Params(*changes)
+def test_a_residual_is_whole_groups() -> None:
+    with pytest.raises(ConfigError, match=r"method\.residual=100 is no multiple of method\.group=32; use 128"):
+        KIVI.Params(4, 4, 32, 100)
 
 
 def test_a_share_of_the_tokens_and_a_group_that_fits_no_head_are_refused() -> None:

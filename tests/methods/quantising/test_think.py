@@ -12,10 +12,10 @@ from kvbench.engine.causal import causal
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.asked import ask, quantizer_of, rules_and_params
+from kvbench.evals.cells import ask, cell_without_task
 from kvbench.evals.settings import from_words
 from kvbench.methods.quantising.think import ThinK, ThinKCache, channel_scores, kept_channels
-from kvbench.methods.rules import Quantizer
+from kvbench.methods.rules import Quantizer, planned
 from kvbench.tests.conformance import answers, model, ours
 from kvbench.tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
 
@@ -125,12 +125,12 @@ def test_memory_says_how_many_channels_go() -> None:
     shape = ModelShape("m", 2, 8, 2, 64, 1 << 20, (0, 1))
     for memory in ("9/10", "3/4"):
         budget = BudgetRequest(None, None, Fraction(0), memory=Fraction(memory))
-        given, plan, _ = ThinK.planned(PARAMS, budget, shape, 1000)
+        given, plan, _ = planned(ThinK, PARAMS, budget, shape, 1000)
         less = ThinK.dropping(PARAMS, plan.n_dropped - 1)
         assert ThinK.footprint(PARAMS, plan, given, shape).fits(given, shape)
         assert not ThinK.footprint(PARAMS, less, given, shape).fits(given, shape)
     with pytest.raises(ConfigError, match="memory"):
-        ThinK.planned(PARAMS, BudgetRequest(None, None, Fraction(0), memory=Fraction(1, 2)), shape, 1000)
+        planned(ThinK, PARAMS, BudgetRequest(None, None, Fraction(0), memory=Fraction(1, 2)), shape, 1000)
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["drop_first", "quantise_first"])
@@ -170,10 +170,10 @@ def test_what_it_refuses(words: list[str], says: str) -> None:
 def test_heads_with_other_counts_cannot_be_thinned() -> None:
     settings = from_words(["method=snapkv", "allocator=head_mix", "compose=think", "task=needle"])
     with pytest.raises(ConfigError, match="gives layers or heads other numbers of tokens"):
-        quantizer_of(settings, *rules_and_params(settings.method))
+        cell_without_task(settings)
 
 
 def test_tokens_that_are_fetched_one_by_one_cannot_be_thinned() -> None:
     settings = from_words(["method=pqcache", "compose=think", "task=needle"])
     with pytest.raises(ConfigError, match="ThinK makes no codes of single tokens"):
-        quantizer_of(settings, *rules_and_params(settings.method))
+        cell_without_task(settings)

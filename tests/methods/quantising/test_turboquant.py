@@ -15,6 +15,7 @@ from kvbench.engine.layouts.quantized import QuantizedLayer
 from kvbench.engine.shapes import ModelShape
 from kvbench.methods.quantising import codebooks, turboquant
 from kvbench.methods.quantising.turboquant import PRESETS, Book, TurboQuant, TurboQuantCache
+from kvbench.methods.rules import planned
 from kvbench.tests.conformance import answers, model
 from kvbench.tests.vectors import Check, differs, first, load, row_of, step, trace_of
 
@@ -162,16 +163,16 @@ def test_more_bits_come_nearer_to_full_attention(rotation: str, objective: str, 
 
 
 def test_memory_takes_the_first_preset_that_fits_whole_layers_included() -> None:
-    def planned(memory: str, params: TurboQuant.Params = PARAMS) -> str:
+    def chosen(memory: str, params: TurboQuant.Params = PARAMS) -> str:
         request = BudgetRequest(None, None, Fraction(0), memory=Fraction(memory))
-        return TurboQuant.planned(params, request, LARGE, 10_000)[1].preset
+        return planned(TurboQuant, params, request, LARGE, 10_000)[1].preset
 
-    shares = {preset: planned(memory) for preset, memory in (("k8v4", "0.39"), ("4bit_nc", "0.27"), ("3bit_nc", "0.2"))}
+    shares = {preset: chosen(memory) for preset, memory in (("k8v4", "0.39"), ("4bit_nc", "0.27"), ("3bit_nc", "0.2"))}
     assert all(preset == found for preset, found in shares.items())
     with_ends = replace(PARAMS, boundary_layers=2)
-    assert planned("0.355", with_ends) == "4bit_nc" and planned("0.353", with_ends) == "k3v4_nc"
+    assert chosen("0.355", with_ends) == "4bit_nc" and chosen("0.353", with_ends) == "k3v4_nc"
     with pytest.raises(ConfigError, match=r"use memory=0\.1368 or more"):
-        planned("1/8")
+        chosen("1/8")
 
 
 def test_refused_settings() -> None:

@@ -164,9 +164,6 @@ def test_norms_are_means_of_a_group_in_blocks_of_tokens(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"first_share": Fraction(3, 2)}, "method.first_share=1.5 is out of range"),
-        ({"alpha": Fraction(-1)}, "method.alpha=-1 is out of range"),
-        ({"eps": -1.0}, "method.eps=-1.0 is out of range"),
         ({"scorer": reader(Scorer)("expected_attention", "method.scorer")}, "weighs tokens by their values itself"),
         ({"scorer": Scorer(SnapKV, SnapKV.Params(8, 5, "avg", "query_head"))}, "CriticalKV chooses for KV heads"),
     ],

@@ -1,12 +1,10 @@
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvbench.engine.errors import ConfigError
 from kvbench.methods.ranking.cur import CUR, leverages, local_shares
 from kvbench.tests.vectors import Check, differs, first, load, request, row_of, trace_of
 
@@ -92,18 +90,3 @@ def test_a_wide_sketch_ranks_much_as_lengths_do_and_is_the_seeds() -> None:
     wide, again = (leverages(k, v, replace(PARAMS, sketch=4000)) for _ in range(2))
     torch.testing.assert_close(wide, leverages(k, v, PARAMS), rtol=0.3, atol=0)
     assert torch.equal(wide, again) and not torch.equal(wide, leverages(k, v, replace(PARAMS, sketch=4000, seed=1)))
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"leverage": "query"}, "method.leverage=query is not allowed"),
-        ({"rest": "none"}, "method.rest=none is not allowed"),
-        ({"window": 0}, "method.window=0 is out of range"),
-        ({"n_sink": -1}, "method.n_sink=-1 is out of range"),
-        ({"sketch": 0}, "method.sketch=0 is out of range"),
-    ],
-)
-def test_what_it_refuses(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        replace(PARAMS, **changes)

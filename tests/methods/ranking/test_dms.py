@@ -11,7 +11,7 @@ from torch import Tensor
 from kvbench.engine.budget import EVERYTHING
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.asked import ask
+from kvbench.evals.cells import ask
 from kvbench.evals.settings import from_words
 from kvbench.methods.full import Full
 from kvbench.methods.gates.networks import GateScores, kvzap

@@ -128,16 +128,3 @@ def test_one_set_for_a_layer() -> None:
 def test_questions_that_cannot_be_kept_are_refused(changes: dict[str, Any], frame: Frame, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Finch.variant_for(replace(PARAMS, **changes), request(tokens=20), traced(2).shape, 80, frame=frame)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"window": 0}, "method.window=0 is out of range"),
-        ({"chunk": 0}, "method.chunk=0 is out of range"),
-        ({"per": "token"}, "method.per=token is not allowed"),
-    ],
-)
-def test_what_it_refuses(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        replace(PARAMS, **changes)

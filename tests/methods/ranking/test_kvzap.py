@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvbench.engine.errors import ConfigError
-from kvbench.evals.asked import ask
+from kvbench.evals.cells import ask
 from kvbench.evals.settings import from_words
 from kvbench.methods.gates.networks import kvzap
 from kvbench.tests.conformance import answers, model, ours

@@ -129,11 +129,3 @@ def test_another_models_file_and_a_model_without_one_are_refused(tmp_path: Path)
     with pytest.raises(ConfigError, match="is a calibration of kind pca"):
         other = file_of(tmp_path / "pca.npz", np.zeros((1, 2, 8), np.float32), "pca")
         QFilters.check(replace(PARAMS, calibration_file=other), request(tokens=5), shape)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"), [({"window": -1}, "method.window=-1 is out of range"), ({"evict": "x"}, "method.evict=x")]
-)
-def test_what_it_refuses(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        replace(PARAMS, **changes)

@@ -1,6 +1,5 @@
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -8,6 +7,7 @@ import torch
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.trace import Trace
 from kvbench.methods.allocator import Allocator
+from kvbench.methods.combinations import ALLOCATION, COMMAND, Case, refuse
 from kvbench.methods.ranking.random import BASE, FIRST, SECOND, STEP, Random, drawn, marks
 from kvbench.tests.vectors import Check, differs, first, load, request, row_of, trace_of
 
@@ -99,22 +99,11 @@ def test_the_ends_stay_inside_the_budget_and_shrink_where_it_is_small() -> None:
             assert len(set(head)) == n and {*range(n_first), *range(60 - n_last, 60)} <= set(head)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"per": "query"}, "method.per=query is not allowed"),
-        ({"draws": "numpy"}, "method.draws=numpy is not allowed"),
-        ({"seed": -1}, "method.seed=-1 is out of range"),
-        ({"seed": 2**63}, "is out of range"),
-        ({"window": -1}, "method.window=-1 is out of range"),
-        ({"draws": "kvpress", "per": "prompt"}, "use method.per=head with it"),
-    ],
-)
-def test_what_it_refuses(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        replace(PARAMS, **changes)
+def test_kvpress_draws_for_every_head() -> None:
+    with pytest.raises(ConfigError, match=r"use method\.per=head with it"):
+        replace(PARAMS, draws="kvpress", per="prompt")
 
 
 def test_random_numbers_are_not_pooled() -> None:
     with pytest.raises(ConfigError, match="those of Random tokens do not compare"):
-        Random.check_allocator(PARAMS, Allocator("head_mix"))
+        refuse(ALLOCATION, Case(Random, PARAMS, allocator=Allocator("head_mix")), COMMAND)

@@ -25,7 +25,8 @@ def run_vectors(path: Path) -> list[Check]:
     k = torch.from_numpy(x["k"])
     q = torch.nn.functional.pad(torch.from_numpy(x["q_window"]), (0, 0, meta["S"] - x["q_window"].shape[2], 0))
     problems = []
-    for own_columns, n_last, name in (("cut", meta["n_last"], "kvpress"), ("counted", 1, "authors")):
+    pairs: Any = (("cut", meta["n_last"], "kvpress"), ("counted", 1, "authors"))
+    for own_columns, n_last, name in pairs:
         share = meta[f"share_{name}"]
         for threshold, wanted in ((share - 1e-4, x[f"kept_idx_{name}"]), (share + 1e-4, np.arange(meta["S"]))):
             trace = trace_of(k, k, meta["H"])
@@ -92,11 +93,8 @@ def test_a_share_is_of_the_mean_query() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"threshold": 1.5, "n_recent": 9}, "method.threshold=1.5 is out of range"),
         ({"threshold": 0.5}, "give method.n_recent=1024 with it"),
-        ({"n_last": 0}, "method.n_last=0 is out of range"),
         ({"n_recent": 2, "n_last": 2, "own_columns": "cut"}, "leaves no recent token"),
-        ({"own_columns": "kept"}, "method.own_columns=kept is not allowed"),
     ],
 )
 def test_what_it_refuses(changes: dict[str, Any], says: str) -> None:

@@ -54,7 +54,7 @@ def test_pqcache_reads_its_centroids_beside_the_codes() -> None:
 def test_what_comm_does_not_price_breaks_no_budget_and_stands_in_the_summary() -> None:
     said, entries = entries_of("infllm")
     row, shape = said.row, model().shape
-    summary = row.store.ledger.summary(row.budget, shape, row.skipped_layers())
+    summary = row.store.ledger.summary(row.budget, shape, row.skipped)
     n_layers, n_steps = len({e.layer for e in entries}), len({e.step for e in entries})
     assert summary["within_budget"] is True
     assert summary["bytes_comm_per_step"] == find_bytes(shape, row.budget) * n_layers

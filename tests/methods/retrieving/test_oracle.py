@@ -2,19 +2,21 @@ import json
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
 from kvbench.engine.budget import resolve
+from kvbench.engine.declared import hints_of
 from kvbench.engine.search import Units, best_tokens
 from kvbench.engine.softmax import Softmax
-from kvbench.methods.retrieving.oracle import AGGREGATES, Oracle, token_scores
+from kvbench.methods.retrieving.oracle import Oracle, token_scores
 from kvbench.tests.vectors import Check, at, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = Oracle.Params("group_sum", 4, Fraction(1, 2), "inside", "fair", "renormalise")
+AGGREGATES: tuple[Any, ...] = get_args(hints_of(Oracle.Params)["agg"])
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "oracle").glob("*.npz"))
 
 

@@ -19,6 +19,7 @@ from kvbench.engine.turns.state import fork_of
 from kvbench.kernels.pq_codes import PackedCodes, counted_bytes, pq_codes, pq_codes_ref
 from kvbench.kernels.pq_fit import pq_fit
 from kvbench.kernels.pq_scores import pq_logits_ref
+from kvbench.methods.base import reported
 from kvbench.methods.full import Full
 from kvbench.methods.retrieving import pqcache
 from kvbench.methods.retrieving.pqcache import PQCache, code_shape
@@ -204,7 +205,7 @@ def test_budgets_agree_with_the_table() -> None:
             row = dict(zip(map(str, x["columns"]), map(int, line), strict=True))
             shape = ModelShape("any", 1, row["Hk"], row["Hk"], row["d_h"], 1 << 20, (0,))
             ratio, comm = (f"{row[f'{x}_num']}/{row[f'{x}_den']}" for x in ("ratio", "comm"))
-            budget = resolve(request(ratio, comm=comm), row["s"], PQCache.drops)
+            budget = resolve(request(ratio, comm=comm), row["s"], PQCache.traits.drops)
             params = replace(PARAMS, n_sink=row["sinks"])
             if budget.attends_all:
                 continue
@@ -567,15 +568,6 @@ def test_one_of_the_two_may_be_given() -> None:
         ({"m": 2, "b": 6}, r"12 bits per key, of which comm=1/128 pays for 8 .* use comm=3/256 or more, or a .* 2x4"),
         ({"m": 7}, r"method.m=7 does not divide d_h=64; use 1, 2, 4, 8, 16, 32 or 64"),
         ({"m": 16}, r"method.m=16, method.b=1 are 16 bits"),
-        ({"b": 9}, r"method.b=9 is out of range; a code has 1 to 8 bits"),
-        ({"b": "six"}, r"method.b=six is not a number; use a whole number from 1, or auto"),
-        ({"iterations": 0}, r"method.iterations=0 is out of range"),
-        ({"iterations": "adaptive"}, r"method.iterations=adaptive is not a number"),
-        ({"group_merge": "mean"}, r"method.group_merge=mean is not allowed; use softmax_sum"),
-        ({"fit": "all"}, r"method.fit=all is not allowed"),
-        ({"local_share": Fraction(3, 2)}, r"method.local_share=1.5 is out of range"),
-        ({"tol": -1.0}, r"method.tol=-1.0 is out of range"),
-        ({"rebuild_every": -1}, r"method.rebuild_every=-1 is out of range"),
     ],
 )
 def test_what_cannot_be_met_is_refused(changes: dict[str, Any], says: str) -> None:
@@ -608,4 +600,4 @@ def test_the_report_says_which_quantiser_it_was() -> None:
     assert said["iterations"] == [10]
     assert 0 < said["kmeans_rounds"] <= 10
     json.dumps(said)
-    assert variant(tokens, 110, ask=request("1")).reported() == {}
+    assert reported(variant(tokens, 110, ask=request("1"))) == {}

@@ -15,6 +15,7 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.methods.full import Full
 from kvbench.methods.retrieving.shadowkv import Landmarks, ShadowKV, chunk_means, factored, most_likely
+from kvbench.methods.rules import planned
 from kvbench.tests.vectors import Check, differs, first, load, request, row_of, step, trace_of
 
 PARAMS = ShadowKV.Params(
@@ -254,7 +255,7 @@ def test_memory_takes_from_the_rank_first_and_lengthens_chunks_then() -> None:
     seen = []
     for percent in range(8, 40):
         asked = BudgetRequest(Fraction(1, 20), None, Fraction(1, 8), memory=Fraction(percent, 100))
-        budget, plan, _ = ShadowKV.planned(PARAMS, asked, shape, 10_000)
+        budget, plan, _ = planned(ShadowKV, PARAMS, asked, shape, 10_000)
         assert budget.tokens == 500
         assert ShadowKV.footprint(PARAMS, plan, budget, shape).fits(budget, shape)
         seen.append((-plan.chunk, plan.rank))
@@ -291,10 +292,8 @@ def test_what_it_is_called_and_what_it_refuses() -> None:
         ShadowKV.variant_for(PARAMS, request(ratio="1/2", comm="1/64"), shape, 319)
     with pytest.raises(ConfigError, match="48 and 100 selected chunks are more than the 121 chunks"):
         ShadowKV.variant_for(replace(NATIVE, budget_rule="official"), request(tokens=800), shape, 1000)
-    with pytest.raises(ConfigError, match=r"rank_share=0 is out of range"):
-        replace(PARAMS, rank_share=Fraction(0))
     asked = BudgetRequest(None, None, Fraction(1, 8), memory=Fraction(1, 50))
     with pytest.raises(ConfigError, match=r"use memory=(0\.\d+) or more") as caught:
-        ShadowKV.planned(PARAMS, asked, shape, 10_000)
+        planned(ShadowKV, PARAMS, asked, shape, 10_000)
     least = Fraction(str(caught.value).rpartition("memory=")[2].split()[0])
-    ShadowKV.planned(PARAMS, BudgetRequest(None, None, Fraction(1, 8), memory=least), shape, 10_000)
+    planned(ShadowKV, PARAMS, BudgetRequest(None, None, Fraction(1, 8), memory=least), shape, 10_000)
