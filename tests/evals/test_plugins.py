@@ -213,7 +213,7 @@ def test_a_method_and_a_task_of_packages_run_beside_ours(site: Site, runs: Runs)
     with pytest.raises(ConfigError, match=r"its method is of the package 'kvbench-smallest-keys==0\.1', which is not"):
         settings_of(config)
     code, _, said = site.kvbench("run", "method=smallest_keys", "method.n_recent=0", *runs.words)
-    assert code == 2 and "method=smallest_keys: method.n_recent=0 is too small" in said
+    assert code == 2 and "method.n_recent=0 is out of range" in said
 
 
 def test_lists_have_plugins_and_name_those_that_cannot_be_asked(site: Site) -> None:
