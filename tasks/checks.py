@@ -1,55 +1,22 @@
 """Parameters that several tasks share: their types, names of datasets, and room for a prompt.
 
-Each raises `ConfigError` with the key, the value and what is allowed.
-
-Not here: types (`evals/settings.py`), and what a single task asks for (its own `Params`).
+Not here: how types are read (`engine/declared.py`), and what a single task asks for (its own `Params`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
-from kvbench.engine.declared import Once
-from kvbench.engine.errors import ConfigError, unknown_name
+from kvbench.engine.declared import Count, Once
+from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 
 OnBadRow = Literal["refuse", "skip"]  # what becomes of a row that cannot be used
 Prompts = Literal["auto", "official", "own"]  # auto: upstream's wording if it is there
+Counts = Annotated[tuple[Count, ...], Once()]
 Lengths = Annotated[tuple[Annotated[int, Ge(500)], ...], Once()]  # in tokens
 SLACK = 100  # tokens kept free for a chat wrapper, and for what a second tokenising may add
-
-
-def check_choices(params: Any, **choices: Iterable[str]) -> None:
-    """Check that each of these fields has one of its choices."""
-    for name, allowed in choices.items():
-        value = getattr(params, name)
-        if value not in allowed:
-            raise unknown_name(f"task.{name}", str(value), allowed)
-
-
-def check_counts(params: Any, *names: str) -> None:
-    """Check that each of these fields is 1 or more, or null."""
-    for name in names:
-        value = getattr(params, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"task.{name}={value} is below 1; give 1 or more")
-
-
-def check_numbers(params: Any, **least: int) -> None:
-    """Check that each of these fields has one number or more, from its least one on and each once."""
-    for name, from_on in least.items():
-        given = getattr(params, name)
-        if not given or min(given) < from_on or len({*given}) < len(given):
-            raise ConfigError(f"task.{name}={list(given)} is no list of numbers from {from_on} on, each of them once")
-
-
-def check_some(params: Any, **known: Sequence[Any]) -> None:
-    """Check that each of these fields has one or more of what is known, each once."""
-    for name, allowed in known.items():
-        given = getattr(params, name)
-        if not given or not {*given} <= {*allowed} or len({*given}) < len(given):
-            raise ConfigError(f"task.{name}={list(given)} must have some of {list(allowed)}, each of them once")
 
 
 def chosen(datasets: str | tuple[str, ...], lists: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
@@ -63,9 +30,7 @@ class OfDatasets:
     source: str
     datasets: str | tuple[str, ...]  # names, or that of a list of them
     lists: ClassVar[Mapping[str, tuple[str, ...]]]
-    drawn: ClassVar[Sequence[str] | None] = (
-        None  # those that source=embedded draws; None: all, or there is no such source
-    )
+    drawn: ClassVar[Sequence[str] | None] = None  # what source=embedded draws; None: all, or there is no such source
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,15 +50,6 @@ class OfDatasets:
                     f"task.source=embedded draws {drawn} only, not {other}; leave it out of task.datasets, or choose "
                     "another source"
                 )
-
-
-def check_datasets(names: Sequence[str], known: Sequence[str], lists: Iterable[str]) -> None:
-    """Check that these are one or more known datasets, each of them once."""
-    for name in names:
-        if name not in known:
-            raise unknown_name("task.datasets", name, (*known, *lists))
-    if len(set(names)) < len(names) or not names:
-        raise ConfigError(f"task.datasets={list(names)} is empty or has a name twice")
 
 
 def check_length(length: int, shape: ModelShape) -> None:

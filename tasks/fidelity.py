@@ -40,11 +40,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from kvbench.engine.declared import Count, PathText
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import write_csv
 from kvbench.engine.passes.trace import Trace
@@ -52,9 +53,9 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.methods.base import SelectiveAttention
 from kvbench.tasks.base import Sample
-from kvbench.tasks.checks import check_choices, check_counts
+from kvbench.tasks.checks import OnBadRow
 from kvbench.tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch, Outcome, distinct
-from kvbench.tasks.rows import ON_BAD_ROW, Rows, read_rows
+from kvbench.tasks.rows import Rows, read_rows
 from kvbench.tasks.texts import (
     check_text,
     digest,
@@ -72,18 +73,14 @@ DIGITS = 6  # of the figures in a line
 
 @dataclass(frozen=True)
 class Params:
-    path: str | None
-    prompt_tokens: int
-    windows: int
-    steps: int
-    continuation: str
-    k: int | None
+    path: PathText | None
+    prompt_tokens: Count
+    windows: Count
+    steps: Count
+    continuation: Literal["auto", "text", "greedy"]
+    k: Count | None
     skip_layers: tuple[int, ...] | None
-    on_bad_row: str
-
-    def __post_init__(self) -> None:
-        check_choices(self, continuation=("auto", "text", "greedy"), on_bad_row=ON_BAD_ROW)
-        check_counts(self, "prompt_tokens", "windows", "steps", "k")
+    on_bad_row: OnBadRow
 
 
 class Fidelity(ForcedTask):

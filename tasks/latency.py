@@ -33,11 +33,14 @@ import statistics
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt
 
 from kvbench.engine.batch import Answer
 from kvbench.engine.books.spans import Record, recording
 from kvbench.engine.books.stopwatch import synchronize
+from kvbench.engine.declared import Count, Index, Is
 from kvbench.engine.decode import Decoded, decode
 from kvbench.engine.errors import ConfigError, NotFiniteError
 from kvbench.engine.model import Model
@@ -51,6 +54,7 @@ from kvbench.methods.base import SelectiveAttention, Variant
 from kvbench.methods.calibration.prose import embedded_prose
 from kvbench.methods.full import full_attention
 from kvbench.tasks.base import Sample, Task
+from kvbench.tasks.checks import Counts
 from kvbench.tasks.forced import Outcome
 from kvbench.tasks.memory import Sizes, collect, device_bytes, watch_peak, weigh, weight_bytes
 from kvbench.tasks.together import Together, decode_together
@@ -102,30 +106,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class Params:
-    lengths: tuple[int, ...]
-    batches: tuple[int, ...]
-    n_new: int
-    repeats: int
-    warmup: int
-    memory_gb: float | None
-    most_rows: int | None
-
-    def __post_init__(self) -> None:
-        for key in ("lengths", "batches"):
-            values = getattr(self, key)
-            if not values or min(values) < 1 or len({*values}) < len(values):
-                raise ConfigError(f"task.{key}={list(values)} must be different numbers from 1 on")
-        if self.n_new < 3:
-            raise ConfigError(
-                f"task.n_new={self.n_new} is too few: the first token is the prefill's, the second the first step's; "
-                "give 3 or more"
-            )
-        if self.repeats < 1 or self.warmup < 0:
-            raise ConfigError(f"task.repeats={self.repeats} and task.warmup={self.warmup} must be at least 1 and 0")
-        if self.memory_gb is not None and self.memory_gb <= 0:
-            raise ConfigError(f"task.memory_gb={self.memory_gb} must be above 0")
-        if self.most_rows is not None and self.most_rows < 1:
-            raise ConfigError(f"task.most_rows={self.most_rows} must be 1 or more")
+    lengths: Counts
+    batches: Counts
+    n_new: Annotated[int, Ge(3), Is("3 or more: the first token is the prefill's, the second the first step's")]
+    repeats: Count
+    warmup: Index
+    memory_gb: Annotated[float, Gt(0)] | None
+    most_rows: Count | None
 
 
 class Latency(Task):

@@ -16,7 +16,6 @@ from kvbench.engine.declared import Is, reader, words
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import LONGEST_LINE, NoJson, NoText, numbered_lines, parse_json, read_bytes, write_csv
 
-ON_BAD_ROW = ("refuse", "skip")
 LARGEST_LIST = 1 << 30  # bytes of a .json file, twice the largest published one; it is read whole
 LONGEST_ID = 1000  # characters; it stands in every table, message and log
 

@@ -17,13 +17,15 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Gt
+
+from kvbench.engine.declared import Count
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import read_text
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks.base import Sample, Task
-from kvbench.tasks.checks import check_choices, check_counts
 from kvbench.tasks.needle.task import Needle
 from kvbench.tasks.needle.task import Params as NeedleParams
 
@@ -33,25 +35,19 @@ DEPTHS = (10.0, 30.0, 50.0, 70.0, 90.0)
 
 @dataclass(frozen=True)
 class Params:
-    engine: str
-    rung: str
-    requests: int
-    lengths: tuple[int, ...]
-    n_new: int
-    rate: float | None
+    engine: Literal["vllm"]
+    rung: Literal["auto", "visible", "pages", "dropping"]
+    requests: Count
+    lengths: tuple[Annotated[int, Ge(300)], Annotated[int, Ge(300)]]
+    n_new: Count
+    rate: Annotated[float, Gt(0)] | None
     trace: str | None
-    blocks: int | None
-    at_once: int
+    blocks: Count | None
+    at_once: Count
 
     def __post_init__(self) -> None:
-        check_choices(self, engine=("vllm",), rung=("auto", "visible", "pages", "dropping"))
-        check_counts(self, "requests", "n_new", "blocks", "at_once")
-        if len(self.lengths) != 2 or not 300 <= self.lengths[0] <= self.lengths[1]:
-            raise ConfigError(
-                f"task.lengths={[*self.lengths]} must be the least and the most tokens of a prompt, from 300 on"
-            )
-        if self.rate is not None and self.rate <= 0:
-            raise ConfigError(f"task.rate={self.rate} must be above 0, requests per second; null: all at once")
+        if self.lengths[0] > self.lengths[1]:
+            raise ConfigError(f"task.lengths={[*self.lengths]} must be the least and the most tokens of a prompt")
 
 
 @dataclass(frozen=True)

@@ -9,28 +9,22 @@ Not here: how turns become tokens (`encode.py`), how they are asked (`evals/batc
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from kvbench.engine.errors import ConfigError, unknown_name
+from kvbench.engine.errors import ConfigError
 
 Mode = Literal["independent", "golden", "dialogue", "query_aware"]
 Feed = Literal["compressed", "tokenwise", "dense"]
 Base = Literal["context", "conversation"]
-MODES, FEEDS, BASES = map(get_args, (Mode, Feed, Base))
 
 
 @dataclass(frozen=True)
 class Asking:
     """How a task's conversations are asked."""
 
-    mode: str = "independent"
-    feed: str = "compressed"  # what a feed's own tokens attend to, and whether they are read in one pass
-    budget_base: str = "context"  # what a ratio is a share of
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("mode", MODES), ("feed", FEEDS), ("budget_base", BASES)):
-            if (value := getattr(self, name)) not in allowed:
-                raise unknown_name(f"task.{name}", str(value), allowed)
+    mode: Mode = "independent"
+    feed: Feed = "compressed"  # what a feed's own tokens attend to, and whether they are read in one pass
+    budget_base: Base = "context"  # what a ratio is a share of
 
     @property
     def takes_back(self) -> bool:

@@ -370,8 +370,8 @@ def test_ids_that_meet_are_refused(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"steps": 0}, "task.steps=0 is below 1"),
-        ({"k": 0}, "task.k=0 is below 1"),
+        ({"steps": 0}, "task.steps=0 is out of range"),
+        ({"k": 0}, "task.k=0 is out of range"),
         ({"continuation": "none"}, "task.continuation"),
         ({"on_bad_row": "drop"}, "task.on_bad_row"),
         ({"prompt_tokens": 1000}, "give 991 or fewer"),

@@ -218,39 +218,6 @@ def test_a_finished_run_says_both_accuracies_and_the_length_after_the_cut(tokeni
 
 # --- refusals ----------------------------------------------------------------------------------
 
-GOOD = json.dumps(ROWS[0])
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (GOOD[:-9], "is no whole JSON object"),
-        ("", "is empty"),
-        ("[1]", "is no JSON object"),
-        ('{"question": "q"}', "field 'answer' is missing"),
-        ('{"question": 3, "answer": "#### 1"}', "field 'question' is not a text"),
-        ('{"question": "q", "answer": "none"}', "holds no number"),
-    ],
-)
-def test_a_bad_row_is_named_and_refused_or_skipped(tokenizer, folder, bad, message) -> None:
-    write(folder, GOOD, bad, GOOD)
-    with pytest.raises(ConfigError, match=rf"test\.jsonl, line 2: .*{message}"):
-        task(folder).check(shape())
-    made, kept = samples(folder, tokenizer, on_bad_row="skip")
-    assert [sample.id for sample in kept] == ["test-1", "test-3"]
-    assert any("line 2" in note and message in note for note in made.notes)
-
-
-def test_a_file_in_another_encoding_or_without_rows_is_refused(folder: Path) -> None:
-    write(folder, '{"question": "¿?", "answer": "#### 1"}', encoding="latin-1")
-    with pytest.raises(ConfigError, match="line 1: byte 14 is no UTF-8"):
-        task(folder).check(shape())
-    with pytest.raises(ConfigError, match="no row can be used"):
-        task(folder, on_bad_row="skip").check(shape())
-    write(folder)
-    with pytest.raises(ConfigError, match=r"test\.jsonl: the file is empty"):
-        task(folder).check(shape())
-
 
 @pytest.mark.parametrize(
     ("changes", "message"),

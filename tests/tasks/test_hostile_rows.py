@@ -62,7 +62,8 @@ def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lines(file: str) -> tuple[bytes, bytes]:
     _, good, _ = fuzz.TASKS[file]
-    both = [json.dumps(good | {key: i for key in ("id",) if key in good}).encode() + b"\n" for i in range(2)]
+    own = [{key: f"id{i}" if key == "_id" else i for key in ("id", "_id") if key in good} for i in range(2)]
+    both = [json.dumps(good | one).encode() + b"\n" for one in own]
     return both[0], both[1]
 
 
@@ -112,10 +113,28 @@ def called(arguments: str) -> dict[str, Any]:
         ("agent_traces/airline", {"messages": [called("[]")]}, "are no object"),
         ("babilong/1k/qa1", {"target": "moon"}, "field 'target' is 'moon', no answer to qa1"),
         ("babilong/1k/qa1", {"question": " "}, "field 'question' is empty"),
+        ("aime/aime24", {"problem": ""}, "field 'problem' is missing or empty"),
+        ("aime/aime24", {"answer": "7.5"}, "field 'answer' is no whole number: '7.5'"),
         ("graphwalks/short", {"problem_type": "dfs"}, "field 'problem_type' is 'dfs'"),
         ("graphwalks/short", {"problem_type": "bfs"}, "asks for no operation of this problem_type"),
         ("graphwalks/short", {"answer_nodes": "a1"}, "no list of texts"),
         ("graphwalks/short", {"prompt": "Operation:\nFind the parents of node b1."}, "has no edges"),
+        ("gsm8k/test", {"question": 3}, "field 'question' is not a text: 3"),
+        ("gsm8k/test", {"answer": "none"}, "field 'answer' holds no number: 'none'"),
+        ("infinitebench/data/passkey", {"answer": []}, "field 'answer' is empty"),
+        ("infinitebench/data/passkey", {"id": 0}, "id=0 stands in line 1 already"),
+        ("infinitebench/data/code_run", {"input": "?"}, "field 'input' names no call"),
+        ("infinitebench/data/math_find", {"input": "?"}, "which number"),
+        ("infinitebench/data/code_debug", {"answer": "five"}, "'five' is none"),
+        ("longbench/data/qasper", {"answers": []}, "field 'answers' is empty"),
+        ("longbench/data/qasper", {"answers": [3]}, "field 'answers' is not a list of texts"),
+        ("longbench/data/qasper", {"context": ""}, "field 'context' is empty"),
+        ("longbench/data/qasper", {"_id": "id0"}, "_id='id0' stands in line 1 already"),
+        ("longbench/data/qasper", {"length": None}, "field 'length' is not a whole number: None"),
+        ("longbench/data/trec", {"all_classes": None}, "field 'all_classes' is empty"),
+        ("math500/test", {"problem": ""}, "field 'problem' is empty"),
+        ("math500/test", {"answer": " "}, "field 'answer' is empty"),
+        ("math500/test", {"problem": "q" * 100_001}, "has 100001 characters"),
         ("mrcr/2needle", {"prompt": "[{"}, "field 'prompt' is no JSON"),
         ("mrcr/2needle", {"prompt": "[]"}, "no list of messages"),
         ("mrcr/2needle", {"prompt": '[{"role": "robot", "content": "x"}]'}, "no role or no text"),
@@ -131,6 +150,8 @@ def test_a_row_that_cannot_be_asked_is_named(file: str, change: dict[str, Any], 
     first, second = lines(file)
     said = refusal(tmp_path, file, first + json.dumps(json.loads(second) | change).encode() + b"\n")
     assert "line 2: " in said and says in said
+    kept = list(fuzz.read(tmp_path, file, "skip"))
+    assert len(kept) == 1, "the result goes on with the row that is good"
 
 
 @pytest.mark.parametrize(

@@ -534,30 +534,6 @@ def test_published_and_generated_rows_never_share_a_run(folder: Path) -> None:
         made.check(shape())
 
 
-GOOD = json.dumps(published("passkey"))
-
-
-@pytest.mark.parametrize(
-    ("name", "bad", "message"),
-    [
-        ("passkey", GOOD[:-9], "is no whole JSON object"),
-        ("passkey", '{"id": 1, "context": "c", "input": "i"}', "field 'answer' is missing"),
-        ("passkey", GOOD.replace('["12345"]', "[]"), "field 'answer' is empty"),
-        ("code_run", json.dumps(published("code_run") | {"input": "?"}), "names no call"),
-        ("math_find", json.dumps(published("math_find") | {"input": "?"}), "which number"),
-        ("code_debug", json.dumps(published("code_debug") | {"answer": "five"}), "'five' is none"),
-        ("passkey", GOOD, "id=0 stands in line 1 already"),
-    ],
-)
-def test_a_bad_row_is_named_and_refused_or_skipped(tokenizer, folder: Path, name: str, bad: str, message: str) -> None:
-    write(folder, name, json.dumps(published(name)), bad, json.dumps(published(name, id=2)))
-    with pytest.raises(ConfigError, match=rf"{name}\.jsonl, line 2: .*{message}"):
-        task(folder, datasets=[name]).check(shape())
-    made, found = samples(tokenizer, folder, datasets=[name], on_bad_row="skip")
-    assert [sample.id for sample in found] == [f"{name}-0", f"{name}-2"]
-    assert any("line 2" in note and message in note for note in made.notes)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

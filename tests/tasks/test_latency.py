@@ -104,7 +104,7 @@ def test_shapes_of_large_models_are_here(tmp_path) -> None:
     [
         (["task.lengths=[]"], "task.lengths"),
         (["task.lengths=[96,96]"], "task.lengths"),
-        (["task.n_new=2"], "task.n_new=2 is too few"),
+        (["task.n_new=2"], "task.n_new=2 is out of range; it is 3 or more: the first token"),
         (["task.repeats=0"], "task.repeats=0"),
         (["task.memory_gb=0"], "task.memory_gb=0"),
         (["task.most_rows=0"], "task.most_rows=0"),

@@ -583,28 +583,6 @@ def test_wrong_values_are_refused_by_key(folder: Path, changes: dict, message: s
         task(folder, **changes).check(shape())
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"answers": []}, "field 'answers' is (empty|not a list of texts)"),
-        ({"answers": [3]}, "field 'answers' is (empty|not a list of texts)"),
-        ({"context": ""}, "field 'context' is empty"),
-        ({"_id": "id0"}, "_id='id0' stands in line 1 already"),
-        ({"length": None}, "field 'length' is not a whole number"),
-    ],
-)
-def test_a_bad_row_is_named_and_refused_or_skipped(tokenizer, folder, changes, message) -> None:
-    write(folder, "qasper", row(0), row(1, **changes), row(2))
-    with pytest.raises(ConfigError, match=rf"qasper\.jsonl, line 2: {message}"):
-        samples(folder, tokenizer, "qasper")
-    made, kept = samples(folder, tokenizer, "qasper", on_bad_row="skip")
-    assert [sample.id for sample in kept] == ["qasper-id0", "qasper-id2"]
-    assert any("line 2" in note for note in made.notes)
-    write(folder, "trec", row(0))
-    with pytest.raises(ConfigError, match="field 'all_classes' is empty"):
-        samples(folder, tokenizer, "trec")
-
-
 @pytest.mark.parametrize("text", ["{", '{"qasper": "no place"}', '{"qasper": 3}', "[]"])
 def test_a_template_file_that_is_no_good_is_refused(folder: Path, text: str) -> None:
     (folder / "longbench" / "config" / "dataset2prompt.json").write_text(text)
