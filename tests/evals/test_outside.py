@@ -81,7 +81,7 @@ def test_defaults_of_params_are_the_configuration_and_keys_are_checked_as_for_ou
     assert "did you mean 'n_recent'?" in refused(f"method={path}", "method.n_recnt=3")
     with pytest.raises(ConfigError, match=r"method\.n_recent=x is not a whole number"):
         made(composed(f"method={path}", "method.n_recent=x"))
-    with pytest.raises(ConfigError, match=r"method\.n_recent=0 is out of range"):
+    with pytest.raises(ConfigError, match=r"method\.n_recent=0 is out of range; it is a number of tokens"):
         made(composed(f"method={path}", "method.n_recent=0"))
 
 
