@@ -16,6 +16,7 @@ Not here: which keys there are (`evals/settings.py`, each `Params`), the words o
 """
 
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
@@ -34,6 +35,7 @@ from kvbench.engine.errors import ConfigError, unknown_name
 
 MANY = 30  # names that a sentence can list
 LONGEST_NAME = 255  # bytes, which no file system exceeds
+LARGEST_FLOAT = sys.float_info.max
 LARGEST = 2**63 - 1  # what generators of random numbers and tables of results can hold
 
 Reader = Callable[[Any, str], Any]  # a value and its key: the value as a type, or ConfigError
@@ -263,6 +265,12 @@ def reader(hint: Any, exact: bool = False) -> Reader:
     if isinstance(hint, type) and is_dataclass(hint) and hint is not Bytes:
         return lambda value, key: build(hint, value, key)
     if (convert := SCALARS.get(hint)) is not None:
+        if exact and hint in (bool, str):  # most values of a run's files
+            return lambda value, key: value if type(value) is hint else read_scalar(hint, convert, value, key, exact)
+        if exact and hint is float:
+            return lambda value, key: (
+                value if type(value) is float and isfinite(value) else read_scalar(hint, convert, value, key, exact)
+            )
         return lambda value, key: read_scalar(hint, convert, value, key, exact)
     return lambda value, key: refuse_type(hint, key)
 
@@ -291,7 +299,7 @@ def as_int(value: Any, key: str, exact: bool) -> int | None:
 def as_float(value: Any, key: str, exact: bool) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
-    if not isfinite(value):
+    if not abs(value) <= LARGEST_FLOAT:  # which NaN is not, and a whole number may not be
         raise Refused(f"{key}={word(value)} is not a finite number; give one", is_kind=True)
     return value if exact else float(value)
 
@@ -323,9 +331,11 @@ SCALARS: dict[Any, Callable[[Any, str, bool], Any]] = {
     str: as_text,
     Path: as_path,
     Bytes: lambda value, key, exact: parse_bytes(value, key),
+    dict: lambda value, key, exact: value if isinstance(value, dict) else None,
     NoneType: lambda value, key, exact: None,  # unions ask for null themselves
 }
 KINDS = {
+    dict: "an object",
     bool: "true or false", int: "a whole number", float: "a number", Fraction: "a number", str: "a text",
     Path: "a text", Bytes: "bytes, like 4GB", NoneType: "null",
 }  # fmt: skip
@@ -439,12 +449,17 @@ def list_reader(hint: Any, exact: bool) -> Reader:
 
 
 def dict_reader(hint: Any, exact: bool) -> Reader:
+    """Of an object of JSON, which stays as it is."""
     read = reader(get_args(hint)[1], exact)
 
     def each(value: Any, key: str) -> Any:
-        if not isinstance(value, dict) or not all(isinstance(name, str) for name in cast(dict[Any, Any], value)):
+        if not isinstance(value, dict):
             raise Refused(f"{key}={word(value)} is not an object", is_kind=False)
-        return {name: read(one, f"{key}.{name}") for name, one in cast(dict[str, Any], value).items()}
+        for name, one in cast(dict[Any, Any], value).items():
+            if not isinstance(name, str):
+                raise Refused(f"{key} has the key {name}, which is not a text", is_kind=False)
+            read(one, key)
+        return value
 
     return each
 

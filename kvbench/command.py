@@ -18,7 +18,7 @@ from kvbench.engine.terminal import lacks, say
 WORDS = {  # what follows each, what it does, and the module of those whose `main` takes the words after
     "run": ("KEY=VALUE…", "run methods, print a table: method=snapkv ratio=0.2", ""),
     "check": ("[model=NAME]", "what this machine has; what a model has and fits", ""),
-    "ls": ("KIND", "methods (methods NAME: its keys), tasks, models, experiments, combinations", ""),
+    "ls": ("KIND [NAME]", "methods, tasks, models, experiments, combinations", ""),
     "table": ("[RUNS]", "finished runs as a table: Markdown, LaTeX, HTML, CSV", "plots.table"),
     "report": ("[RUNS]", "finished runs as one HTML page", "plots.site.report"),
     "view": ("[RUNS]", "that page, opened in a browser", "plots.site.view"),

@@ -166,6 +166,10 @@ UNREADABLE: Reasons = (
      "positions and dropped change keys and values that an exact pass leaves"),
 )
 
+SILENT: Reasons = (
+    (lambda c: not isinstance(getattr(c.task, "dataset", None), str), "dataset"),
+    (lambda c: not isinstance(getattr(c.task, "data_source", None), str), "data_source"),
+)
 UNDRAWN: Reasons = (
     (lambda c: c.task.is_timed, "takes times"),
     (lambda c: c.task.is_forced, "reads a continuation"),
@@ -256,6 +260,7 @@ BUDGETS = (
         "compresses the prompt; use {why}"),
 )
 TASKS = (
+    Row(lambda c: c.task, "task={task} has no {why}, which results print; see tasks/base.py", reasons=SILENT),
     Row(lambda c: c.weights == "random" and c.task and not c.task.is_timed,
         "weights=random answers nothing that task={task} could score; use it with task=latency"),
     Row(lambda c: c.task and c.task.is_forced and c.scope != "full_prompt",

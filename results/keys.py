@@ -7,13 +7,13 @@ tables of runs/README.md.
 Not here: the rows (`results/schema.py`), columns (`results/frame.py`).
 """
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from math import isfinite
-from types import UnionType
-from typing import Annotated, Any, cast, get_args, get_origin
+from typing import Any, cast
+
+from kvbench.engine.declared import Reader, reader
+from kvbench.engine.errors import ConfigError
 
 # A share as people write it: 0.2, 1/64
 SHARE = r"\d{1,9}(\.\d{1,18})?|\d{1,9}/0*[1-9]\d{0,8}"
@@ -25,7 +25,6 @@ class Key:
 
     about: str
     unit: str = ""
-    form: str = ""  # regular expression that a text matches
     is_long: bool = False  # a text of its own in each sample, and no name
 
 
@@ -79,71 +78,29 @@ FIELDS: dict[str, tuple[Key, Any]] = {
     "depth": (Key("where in the prompt the answer stands, 0 to 1"), Any),
 }
 
-Check = Callable[[Any], bool]
+MEASURES: Reader = reader(dict[str, float | None], exact=True)
+READERS = {name: reader(hint, exact=True) for name, (_, hint) in FIELDS.items() if hint is not Any}
 
 
-def is_plain(value: Any) -> bool:
-    """Whether JSON can hold a value."""
-    if value is None or isinstance(value, str | int):
-        return True
-    if isinstance(value, float):
-        return isfinite(value)
-    if isinstance(value, list):
-        return all(map(is_plain, cast(list[Any], value)))
-    items = cast(dict[Any, Any], value) if isinstance(value, dict) else {None: None}
-    return all(isinstance(key, str) for key in items) and all(map(is_plain, items.values()))
-
-
-def check_of(hint: Any) -> Check:
-    """Whether a JSON value has a field's type; `Any` stands for every plain JSON value."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return check_of_key(*args)
-    if hint is Any:
-        return is_plain
-    if origin is UnionType:
-        checks = [check_of(arg) for arg in args]
-        return lambda value: any(check(value) for check in checks)
-    if origin is list:
-        inner = check_of(args[0])
-        return lambda value: isinstance(value, list) and all(map(inner, cast(list[Any], value)))
-    if origin is dict:
-        inner = check_of(args[1])
-        return lambda value: (
-            isinstance(value, dict)
-            and all(isinstance(key, str) for key in cast(dict[Any, Any], value))
-            and all(map(inner, cast(dict[str, Any], value).values()))
-        )
-    if hint is float:
-        return lambda value: (
-            not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and isfinite(value)))
-        )
-    return lambda value: isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
-
-
-def check_of_key(hint: Any, key: Key) -> Check:
-    """A field's type, and of a text the form that its key asks for."""
-    has_type = check_of(hint)
-    if not key.form:
-        return has_type
-    form = re.compile(key.form)
-    return lambda value: has_type(value) and (value is None or form.fullmatch(value) is not None)
-
-
-ARE_MEASURES = check_of(dict[str, float | None])
+def is_read(read: Reader, value: Any) -> bool:
+    """Whether a JSON value is of the type that is read."""
+    try:
+        read(value, "")
+    except ConfigError:
+        return False
+    return True
 
 
 @cache
-def checks_of(kind: type) -> tuple[tuple[str, Any, Check], ...]:
-    """Name, type and check of a dataclass's fields; worked out once, a report reads thousands of rows."""
-    return tuple((spec.name, spec.type, check_of(spec.type)) for spec in fields(kind))
+def readers_of(kind: type) -> tuple[tuple[str, Any, Reader], ...]:
+    """Name, type and reader of a dataclass's fields; worked out once, a report reads thousands of rows."""
+    return tuple((spec.name, spec.type, reader(spec.type, exact=True)) for spec in fields(kind))
 
 
 def check_types(row: Any) -> None:
     """ValueError with the first field of a dataclass whose value is not of the declared type."""
-    for name, hint, check in checks_of(row.__class__):
-        value = getattr(row, name)
-        if not check(value):
+    for name, hint, read in readers_of(row.__class__):
+        if not is_read(read, value := getattr(row, name)):
             kind = hint.__name__ if isinstance(hint, type) else hint
             raise ValueError(f"key {name!r} is {value!r:.80}, not of type {kind}")
 
@@ -161,6 +118,3 @@ def check_keys(data: Any, keys: Iterable[str]) -> dict[str, Any]:
         if key not in data:
             raise ValueError(f"key {key!r} is missing")
     return cast(dict[str, Any], data)
-
-
-CHECKS = {name: check_of(hint) for name, (_, hint) in FIELDS.items() if hint is not Any}

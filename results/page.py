@@ -35,7 +35,7 @@ def rows_of(kind: str) -> Iterator[tuple[str, str, str, str]]:
         hints = get_type_hints(row, include_extras=True)
         for spec in fields(row):
             if hasattr(hints[spec.name], "__metadata__"):
-                (key,) = hints[spec.name].__metadata__
+                key = hints[spec.name].__metadata__[0]
                 absent = ", or absent" if kind == "result" and spec.name in OPTIONAL_KEYS else ""
                 yield spec.name, type_words(get_args(hints[spec.name])[0]) + absent, key.unit, key.about
 

@@ -17,11 +17,12 @@ from math import inf
 from typing import Annotated, Any, Self
 
 from kvbench.engine.budget import Bytes, parse_bytes, parse_memory, show
+from kvbench.engine.declared import Matches
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import parse_json
 from kvbench.results.files import unsealed
 from kvbench.results.intervals import Bounds
-from kvbench.results.keys import ARE_MEASURES, CHECKS, SHARE, Key, check_choice, check_keys, check_types
+from kvbench.results.keys import MEASURES, READERS, SHARE, Key, check_choice, check_keys, check_types, is_read
 from kvbench.results.names import shown_task
 
 SCHEMA_VERSION = 3
@@ -133,10 +134,10 @@ class SampleRow:
         if self.score is not None and not (isinstance(weight, int) and 0 < weight < LARGEST):
             raise ValueError(f"key {metric.weight!r} is {weight!r}, not a number of losses")
         measures = self.fields.get("measures", {})
-        if not ARE_MEASURES(measures):
+        if not is_read(MEASURES, measures):
             raise ValueError("key 'measures' is no object of numbers")
-        for key, check in CHECKS.items():
-            if key in self.fields and not check(self.fields[key]):
+        for key, read in READERS.items():
+            if key in self.fields and not is_read(read, self.fields[key]):
                 raise ValueError(f"key {key!r} is {self.fields[key]!r:.80}, which no run writes")
         if abs(self.fields.get("turn", 1)) > MOST_TURNS:
             raise ValueError(f"key 'turn' is {self.fields['turn']}, which no run writes")
@@ -218,18 +219,14 @@ class RunFacts:
     seed: Annotated[int, Key("of all that is drawn")]
     ratio_exact: Annotated[
         str | None,
-        Key(
-            'share of the prompt\'s tokens as asked, `"0.2"` or `"1/3"`; null with `budget`, or with bytes alone',
-            form=SHARE,
-        ),
+        Key('share of the prompt\'s tokens as asked, `"0.2"` or `"1/3"`; null with `budget`, or with bytes alone'),
+        Matches(SHARE, "a share"),
     ]
     budget: Annotated[int | None, Key("tokens as asked; null with a ratio, or with bytes alone", "tokens")]
     comm_exact: Annotated[
         str,
-        Key(
-            'share of the keys\' bytes that may be read to find tokens, `"1/64"`, or `off` where nothing limits it',
-            form=rf"off|{SHARE}",
-        ),
+        Key('share of the keys\' bytes that may be read to find tokens, `"1/64"`, or `off` where nothing limits it'),
+        Matches(rf"off|{SHARE}", "a share, or off"),
     ]
     protocol: Annotated[
         str, Key("the compression scope: `full_prompt` or `context_only`; of turns, how they were asked")

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "kernels": {"kernels"},
     "engine": {"kernels", "engine"},
     "methods": {"kernels", "engine", "methods"},
-    "results": {"engine.budget", "engine.errors", "engine.foreign", "engine.terminal", "results"},
+    "results": {"engine.budget", "engine.declared", "engine.errors", "engine.foreign", "engine.terminal", "results"},
     "tasks": {"engine", "methods", "tasks"},
     "evals.studies": {
         *("engine", "methods", "results", "evals.studies"),

@@ -182,8 +182,8 @@ class RetroInfer(SelectiveAttention):
     @dataclass(frozen=True)
     class Params:
         tokens_per_cluster: Count | Literal["auto"]
-        retrieved_share: Annotated[float, Gt(0), Le(1), Is("a share of the clusters above 0, up to 1")] | None
-        estimated_share: Annotated[float, Ge(0), Le(1), Is("a share of the clusters, up to 1")]
+        retrieved_share: Annotated[float, Gt(0), Le(1), Is("a share of the clusters above 0 and at most 1")] | None
+        estimated_share: Annotated[float, Ge(0), Le(1), Is("a share of the clusters from 0 to 1")]
         fill: Literal["expected", "exact"]
         n_sink: Tokens
         window: Window

@@ -1,6 +1,7 @@
 """The table of combinations: each row refuses something, and `ls` lists them all."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +71,8 @@ def test_each_row_refuses_something() -> None:
     golden = case_of(f"method=snapkv {TURNS} task.mode=golden")
     cases = [(case_of(words), None) for words in COMMANDS]
     cases += [(Case(Stubborn, golden.params, golden.settings, **golden.given), None)]
+    silent = SimpleNamespace(dataset="mine", is_timed=False, is_forced=False)
+    cases += [(Case(SnapKV, golden.params, golden.settings, **golden.given | {"task": silent}), None)]
     cases += [(case_of(words, shape), SHAPE) for words, shape in SHAPES]
     cases += [(case_of("method=snapkv positions=contiguous", LLAMA, model=model), MODEL) for model in MODELS]
     cases += [(case_of(words, rung="dropping"), SERVING) for words in SERVED]
