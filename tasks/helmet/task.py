@@ -29,7 +29,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
-from kvbench.engine.declared import Count, Some
+from kvbench.engine.declared import Count, Is, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks.base import Data, Sample
@@ -37,7 +37,7 @@ from kvbench.tasks.checks import Lengths, OfDatasets, OnBadRow, check_lengths
 from kvbench.tasks.helmet import scores
 from kvbench.tasks.lazy import Drawn
 from kvbench.tasks.published import Fields, Row, RowsTask
-from kvbench.tasks.rows import BadRow
+from kvbench.tasks.rows import BadRow, Something, Text
 
 UPSTREAM = "GitHub princeton-nlp/HELMET (its data archive, and the hub for labels; one file a part)"
 LABELS = ("trec_coarse", "trec_fine", "banking77", "clinic150", "nlu")
@@ -51,9 +51,10 @@ DRAWN = ("icl", "json_kv")
 LISTS = {"drawn": DRAWN, "labels": LABELS, "passages": PASSAGES, "all": PARTS[1:]}
 NEW_TOKENS = {"icl": 20, "qa": 20, "rerank": 200, "json_kv": 100}
 PREFIX = {"icl": "label:", "qa": "Answer:", "rerank": "Ranking:", "json_kv": "Corresponding value:"}
+Answers = Annotated[list[Text | list[Text]], Something(), Is("a list of texts")]
 FIELDS: dict[str, Fields] = {
-    "icl": {"text": str, "label": int | str}, "qa": {"question": str, "answers": list[Any], "ctxs": list[Any]},
-    "rerank": {"query": str, "ctxs": list[Any]}, "json_kv": {"context": str, "question": str, "answer": str},
+    "icl": {"text": Text, "label": int | Text}, "qa": {"question": Text, "answers": Answers, "ctxs": list[Any]},
+    "rerank": {"query": Text, "ctxs": list[Any]}, "json_kv": {"context": Text, "question": Text, "answer": Text},
 }  # fmt: skip
 ASKS = {
     "icl": (
@@ -138,15 +139,6 @@ class Helmet(RowsTask):
 
     def check_row(self, name: str, row: Row) -> None:
         kind = KINDS[name]
-        for key in ("text", "question", "query", "answer", "context"):
-            if key in FIELDS[kind] and not row[key].strip():
-                raise BadRow(f"field {key!r} is empty")
-        if kind == "icl" and not str(row["label"]).strip():
-            raise BadRow("field 'label' is empty")
-        if kind == "qa" and not all(isinstance(one, str) and one.strip() for one in flat(row["answers"])):
-            raise BadRow("field 'answers' is no list of texts")
-        if kind == "qa" and not row["answers"]:
-            raise BadRow("field 'answers' is empty")
         if kind in ("qa", "rerank"):
             wanted = ("text",) if kind == "qa" else ("text", "id", "label")
             for one in row["ctxs"]:
@@ -328,11 +320,6 @@ class Filled(Drawn):
     def draw(self, name: str, length: int, number: int, units: int) -> Sample:
         asked = self.task.asked(name, length, number, units)
         return self.task.made(name, length, f"{name}-{length}-{number}", asked)
-
-
-def flat(answers: Sequence[Any]) -> list[Any]:
-    """Answers, and names in lists of names."""
-    return [one for each in answers for one in (each if isinstance(each, list) else [each])]
 
 
 def is_judged(document: Mapping[str, Any]) -> bool:
