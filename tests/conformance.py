@@ -32,8 +32,8 @@ from torch import Tensor
 from kvbench.engine.attend import Part
 from kvbench.engine.books.audit import check_skips, listed, tokens_and_pseudo, uncounted_bytes
 from kvbench.engine.books.ledger import Entry
-from kvbench.engine.budget import COUNTS, ELEMENT_BYTES, BudgetRequest, find_bytes, parse_fraction, token_bytes
-from kvbench.engine.declared import build_params
+from kvbench.engine.budget import COUNTS, ELEMENT_BYTES, BudgetRequest, find_bytes, token_bytes
+from kvbench.engine.declared import build_params, readers_of
 from kvbench.engine.decode import decode
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.fetching import Fetching
@@ -48,7 +48,7 @@ from kvbench.engine.step import attend_group
 from kvbench.engine.turns.state import fork_of
 from kvbench.evals import outside
 from kvbench.evals.overrides import config_groups
-from kvbench.evals.settings import from_words, load_class
+from kvbench.evals.settings import Keys, from_words, load_class
 from kvbench.methods.allocator import Allocator
 from kvbench.methods.base import SelectiveAttention, Variant
 from kvbench.methods.full import Full
@@ -702,7 +702,7 @@ def of_method(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the model is so small that a second thread only waits
     for ratio in given.ratio:
-        BudgetRequest(parse_fraction(ratio, "--ratio"), None, Fraction(0))
+        readers_of(Keys)["ratio"](ratio, "--ratio")
     found = subject([f"method={given.method}", *given.params])
     return int(not run(found, given.ratio))
 
