@@ -80,7 +80,7 @@ def test_random_weights_need_no_download(tmp_path, monkeypatch) -> None:
         "model_type: llama\nvocab_size: 300\nhidden_size: 32\nintermediate_size: 64\n"
         "num_hidden_layers: 2\nnum_attention_heads: 4\nnum_key_value_heads: 2\nmax_position_embeddings: 512\n"
     )
-    monkeypatch.setattr("kvbench.evals.cells.ARCHITECTURES", tmp_path / "shapes")
+    monkeypatch.setattr("kvbench.evals.settings.ARCHITECTURES", tmp_path / "shapes")
     words = ["model=any", "model.id=no-one/small", "model.name=small", "weights=random", *WORDS]
     result, rows = run([*words, "method=snapkv", "ratio=0.5"], tmp_path / "out")
     assert result.model == "small" and len(rows) == 2
