@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
 from inspect import get_annotations
@@ -33,6 +34,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from kvbench.engine.budget import Bytes, parse_bytes, parse_fraction, show
 from kvbench.engine.errors import ConfigError, unknown_name
 
+FEW = 4  # choices that are taken in at a glance
 MANY = 30  # names that a sentence can list
 LONGEST_NAME = 255  # bytes, which no file system exceeds
 LARGEST_FLOAT = sys.float_info.max
@@ -120,7 +122,8 @@ class Some:
         given = (value,) if isinstance(value, str) else value
         if (strange := next((one for one in given if one not in self.known), None)) is not None:
             return unknown_name(key, word(strange), [word(one) for one in (*self.known, *self.lists)])
-        return f"{key}={word(value)} {twice_or_none(value)}; give some of {listed(self.known)}, each once"
+        known = self.known if len(self.known) <= MANY else (*self.known[:3], "others")
+        return f"{key}={word(value)} {twice_or_none(value)}; give some of {listed(known)}, each once"
 
 
 @dataclass(frozen=True)
@@ -473,7 +476,9 @@ def one_of(key: str, value: Any, allowed: Collection[Any]) -> Any:
         return value
     if len(allowed) > MANY:
         raise Refused(str(unknown_name(key, word(value), map(word, allowed))), is_kind=False)
-    raise Refused(f"{key}={word(value)} is not allowed; use {listed(allowed)}", is_kind=False)
+    near = get_close_matches(word(value), map(word, allowed), n=1) if len(allowed) > FEW else []
+    hint = f"did you mean {near[0]}? use" if near else "use"
+    raise Refused(f"{key}={word(value)} is not allowed; {hint} {listed(allowed)}", is_kind=False)
 
 
 def out_of_range(key: str, value: Any, hint: Any) -> str:

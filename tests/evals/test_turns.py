@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,7 +149,7 @@ def test_a_needle_run_without_questions_keeps_its_name(tmp_path: Path) -> None:
     assert cell(["task=needle", "task.questions=3"], tmp_path).resolved()["task"]["params"]["questions"] == 3
 
 
-def talk(mode: str, is_rendered: bool = False) -> Sample:
+def talk(mode: Any, is_rendered: bool = False) -> Sample:
     turns = tuple(Turn(f"question {i}?", (f"answer {i}",), 4) for i in (1, 2, 3))
     return Sample(id="a", context="a text ", question="", conversation=Conversation(turns, Asking(mode), is_rendered))
 
