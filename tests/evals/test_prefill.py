@@ -114,7 +114,7 @@ def test_what_no_prefill_can_do_is_refused_before_a_model_is_loaded(
 
 
 def test_who_thins_says_so() -> None:
-    assert PyramidInfer.prunes_prompt
+    assert PyramidInfer.traits.prunes_prompt
 
 
 # Runs.
