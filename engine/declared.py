@@ -420,7 +420,7 @@ def union_reader(hint: Any, exact: bool) -> Reader:
         if len(errors) == 1:
             raise errors[0]
         near = next((error for error in errors if isinstance(error, Refused) and error.is_kind), None)
-        if near is not None and near.is_range:
+        if near is not None and near.is_range and not isinstance(value, list | tuple):
             raise Refused(out_of_range(key, value, hint), is_kind=True)
         if near is None and isinstance(value, str) and {*map(base_of, every)} & {int, float, Fraction}:
             raise ConfigError(f"{key}={word(value)} is not a number; use {words(hint)}")

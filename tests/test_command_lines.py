@@ -18,7 +18,7 @@ from hypothesis import settings as budget_of
 from hypothesis import strategies as st
 
 from kvbench.engine.shapes import Checkpoint, ModelShape
-from kvbench.evals import cells, overrides, runner
+from kvbench.evals import models, overrides, runner
 from kvbench.evals.overrides import CONF, config_groups
 from kvbench.evals.settings import Settings
 from kvbench.run import main
@@ -142,9 +142,9 @@ def embedded() -> Any:
         raise Prepared
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cells, "look_up", lambda settings: SMOLLM2)
-        patch.setattr(cells, "name_of", lambda settings: "digest")
-        patch.setattr(cells, "look_into", lambda settings: Checkpoint(SMOLLM2, ("digest",), SMOLLM2.d_h))
+        patch.setattr(models, "look_up", lambda settings: SMOLLM2)
+        patch.setattr(models, "name_of", lambda settings: "digest")
+        patch.setattr(models, "look_into", lambda settings: Checkpoint(SMOLLM2, ("digest",), SMOLLM2.d_h))
         patch.setattr(runner, "run_cells", run_cells)
         patch.setattr(data, "data_roots", lambda folder: roots(folder) if folder else [])
         patch.setattr(overrides, "composed", once)

@@ -53,7 +53,7 @@ def test_a_line_that_nothing_can_read_is_one_sentence_or_left_out(tmp_path: Path
     line, said = LINES[kind]
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD + b"\n" + line + b"\n")
-    fields = {"id": (int, str), "text": str}
+    fields = {"id": int | str, "text": str}
     with pytest.raises(ConfigError, match=rf"rows\.jsonl, line 2: .*{said}.*on_bad_row=skip"):
         read_rows(path, fields, "refuse", unique="id")
     rows = read_rows(path, fields, "skip", unique="id")

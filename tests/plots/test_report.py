@@ -295,7 +295,7 @@ def test_a_run_costs_as_much_beside_forty_others_as_beside_ten(tmp_path: Path) -
             n_calls(root)  # fills what is kept between pages
         counts.append(n_calls(root))
     ten, twenty, forty = counts
-    assert (forty - twenty) / 20 == pytest.approx((twenty - ten) / 10, rel=0.02)
+    assert (forty - twenty) / 20 < 1.02 * (twenty - ten) / 10  # less, where an interval was worked out before
 
 
 def test_every_metric_has_a_direction_on_the_page(root: Path) -> None:

@@ -1,6 +1,7 @@
 """How many requests fit into a memory, by sums written a second time, and what so many give."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ def test_a_method_whose_rows_cannot_be_copied_reads_each_prompt(
 ) -> None:
     from kvbench.methods.dropping.snapkv import SnapKV
 
-    monkeypatch.setattr(SnapKV, "rolls_back", False)
+    monkeypatch.setattr(SnapKV, "traits", replace(SnapKV.traits, rolls_back=False))
     room = weights + LENGTH * TOKEN + 4 * HELD["snapkv"]
     _, (row,) = run([*words, *asked("snapkv"), in_gb(room)], tmp_path)
     assert timing(row)["batch_run"] == 4

@@ -183,12 +183,6 @@ def test_layers_that_stay_whole_take_no_part_in_a_division(allocator: Allocator)
     assert counts[2] != counts[5]
 
 
-def test_a_model_with_no_layer_left_is_refused() -> None:
-    shape = layers_of(torch.zeros(2, 2, 4, 16)).shape
-    with pytest.raises(ConfigError, match="leaves no layer of vectors to compress; use at most 1"):
-        Knorm.check(replace(PARAMS, full_layers=2), request(ratio="1/5"), shape)
-
-
 class RandomTokens(SelectiveAttention):
     """Keeps tokens by lot."""
 

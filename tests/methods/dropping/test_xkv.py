@@ -18,6 +18,7 @@ from kvbench.engine.observe import LastQueries, window_scores
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
+from kvbench.methods.base import reported
 from kvbench.methods.dropping import xkv
 from kvbench.methods.dropping.allocators import by_need, by_need_until, by_shares
 from kvbench.methods.dropping.xkv import (
@@ -375,7 +376,7 @@ def test_its_report_is_json_and_says_what_was_kept() -> None:
 
 def test_a_whole_prompt_has_nothing_to_report() -> None:
     trace = layers()
-    assert built(row_for(XKV, PARAMS, request(ratio="1"), trace, 4)).reported() == {}
+    assert reported(built(row_for(XKV, PARAMS, request(ratio="1"), trace, 4))) == {}
 
 
 def test_profiles_and_curves_of_a_uniform_layer_are_straight() -> None:

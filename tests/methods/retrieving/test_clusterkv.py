@@ -664,16 +664,6 @@ def test_layers_draw_apart() -> None:
     assert not torch.equal(mine.ready(0).centroids, mine.ready(1).centroids)
 
 
-def test_no_layer_to_compress_is_refused() -> None:
-    for full_layers, allowed in ((6, False), (5, True), (0, True)):
-        params = replace(PARAMS, full_layers=full_layers)
-        if allowed:
-            ClusterKV.check(params, request(ratio="0.2"), ANY_SHAPE)
-        else:
-            with pytest.raises(ConfigError, match=r"method\.full_layers=6 leaves no layer .* use at most 5"):
-                ClusterKV.check(params, request(ratio="0.2"), ANY_SHAPE)
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -313,7 +313,6 @@ LLAMA = ModelShape("llama", 32, 32, 8, 128, 1 << 17, tuple(range(32)))
         ({"comm_mode": "native"}, "1/64", "8 labels of method.group_factor=16; use comm=1/16 or more"),
         ({"comm_mode": "native", "group_factor": 12}, "1", "group_factor=12 does not divide the 128"),
         ({"channel": "k"}, "1", "8 KV heads of llama, not for its 32 query heads"),
-        ({"full_layers": 32}, "1", "full_layers=32 leaves no layer"),
     ],
 )
 def test_what_comm_or_the_model_has_no_room_for_is_refused(change: dict[str, Any], comm: str, named: str) -> None:

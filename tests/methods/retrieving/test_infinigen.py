@@ -652,8 +652,6 @@ def test_a_first_layer_has_none_to_look_ahead_from() -> None:
 
 def test_what_a_model_has_no_room_for_is_refused() -> None:
     shape = ModelShape("small", 3, 4, 2, 8, 1000, (0, 1, 2))
-    with pytest.raises(ConfigError, match=r"full_layers=3 .* use at most 2"):
-        InfiniGen.check(replace(PARAMS, full_layers=3), ask(), shape)
     few = replace(PARAMS, comm_mode="native", partial_ratio=Fraction(1, 10))
     with pytest.raises(ConfigError, match=r"partial_ratio=0\.1 .*=1/8 or more"):
         InfiniGen.check(few, ask(), shape)
