@@ -57,7 +57,7 @@ def main(words: Sequence[str]) -> int:
         show(keys(words[1]), fits=True)
         return 0
     if len(words) != 1:
-        raise ConfigError(f"--list wants one of {', '.join(lists)}; give python run.py --list methods")
+        raise ConfigError(f"a list is one of {', '.join(lists)}; give python run.py --list methods")
     if words[0] not in lists:
         raise ConfigError(unknown_name("list", words[0], lists))
     for sheet in lists[words[0]]():

@@ -133,5 +133,5 @@ def test_a_list_is_there_at_once(words: list[str]) -> None:
 
 @pytest.mark.parametrize("words", [[], ["tasks", "needle"], ["metods"]])
 def test_another_list_is_refused(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"--list wants one of tasks, methods, models|no list .metods.; did you mean"):
+    with pytest.raises(ConfigError, match=r"a list is one of tasks, methods, models|no list .metods.; did you mean"):
         main(words)
