@@ -8,6 +8,7 @@ Not here: numbers, such as a plan's; what a method does with tokens (`methods/ba
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from kvbench.engine.post_processing import AS_THEY_ARE, PostProcessing
@@ -85,6 +86,9 @@ def declared(cls: type) -> Traits:
         if callable(value) or isinstance(value, classmethod | staticmethod | property):
             raise TypeError(f"{cls.__name__}.{name} is a trait, and no value; what parameters change is for traits_of")
         delattr(cls, name)
+    for name, value in vars(cls).items():
+        if isinstance(value, bool) and (near := get_close_matches(name, USUAL, 1, 0.8)):
+            raise TypeError(f"{cls.__name__}.{name}={value} is no trait; did you mean {near[0]!r}?")
     said = dict[str, Any]()
     for base in reversed(cls.__bases__):
         traits = vars(getattr(base, "traits", Traits()))

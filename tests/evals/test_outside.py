@@ -1,6 +1,7 @@
 """A method in a file outside the repository runs like ours, and what is wrong with the file is said in a sentence."""
 
 import pickle
+import re
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -83,6 +84,14 @@ def test_defaults_of_params_are_the_configuration_and_keys_are_checked_as_for_ou
         made(composed(f"method={path}", "method.n_recent=x"))
     with pytest.raises(ConfigError, match=r"method\.n_recent=0 is out of range; it is a number of tokens"):
         made(composed(f"method={path}", "method.n_recent=0"))
+
+
+def test_a_misspelt_trait_is_named_with_its_line(tmp_path: Path) -> None:
+    path = example_file(tmp_path)
+    path.write_text(path.read_text().replace("    drops = True", "    drop = True"))
+    assert re.search(
+        r"line \d+: TypeError: SmallestKeys\.drop=True is no trait; did you mean 'drops'\?", refused(f"method={path}")
+    )
 
 
 def made(cell: Settings) -> Any:
