@@ -20,7 +20,7 @@ from kvbench.engine.prefill import prefill
 from kvbench.evals.cells import cell_without_task, check, rules_and_params
 from kvbench.evals.settings import from_words
 from kvbench.methods import combinations
-from kvbench.methods.combinations import SHAPE, Case, refuse
+from kvbench.methods.combinations import MODEL, SHAPE, Case, refuse
 from kvbench.tests import conformance
 from kvbench.tests.architectures import config_of, generated, loaded, model_of, prompt
 
@@ -51,6 +51,8 @@ def answer(one: conformance.Subject, request: BudgetRequest, kind: str) -> tuple
     one.kind.check(one.params, request, by.shape)
     one.kind.check_model(one.params, by.checkpoint)
     made = one.kind.variant_for(one.params, request, by.shape, S, allocator=one.allocator)
+    kept = Case(one.kind, one.params, shape=by.shape, checkpoint=by.checkpoint, post_processing=made.post_processing)
+    refuse(combinations.KEPT, kept, MODEL)
     with by.hooked():
         trace = prefill(by, prompt(S), made.observations, pruning=made.pruning)
     run_second_passes(by, trace, made.second_passes)

@@ -40,6 +40,7 @@ TIMES = (
     "batch_rows_mean",
     "peak_rss_bytes",
     "git_sha",
+    "samples_crc32",  # of lines with their times
 )
 
 
