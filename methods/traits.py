@@ -61,7 +61,7 @@ class Traits:
 
     # Why not, as the end of a sentence; "": it can.
     evicts: str = ""  # why all heads have to keep equal counts, where it goes on dropping tokens
-    uncodable: str = ""  # why what it keeps cannot become codes, beside what follows from the others
+    uncodable: str = ""  # why what it keeps cannot become codes, in addition to what follows from the others
     unchangeable: str | None = None  # why what it keeps stays as it is; None: what follows from the others
     unreadable: str | None = None  # why it cannot read a prompt in chunks with eviction between them; None: likewise
     no_growth: str = ""  # why its budget cannot grow with a conversation, where `grows` says so

@@ -55,7 +55,7 @@ class Params:
     references: str
     score: Annotated[str, Named(tuple(SCORERS))]
     question: str = ""
-    answer_prefix: str = ""  # an answer cue behind the user's turn
+    answer_prefix: str = ""  # an answer cue after the user's turn
     max_new_tokens: Count = 32
     stop_at_newline: bool = False
     licence: str = ""  # of the rows
