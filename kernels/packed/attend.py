@@ -21,7 +21,15 @@ from torch import Tensor
 
 from kvbench.kernels.build import dtypes, library, remembered
 from kvbench.kernels.capped import capped
-from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TABLE, BY_TOKEN, Quantised, rebuild_channels, rebuild_tokens
+from kvbench.kernels.packed.codes import (
+    BY_CHANNEL,
+    BY_FLOAT,
+    BY_TABLE,
+    BY_TOKEN,
+    Quantised,
+    rebuild_channels,
+    rebuild_tokens,
+)
 
 CHUNK = 256  # tokens, as soften.h has it: groups of tokens lie within one
 MOST_D = 512  # dimensions that the C++ has room for
@@ -37,8 +45,9 @@ class Side(NamedTuple):
     n: int  # packed tokens
     packed: Quantised  # with room for more
     exact: Tensor  # (1, h_kv, rows, d_h)
-    table: Tensor | None = None  # (16,) float32, of kinds that look numbers up
+    table: Tensor | None = None  # (16,) float32, of kinds that look numbers up; of floats (2**bits,)
     rebuild: Callable[[], Tensor] | None = None  # (h_kv, n, d_h), where it is not by groups of codes
+    scale_table: Tensor | None = None  # (256,) float32, where a float's scale is a byte that is looked up
 
     def rebuilt(self, n: int) -> Tensor:
         """What attention sees of the first `n` tokens, (1, h_kv, n, d_h)."""
@@ -59,6 +68,7 @@ class Side(NamedTuple):
         """Whether the C++ knows this kind of code."""
         of_group = self.group * self.bits // 8
         fits = self.bits in (2, 4, 8) and (self.kind < BY_TABLE or self.bits < 8) and d_h <= MOST_D
+        fits = fits and self.kind != BY_FLOAT  # rebuilt so far
         whole = CHUNK % self.group == 0 if self.kind == BY_CHANNEL else d_h % self.group == 0
         # A load may repeat a group's bytes until every lane has a code, and never more often than a byte has codes.
         even = self.group & (self.group - 1) == 0 and of_group % FEWEST_BYTES == 0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BY_CHANNEL, BY_TOKEN, BY_TABLE, BY_UNIT_TABLE = range(4)  # as packed.cpp counts them
+BY_CHANNEL, BY_TOKEN, BY_TABLE, BY_UNIT_TABLE, BY_FLOAT = range(5)  # as packed.cpp counts them
 
 
 class Quantised(NamedTuple):
