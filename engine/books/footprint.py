@@ -63,6 +63,7 @@ def held(
     """
     of_token, s = token_bytes(shape), budget.s_prompt
     kv_bytes = min(tokens, s) * of_token + min(cached, s - min(tokens, s)) * far_bytes(budget, shape)
+    kv_bytes += 0 if budget.host_code is None else budget.host_code.shared_bytes(shape.h_kv)
     return Footprint(kv_bytes, index_bytes, min(fetched, s) * of_token, n_whole)
 
 
