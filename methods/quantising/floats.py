@@ -8,7 +8,8 @@ Not here: the formats (`kernels/packed/floats.py`), which of them a method takes
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from itertools import accumulate
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from annotated_types import Gt
@@ -42,6 +43,7 @@ from kvbench.kernels.packed.floats import (
     scale_table,
     values,
 )
+from kvbench.kernels.select_attend import Spans
 from kvbench.methods.quantising.base import QuantisingMethod
 
 Skipped = tuple[Index, ...] | Literal["sliding"]  # layers
@@ -139,8 +141,7 @@ class CodedSide:
     def counted_bytes(self) -> int:
         h_kv, d = self.nothing.shape[1], self.nothing.shape[3]
         n_exact = 0 if self.late is None else self.late.n
-        of_tokens = self.n * self.code.token_bytes(d) + n_exact * d * ELEMENT_BYTES
-        return h_kv * of_tokens + self.code.shared_bytes(h_kv)
+        return h_kv * (self.n * self.code.token_bytes(d) + n_exact * d * ELEMENT_BYTES)
 
     def tensors(self) -> list[Tensor]:
         scales = [self.packed.scales] if self.code.scale != "none" else []
@@ -169,25 +170,84 @@ class FloatCache(QuantizedCache):
     def part(self) -> Part:
         sides = [side.side() for side in self.sides]
         packed = Packed(sides[0], sides[-1], self.n, self.joint, grows=(1, 1))
-        asked = CodedQueries() if self.plan.codes_queries else None
-        return Part(self.nothing.k, self.nothing.v, packed=packed, asked=asked)
+        return Part(self.nothing.k, self.nothing.v, packed=packed, asked=self.asked)
+
+    @property
+    def asked(self) -> CodedQueries | None:
+        return CodedQueries() if self.plan.codes_queries else None
 
     def pack_due(self) -> None:
         """Do nothing: who is too old is packed as a newer token comes."""
 
     def counted_bytes(self) -> int:
-        return sum(side.counted_bytes() for side in self.sides)
+        return sum(side.counted_bytes() + side.code.shared_bytes(side.nothing.shape[1]) for side in self.sides)
 
     def tensors(self) -> list[Tensor]:
         return [x for side in self.sides for x in side.tensors()]
 
 
-def shared_scales(plan: FloatPlan, k: Tensor, v: Tensor, seen: Seen) -> list[Tensor]:
-    """What tokens of K and of V share, (1 or h_kv, 1, 1) float32 each: measured on these (h_kv, n, d), or known."""
-    known = seen(CheckpointScales()).to(k.device).view(2, -1, 1, 1) if plan.is_known else (None, None)
+class RaggedFloats(QuantizedCache):
+    """A `FloatCache` for each KV head, since heads keep different numbers of tokens; what they share is there once."""
+
+    def __init__(
+        self, plan: FloatPlan, heads: Sequence[tuple[Tensor, Tensor]], n_new: int, scales: Sequence[Tensor]
+    ) -> None:
+        of_heads = [[x if len(x) == 1 else x[head : head + 1] for x in scales] for head in range(len(heads))]
+        self.heads = [FloatCache(plan, *pair, n_new, own) for pair, own in zip(heads, of_heads, strict=True)]
+        self.n = max(head.n for head in self.heads)
+
+    def append(self, k_new: Tensor, v_new: Tensor) -> None:
+        for head, k, v in zip(self.heads, k_new.split(1, 1), v_new.split(1, 1), strict=True):
+            head.append(k, v)
+        self.n += 1
+
+    def part(self) -> Part:
+        """All heads' tokens one after the other, rebuilt."""
+        counts = [head.n for head in self.heads]
+        k, v = (torch.cat(each, 2) for each in zip(*(head.rebuilt() for head in self.heads), strict=True))
+        starts = torch.tensor([0, *accumulate(counts)][:-1], device=k.device)
+        spans = Spans(starts, torch.tensor(counts, device=k.device), self.n)
+        return Part(k, v, spans=spans, asked=self.heads[0].asked)
+
+    def pack_due(self) -> None:
+        """Do nothing, as in each head."""
+
+    def counted_bytes(self) -> int:
+        sides = [side for head in self.heads for side in head.sides]
+        shared = sum(side.code.shared_bytes(len(self.heads)) for side in self.heads[0].sides)
+        return shared + sum(side.counted_bytes() for side in sides)
+
+    def tensors(self) -> list[Tensor]:
+        return [*{(x.data_ptr(), x.shape): x for head in self.heads for x in head.tensors()}.values()]
+
+
+class Floats(NamedTuple):
+    """The quantizer of a plan."""
+
+    plan: FloatPlan
+
+    def __call__(self, k: Tensor, v: Tensor, n_new: int, seen: Seen) -> FloatCache:
+        return FloatCache(self.plan, k, v, n_new, shared_scales(self.plan, [k[0]], [v[0]], seen))
+
+    def of_heads(self, heads: Sequence[tuple[Tensor, Tensor]], n_new: int, seen: Seen) -> RaggedFloats:
+        keys, values = zip(*heads, strict=True)
+        scales = shared_scales(self.plan, [k[0] for k in keys], [v[0] for v in values], seen)
+        return RaggedFloats(self.plan, heads, n_new, scales)
+
+
+def shared_scales(plan: FloatPlan, keys: Sequence[Tensor], values: Sequence[Tensor], seen: Seen) -> list[Tensor]:
+    """What tokens of K and of V share, (1 or h_kv, 1, 1) float32 each: known, or measured on these.
+
+    They are one tensor (h_kv, n, d) each, or for each head one (1, n, d).
+    """
+    known = seen(CheckpointScales()).to(keys[0].device).view(2, -1, 1, 1) if plan.is_known else (None, None)
     found = list[Tensor]()
-    for code, x, scale in zip((plan.key, plan.value), (k, v), known, strict=True):
-        found.append(measured(x, code) if scale is None or not code.is_known else scale.contiguous())
+    for code, each, scale in zip((plan.key, plan.value), (keys, values), known, strict=True):
+        if scale is not None and code.is_known:
+            found.append(scale.contiguous())
+        else:
+            several = each if code.shared == "head" else [torch.cat([*each], 1)] if len(each) > 1 else each
+            found.append(torch.cat([measured(x, code) for x in several]))
     return found
 
 
@@ -195,6 +255,7 @@ class FloatMethod(QuantisingMethod):
     """A method whose plan is a `FloatPlan`."""
 
     composes = True
+    codes_singly = True
 
     plan: FloatPlan
     params: Any  # with `skip_layers` and `source`
@@ -240,7 +301,7 @@ class FloatMethod(QuantisingMethod):
 
     @classmethod
     def quantize(cls, params: Any, plan: FloatPlan) -> Quantize:
-        return lambda k, v, n_new, seen: FloatCache(plan, k, v, n_new, shared_scales(plan, k[0], v[0], seen))
+        return Floats(plan)
 
     def report(self) -> dict[str, Any]:
         plan = self.plan
@@ -268,7 +329,7 @@ class HostFloats(TokenCode):
         return self.key.shared_bytes(h_kv) + self.value.shared_bytes(h_kv)
 
     def codec(self, k: Tensor, v: Tensor, seen: Seen) -> "HostCodec":
-        return HostCodec(self, k, v, shared_scales(FloatPlan(self.key, self.value), k, v, seen))
+        return HostCodec(self, k, v, shared_scales(FloatPlan(self.key, self.value), [k], [v], seen))
 
 
 class HostCodec:

@@ -19,6 +19,7 @@ Figures   keep fewer bits, or made keys: #6A4FBF, square, -
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import gcd
 from typing import Literal
 
 from kvbench.engine.budget import Budget, BudgetRequest
@@ -40,7 +41,6 @@ SCALE_WORDS = {
 
 class FP8(FloatMethod):
     title = "FP8"
-    smaller = "method=nvfp4"
 
     @dataclass(frozen=True)
     class Params:
@@ -76,6 +76,10 @@ class FP8(FloatMethod):
         yield cls.plan_for(params, budget, shape)
 
     @classmethod
+    def smaller(cls, params: Params, shape: ModelShape) -> str:
+        return "" if shape.is_latent or gcd(shape.d_h, shape.d_v) % 16 else "method=nvfp4 from 0.2813 on"
+
+    @classmethod
     def token_code(cls, params: Params) -> TokenCode:
         return HostFloats("fp8", *codes_of(params))
 
@@ -87,8 +91,8 @@ class FP8(FloatMethod):
     def title_of(cls, params: Params) -> str:
         notes = [] if params.format == "e4m3" else [params.format]
         if words := SCALE_WORDS[params.scale]:
-            notes.append(words)
-        notes += ["its queries"] if params.query == "fp8" else []
+            notes.append(words if params.source == "prompt" else words.replace("a scale", "the checkpoint's scale"))
+        notes += ["queries too"] if params.query == "fp8" else []
         return f"{cls.title} ({', '.join(notes)})" if notes else cls.title
 
 

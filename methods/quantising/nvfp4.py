@@ -38,7 +38,6 @@ Keys = Literal["nvfp4", "fp8", "mxfp4", "mxfp8"]
 
 class NVFP4(FloatMethod):
     title = "NVFP4"
-    smaller = "method=mxfp4"
     no_latents = "codes keys and values apart: here they are one"
 
     @dataclass(frozen=True)
@@ -84,6 +83,10 @@ class NVFP4(FloatMethod):
         if params.keys == "nvfp4":
             yield cls.plan_for(replace(params, keys="fp8"), budget, shape)
         yield cls.plan_for(params, budget, shape)
+
+    @classmethod
+    def smaller(cls, params: Params, shape: ModelShape) -> str:
+        return "" if params.keys == "mxfp4" or gcd(shape.d_h, shape.d_v) % 32 else "method=mxfp4 from 17/64 on"
 
     @classmethod
     def token_code(cls, params: Params) -> TokenCode:
