@@ -32,12 +32,16 @@ class Format(NamedTuple):
     bits: int
     top: float  # the largest value
     largest_exponent: int  # floor(log2(top))
+    kind: str = ""  # torch's name, where torch has it
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.kind)
 
 
-E4M3 = Format("e4m3", 8, 448.0, 8)
-E5M2 = Format("e5m2", 8, 57_344.0, 15)
+E4M3 = Format("e4m3", 8, 448.0, 8, "float8_e4m3fn")
+E5M2 = Format("e5m2", 8, 57_344.0, 15, "float8_e5m2")
 E2M1 = Format("e2m1", 4, 6.0, 2)
-CASTS = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 CASTING = ("cpu", "cuda")  # devices whose casts round to the nearest, ties to even
 HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1
 NO_EXPONENT = 255  # of e8m0: NaN
@@ -78,8 +82,8 @@ class FloatCode(NamedTuple):
 @cache
 def values(format: Format, device: torch.device) -> Tensor:
     """What each code reads as, (2**bits,) float32."""
-    if (kind := CASTS.get(format)) is not None:
-        return torch.arange(256, dtype=torch.uint8).view(kind).float().to(device)
+    if format.kind:
+        return torch.arange(256, dtype=torch.uint8).view(format.dtype).float().to(device)
     sizes = torch.tensor(HALVES)
     return torch.cat([sizes, -sizes]).to(device)
 
@@ -110,8 +114,8 @@ def encode(x: Tensor, format: Format) -> Tensor:
 
     The clamp comes first: torch's casts make other things of what is too large, by format and version.
     """
-    if (kind := CASTS.get(format)) is not None and x.device.type in CASTING:
-        return x.clamp(-format.top, format.top).to(kind).view(torch.uint8)
+    if format.kind and x.device.type in CASTING:
+        return x.clamp(-format.top, format.top).to(format.dtype).view(torch.uint8)
     size = torch.bucketize(x.abs(), bounds(format, x.device), out_int32=True).to(torch.uint8)
     return size | (x.signbit().to(torch.uint8) << (format.bits - 1))
 
