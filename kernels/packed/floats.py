@@ -180,21 +180,21 @@ def with_floats(blocks: Tensor, largest: Tensor, code: FloatCode, shared: Tensor
     return codes, scales
 
 
-def scale_table(code: FloatCode, shared: Tensor) -> Tensor | None:
-    """What a block's byte reads as, (256,) float32, the shared scale included; None where scales are no bytes."""
+def tables(code: FloatCode, shared: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What codes read as, float32, and bytes of scales; with those of e4m3 the shared scale is within the codes'."""
+    found = values(code.format, shared.device)
     if code.scale == "e8m0":
-        return powers(shared.device)
-    return values(E4M3, shared.device) * shared.flatten() if code.scale == "e4m3" else None
+        return found, powers(shared.device)
+    return (found * shared.flatten(), values(E4M3, shared.device)) if code.scale == "e4m3" else (found, None)
 
 
 def rebuild_floats(packed: Quantised, code: FloatCode, shared: Tensor) -> Tensor:
     """What attention sees of coded tokens, (h_kv, n, d_h) float32."""
     codes, scales, _ = packed
-    table, bits = values(code.format, codes.device), code.format.bits
+    (table, of_bytes), bits = tables(code, shared), code.format.bits
     numbers = table[unpack(codes, bits, codes.shape[-1] * 8 // bits).int()]
     if code.scale == "none":
         return numbers if code.shared == "one" else numbers * shared
-    of_bytes = scale_table(code, shared)
     real = scales if of_bytes is None else of_bytes[scales.int()]
     return (numbers.unflatten(-1, (scales.shape[-1], -1)) * real.unsqueeze(-1)).flatten(-2)
 
