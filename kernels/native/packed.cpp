@@ -1,8 +1,9 @@
 // Attention of one query per head over packed K and V: codes become numbers in registers, never in memory.
 //
 // A code stands for code * scale + zero, or for an entry of a table times a scale, where a token's entries may be
-// brought to length 1 first. Codes of one group lie next to each other, the first in the lowest bits. Keys are grouped
-// over tokens, channel by channel, or within a token; values within a token. After the packed tokens come exact ones.
+// brought to length 1 first, or it is a float of its own, times a scale. Codes of one group lie next to each other, the
+// first in the lowest bits. Keys are grouped over tokens, channel by channel, or within a token; values within a token.
+// After the packed tokens come exact ones.
 // The tokens of a KV head are cut into chunks, which are joined by their largest logits and sums, always in the same
 // order.
 #include <memory>
@@ -13,7 +14,8 @@
 
 namespace {
 
-enum { BY_CHANNEL = 0, BY_TOKEN = 1, BY_TABLE = 2, BY_UNIT_TABLE = 3 };
+enum { BY_CHANNEL = 0, BY_TOKEN = 1, BY_TABLE = 2, BY_UNIT_TABLE = 3, BY_FLOAT = 4 };
+enum { BYTE = 3 };  // of scales that are looked up, after the types of simd.h
 
 // As kernels/packed/attend.py packs them, 64 bits each.
 struct Side {
@@ -25,10 +27,16 @@ struct Side {
     int64_t scale_type;
     const char *exact;                // (kv, tokens, d), from token n on
     int64_t exact_stride;             // bytes from head to head
-    const float *table;               // BY_TABLE, BY_UNIT_TABLE: 16 numbers
+    const float *table;               // BY_TABLE, BY_UNIT_TABLE, floats of 4 bits: 16 numbers
+    const float *scale_table;         // 256 numbers, where scales are bytes
+    int64_t exponent;                 // bits of it in a float of 8
 };
 
+// What numbers are made of codes by.
+enum Code { UNIFORM, TABLE, UNIT, E4M3, E5M2 };
+
 typedef uint8_t vb __attribute__((vector_size(WIDTH)));
+typedef int16_t vs __attribute__((vector_size(2 * WIDTH)));
 typedef uint64_t vq __attribute__((vector_size(WIDTH >= 8 ? WIDTH : 8)));
 typedef uint32_t vw __attribute__((vector_size(WIDTH)));
 
@@ -72,9 +80,59 @@ struct Load {
         return (x >> shift) & ((1 << BITS) - 1);
     }
 
-    INLINE void numbers(const uint8_t *p, vf *out) {
-        const vi x = bytes(p);
-        for (int j = 0; j < VECTORS; j++) out[j] = __builtin_convertvector(codes(x, j), vf);
+};
+
+INLINE vf looked_up(const float *table, vi code) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_permutexvar_ps((__m512i)code, _mm512_loadu_ps(table));
+#elif defined(__AVX2__)
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)code);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)code);
+    return (vf)_mm256_blendv_ps(low, high, (__m256)(code << 28));
+#else
+    vf number;
+    for (int lane = 0; lane < WIDTH; lane++) number[lane] = table[code[lane]];
+    return number;
+#endif
+}
+
+// Floats of 8 bits as upper halves of 16: e5m2 are so, e4m3 have one bit of the exponent less, and 2^8 of the number.
+template <Code CODE>
+INLINE vf of_floats(const uint8_t *p) {
+    vb x;
+    memcpy(&x, p, sizeof x);
+#if defined(__AVX512F__)
+    vs half = (vs)_mm256_cvtepu8_epi16((__m128i)x) << 8;
+#elif defined(__AVX2__)
+    vs half = (vs)_mm_cvtepu8_epi16(_mm_cvtsi64_si128((int64_t)x)) << 8;
+#else
+    vs half = __builtin_convertvector(x, vs) << 8;
+#endif
+    if constexpr (CODE == E4M3) {
+        half = (half >> 1) & (int16_t)0xbfff;
+        half |= (vs)((half & 0x3fff) == 0x3f80) & 0x7c00;  // not a number
+    }
+    return widen((vh)half);
+}
+
+// A load's codes as numbers, but for their scales.
+template <Code OF, int BITS, int BYTES>
+struct Numbers : Load<BITS, BYTES> {
+    using L = Load<BITS, BYTES>;
+    static constexpr Code CODE = OF;
+    static constexpr int BITS_EACH = BITS, AT_ONCE = BYTES;
+    static constexpr float LIFT = OF == E4M3 ? 256 : 1;  // what a scale makes good
+
+    INLINE void numbers(const uint8_t *p, const float *table, vf *out) {
+        if constexpr (CODE == E4M3 || CODE == E5M2) {
+            out[0] = of_floats<CODE>(p);
+        } else {
+            const vi x = L::bytes(p);
+            for (int j = 0; j < L::VECTORS; j++) {
+                const vi code = L::codes(x, j);
+                out[j] = CODE == UNIFORM ? __builtin_convertvector(code, vf) : looked_up(table, code);
+            }
+        }
     }
 };
 
@@ -93,9 +151,10 @@ INLINE float scalar(f16 x) {
 #endif
 }
 
-INLINE float one_of(const char *p, int64_t i, int64_t type) {
-    if (type == FLOAT32) return ((const float *)p)[i];
-    return type == BFLOAT16 ? scalar(((const bf16 *)p)[i]) : scalar(((const f16 *)p)[i]);
+INLINE float one_of(const Side &side, const char *p, int64_t i) {
+    if (side.scale_type == FLOAT32) return ((const float *)p)[i];
+    if (side.scale_type == BYTE) return side.scale_table[(uint8_t)p[i]];
+    return side.scale_type == BFLOAT16 ? scalar(((const bf16 *)p)[i]) : scalar(((const f16 *)p)[i]);
 }
 
 template <class T>
@@ -118,7 +177,12 @@ INLINE void floats_of(const char *p, int64_t start, int64_t n, int64_t type, flo
 }
 
 // Every `stride`-th number, for the groups of values.
-INLINE void column_of(const char *p, int64_t start, int64_t stride, int n, int64_t type, float *out) {
+INLINE void column_of(const Side &side, const char *p, int64_t start, int n, float *out) {
+    const int64_t stride = side.token_step, type = side.scale_type;
+    if (type == BYTE) {
+        for (int t = 0; t < n; t++) out[t] = side.scale_table[(uint8_t)p[start + t * stride]];
+        return;
+    }
     if (stride == 1) return floats_of(p, start, n, type, out);
     if (type == FLOAT32)
         strided((const float *)p + start, stride, n, out);
@@ -134,15 +198,14 @@ constexpr int64_t MOST_D = 512;
 INLINE vf every(float x) { return x - vf{}; }
 
 // Logits of one group of tokens whose keys are packed channel by channel.
-template <int G, int BITS, int BYTES>
+template <int G, class L>
 void by_channel(const uint8_t *rows, int64_t row_bytes, int64_t d, const float *factors, const float *base,
                 float (*logits)[CHUNK], int at) {
-    using L = Load<BITS, BYTES>;
-    for (int64_t slice = 0; slice < row_bytes; slice += BYTES) {
+    for (int64_t slice = 0; slice < row_bytes; slice += L::AT_ONCE) {
         vf sums[G][L::VECTORS] = {};
         for (int64_t c = 0; c < d; c++) {
             vf x[L::VECTORS];
-            L::numbers(rows + c * row_bytes + slice, x);
+            L::numbers(rows + c * row_bytes + slice, nullptr, x);
             for (int g = 0; g < G; g++)
                 for (int j = 0; j < L::VECTORS; j++) sums[g][j] += every(factors[g * MOST_D + c]) * x[j];
         }
@@ -154,72 +217,67 @@ void by_channel(const uint8_t *rows, int64_t row_bytes, int64_t d, const float *
     }
 }
 
-// Logits of tokens whose keys are packed one by one; queries lie as the codes come out of their loads.
-template <int G, int BITS, int BYTES>
+// Logits of tokens whose keys are packed one by one; queries lie as the codes come out of their loads. Floats of a token
+// with one scale are multiplied by it when they are one logit.
+template <int G, class L, bool IS_LATE>
 void by_token(const Side &k, const uint8_t *codes, const char *scales, const char *zeros, int64_t start, int n,
               int64_t d, const float *turned, float (*logits)[CHUNK]) {
-    using L = Load<BITS, BYTES>;
-    const int64_t row_bytes = d * BITS / 8, n_groups = d / k.group, loads = k.group * BITS / 8 / BYTES;
+    const int64_t row_bytes = d * L::BITS_EACH / 8, n_groups = d / k.group;
+    const int64_t loads = k.group * L::BITS_EACH / 8 / L::AT_ONCE;
     float table[16];
-    const bool by_table = k.kind == BY_TABLE || k.kind == BY_UNIT_TABLE;
-    if (by_table) memcpy(table, k.table, sizeof table);
+    if (L::CODE == TABLE || L::CODE == UNIT) memcpy(table, k.table, sizeof table);
     for (int t = 0; t < n; t++) {
         const uint8_t *row = codes + (start + t) * row_bytes;
         vf sums[G] = {}, squares = {};
         const float *x = turned;
+        float scale = 1, zero = 0;
         for (int64_t group = 0; group < n_groups; group++) {
             const int64_t at = (start + t) * k.token_step + group * k.group_step;
-            const float scale = one_of(scales, at, k.scale_type);
-            const float zero = by_table ? 0.0f : one_of(zeros, at, k.scale_type);
-            for (int64_t i = 0; i < loads; i++, row += BYTES) {
-                const vi bytes = L::bytes(row);
+            scale = one_of(k, scales, at) * L::LIFT;
+            if (L::CODE == UNIFORM) zero = one_of(k, zeros, at);
+            for (int64_t i = 0; i < loads; i++, row += L::AT_ONCE) {
+                vf numbers[L::VECTORS];
+                L::numbers(row, table, numbers);
                 for (int j = 0; j < L::VECTORS; j++, x += WIDTH) {
-                    const vi code = L::codes(bytes, j);
-                    vf number;
-                    if (by_table) {
-#if defined(__AVX512F__)
-                        number = (vf)_mm512_permutexvar_ps((__m512i)code, _mm512_loadu_ps(table));
-#else
-                        for (int lane = 0; lane < WIDTH; lane++) number[lane] = table[code[lane]];
-#endif
+                    vf number = numbers[j];
+                    if (L::CODE == UNIFORM)
+                        number = number * every(scale) + every(zero);
+                    else if (!IS_LATE)
                         number *= every(scale);
-                        squares += number * number;
-                    } else {
-                        number = __builtin_convertvector(code, vf) * every(scale) + every(zero);
-                    }
+                    if (L::CODE == UNIT) squares += number * number;
                     for (int g = 0; g < G; g++) sums[g] += load(x + g * MOST_D) * number;
                 }
             }
         }
         float length = 1;  // of the table's entries alone
-        if (k.kind == BY_UNIT_TABLE) {
-            const float scale = one_of(scales, (start + t) * k.token_step, k.scale_type);
-            length = scale == 0 ? 1 : std::sqrt(sum(squares) / (scale * scale) + 1e-16f);
+        if (L::CODE == UNIT) {
+            const float norm = one_of(k, scales, (start + t) * k.token_step);
+            length = norm == 0 ? 1 : std::sqrt(sum(squares) / (norm * norm) + 1e-16f);
         }
-        for (int g = 0; g < G; g++) logits[g][t] = sum(sums[g]) / length;
+        for (int g = 0; g < G; g++) logits[g][t] = IS_LATE ? sum(sums[g]) * scale : sum(sums[g]) / length;
     }
 }
 
 // Queries in the order in which codes come out of their loads.
-template <int BITS, int BYTES>
+template <class L>
 void turn(const float *q, int64_t d, float *out) {
-    using L = Load<BITS, BYTES>;
     for (int64_t first = 0; first < d; first += L::CODES)
         for (int j = 0; j < L::VECTORS; j++)
             for (int lane = 0; lane < WIDTH; lane++) *out++ = q[first + L::place(j, lane)];
 }
 
 // Weighted sums of one group's channels of n packed tokens.
-template <int G, int BITS, int BYTES>
-void sums_of(const uint8_t *codes, int64_t row_bytes, int64_t first, int64_t group_bytes, int n,
+template <int G, class L>
+void sums_of(const Side &v, const uint8_t *codes, int64_t row_bytes, int64_t first, int n,
              const float (*weights)[CHUNK], const float *base, float *out, int64_t stride) {
-    using L = Load<BITS, BYTES>;
-    for (int64_t slice = 0; slice < group_bytes; slice += BYTES) {
+    float table[16];
+    if (L::CODE == TABLE) memcpy(table, v.table, sizeof table);
+    for (int64_t slice = 0; slice < v.group * L::BITS_EACH / 8; slice += L::AT_ONCE) {
         vf sums[G][L::VECTORS] = {};
-        const uint8_t *p = codes + first * BITS / 8 + slice;
+        const uint8_t *p = codes + first * L::BITS_EACH / 8 + slice;
         for (int t = 0; t < n; t++, p += row_bytes) {
             vf x[L::VECTORS];
-            L::numbers(p, x);
+            L::numbers(p, table, x);
             for (int g = 0; g < G; g++)
                 for (int j = 0; j < L::VECTORS; j++) sums[g][j] += every(weights[g][t]) * x[j];
         }
@@ -230,23 +288,28 @@ void sums_of(const uint8_t *codes, int64_t row_bytes, int64_t first, int64_t gro
     }
 }
 
-// The widest load that divides a group's bytes, for the templates above.
+// The numbers of a side's codes by the widest load that divides a group's bytes, for the templates above.
 template <class Run>
-INLINE void with_load(int64_t bits, int64_t group_bytes, const Run &run) {
+INLINE void with_numbers(const Side &side, const Run &run) {
     using std::integral_constant;
     constexpr int WIDE = WIDTH, HALF = WIDTH >= 8 ? WIDTH / 2 : WIDTH, QUARTER = WIDTH >= 16 ? WIDTH / 4 : HALF;
-    const auto sized = [&](auto b, auto fewest) {
-        if (group_bytes % WIDE == 0) return run(b, integral_constant<int, WIDE>{});
-        if constexpr (decltype(fewest)::value >= 2)
-            if (group_bytes % HALF == 0) return run(b, integral_constant<int, HALF>{});
-        if constexpr (decltype(fewest)::value >= 4) return run(b, integral_constant<int, QUARTER>{});
+    const int64_t group_bytes = side.group * side.bits / 8;
+    const auto of_code = [&](auto code) {
+        constexpr Code CODE = decltype(code)::value;
+        if (side.bits == 2) {
+            if (group_bytes % WIDE == 0) return run(Numbers<CODE, 2, WIDE>{});
+            if (group_bytes % HALF == 0) return run(Numbers<CODE, 2, HALF>{});
+            return run(Numbers<CODE, 2, QUARTER>{});
+        }
+        if (group_bytes % WIDE == 0) return run(Numbers<CODE, 4, WIDE>{});
+        if (group_bytes % HALF == 0) return run(Numbers<CODE, 4, HALF>{});
     };
-    if (bits == 2)
-        sized(integral_constant<int, 2>{}, integral_constant<int, 4>{});
-    else if (bits == 4)
-        sized(integral_constant<int, 4>{}, integral_constant<int, 2>{});
-    else
-        sized(integral_constant<int, 8>{}, integral_constant<int, 1>{});
+    if (side.bits < 8 && side.kind < BY_TABLE) return of_code(integral_constant<Code, UNIFORM>{});
+    if (side.bits < 8 && side.kind == BY_UNIT_TABLE) return of_code(integral_constant<Code, UNIT>{});
+    if (side.bits < 8) return of_code(integral_constant<Code, TABLE>{});
+    if (side.kind != BY_FLOAT) return run(Numbers<UNIFORM, 8, WIDE>{});
+    if (side.exponent == 4) return run(Numbers<E4M3, 8, WIDE>{});
+    return run(Numbers<E5M2, 8, WIDE>{});
 }
 
 // G query heads of a KV head over tokens start to stop, start being the first of a group.
@@ -273,16 +336,19 @@ Partial *heads_over(const Side &k, const Side &v, int64_t owner, int64_t d, int6
                 for (int64_t c = 0; c < d; c += WIDTH) total += load_part(q + g * d, c, d) * load_part(column, c, d);
                 base[g] = sum(total);
             }
-            with_load(k.bits, key_bytes, [&](auto bits, auto bytes) {
-                by_channel<G, decltype(bits)::value, decltype(bytes)::value>(codes + at * d * key_bytes, key_bytes, d,
-                                                                             factors, base, logits, t);
+            with_numbers(k, [&](auto numbers) {
+                using L = decltype(numbers);
+                if constexpr (L::CODE == UNIFORM)
+                    by_channel<G, L>(codes + at * d * key_bytes, key_bytes, d, factors, base, logits, t);
             });
         }
     } else if (n_k) {
-        with_load(k.bits, key_bytes, [&](auto bits, auto bytes) {
-            constexpr int BITS = decltype(bits)::value, BYTES = decltype(bytes)::value;
-            for (int g = 0; g < G; g++) turn<BITS, BYTES>(q + g * d, d, factors + g * MOST_D);
-            by_token<G, BITS, BYTES>(k, codes, scales, zeros, start, n_k, d, factors, logits);
+        with_numbers(k, [&](auto numbers) {
+            using L = decltype(numbers);
+            for (int g = 0; g < G; g++) turn<L>(q + g * d, d, factors + g * MOST_D);
+            if constexpr (L::CODE == E4M3 || L::CODE == E5M2)
+                if (k.group == d) return by_token<G, L, true>(k, codes, scales, zeros, start, n_k, d, factors, logits);
+            by_token<G, L, false>(k, codes, scales, zeros, start, n_k, d, factors, logits);
         });
     }
     const T *keys = (const T *)(k.exact + owner * k.exact_stride);
@@ -301,21 +367,24 @@ Partial *heads_over(const Side &k, const Side &v, int64_t owner, int64_t d, int6
     const int64_t row_bytes = d * v.bits / 8, n_groups = n_v ? d / v.group : 0;
     alignas(64) float weights[G][CHUNK];
     for (int64_t group = 0; group < n_groups; group++) {
-        float base[G];
+        float base[G] = {};
         const int64_t at = start * v.token_step + group * v.group_step;
-        column_of(v.zeros + owner * v.scale_stride, at, v.token_step, n_v, v.scale_type, column);
-        for (int g = 0; g < G; g++) {
-            vf total = {};
-            for (int t = 0; t < n_v; t += WIDTH) total += load_part(logits[g], t, n_v) * load_part(column, t, n_v);
-            base[g] = sum(total);
+        if (v.kind == BY_TOKEN) {
+            column_of(v, v.zeros + owner * v.scale_stride, at, n_v, column);
+            for (int g = 0; g < G; g++) {
+                vf total = {};
+                for (int t = 0; t < n_v; t += WIDTH) total += load_part(logits[g], t, n_v) * load_part(column, t, n_v);
+                base[g] = sum(total);
+            }
         }
-        column_of(v.scales + owner * v.scale_stride, at, v.token_step, n_v, v.scale_type, column);
-        for (int g = 0; g < G; g++)
-            for (int t = 0; t < n_v; t++) weights[g][t] = logits[g][t] * column[t];
-        with_load(v.bits, v.group * v.bits / 8, [&](auto bits, auto bytes) {
-            sums_of<G, decltype(bits)::value, decltype(bytes)::value>(
-                v.codes + owner * v.code_stride + start * row_bytes, row_bytes, group * v.group,
-                v.group * v.bits / 8, n_v, weights, base, out, stride);
+        column_of(v, v.scales + owner * v.scale_stride, at, n_v, column);
+        with_numbers(v, [&](auto numbers) {
+            using L = decltype(numbers);
+            for (int g = 0; g < G; g++)
+                for (int t = 0; t < n_v; t++) weights[g][t] = logits[g][t] * (column[t] * L::LIFT);
+            if constexpr (L::CODE != UNIT)
+                sums_of<G, L>(v, v.codes + owner * v.code_stride + start * row_bytes, row_bytes, group * v.group, n_v,
+                              weights, base, out, stride);
         });
     }
     const T *values = (const T *)(v.exact + owner * v.exact_stride);
