@@ -36,6 +36,7 @@ struct Side {
 enum Code { UNIFORM, TABLE, UNIT, E4M3, E5M2 };
 
 typedef uint8_t vb __attribute__((vector_size(WIDTH)));
+typedef int8_t vc __attribute__((vector_size(WIDTH)));
 typedef int16_t vs __attribute__((vector_size(2 * WIDTH)));
 typedef uint64_t vq __attribute__((vector_size(WIDTH >= 8 ? WIDTH : 8)));
 typedef uint32_t vw __attribute__((vector_size(WIDTH)));
@@ -96,43 +97,48 @@ INLINE vf looked_up(const float *table, vi code) {
 #endif
 }
 
-// Floats of 8 bits as upper halves of 16: e5m2 are so, e4m3 have one bit of the exponent less, and 2^8 of the number.
+// Floats of 8 bits as float16: e5m2 is its upper half. An e4m3 moved to its place lacks a bit of the exponent, and so is
+// 2^8 too small; the bit is that of its sign, to be cleared, but for the code of no number, whose exponent is to be full:
+// adding one to the code carries into it.
 template <Code CODE>
 INLINE vf of_floats(const uint8_t *p) {
     vb x;
     memcpy(&x, p, sizeof x);
 #if defined(__AVX512F__)
-    vs half = (vs)_mm256_cvtepu8_epi16((__m128i)x) << 8;
+    const vs code = (vs)_mm256_cvtepi8_epi16((__m128i)x);
 #elif defined(__AVX2__)
-    vs half = (vs)_mm_cvtepu8_epi16(_mm_cvtsi64_si128((int64_t)x)) << 8;
+    const vs code = (vs)_mm_cvtepi8_epi16(_mm_cvtsi64_si128((int64_t)x));
 #else
-    vs half = __builtin_convertvector(x, vs) << 8;
+    const vs code = __builtin_convertvector((vc)x, vs);
 #endif
-    if constexpr (CODE == E4M3) {
-        half = (half >> 1) & (int16_t)0xbfff;
-        half |= (vs)((half & 0x3fff) == 0x3f80) & 0x7c00;  // not a number
-    }
-    return widen((vh)half);
+    if (CODE == E5M2) return widen((vh)(code << 8));
+    const vs moved = code << 7;
+    return widen((vh)(moved ^ ((moved + 0x80) & 0x4000)));
 }
 
 // A load's codes as numbers, but for their scales.
-template <Code OF, int BITS, int BYTES>
-struct Numbers : Load<BITS, BYTES> {
-    using L = Load<BITS, BYTES>;
+template <Code OF, int OF_BITS, int OF_BYTES>
+struct Numbers : Load<OF_BITS, OF_BYTES> {
+    using L = Load<OF_BITS, OF_BYTES>;
     static constexpr Code CODE = OF;
-    static constexpr int BITS_EACH = BITS, AT_ONCE = BYTES;
+    static constexpr int BITS = OF_BITS, BYTES = OF_BYTES;
     static constexpr float LIFT = OF == E4M3 ? 256 : 1;  // what a scale makes good
 
-    INLINE void numbers(const uint8_t *p, const float *table, vf *out) {
-        if constexpr (CODE == E4M3 || CODE == E5M2) {
-            out[0] = of_floats<CODE>(p);
-        } else {
-            const vi x = L::bytes(p);
-            for (int j = 0; j < L::VECTORS; j++) {
-                const vi code = L::codes(x, j);
-                out[j] = CODE == UNIFORM ? __builtin_convertvector(code, vf) : looked_up(table, code);
-            }
-        }
+    INLINE auto read(const uint8_t *p) {
+        if constexpr (CODE == E4M3 || CODE == E5M2)
+            return of_floats<CODE>(p);
+        else
+            return L::bytes(p);
+    }
+
+    template <class Read>
+    INLINE vf number(Read x, int j, const float *table) {
+        if constexpr (CODE == E4M3 || CODE == E5M2)
+            return x;
+        else if constexpr (CODE == UNIFORM)
+            return __builtin_convertvector(L::codes(x, j), vf);
+        else
+            return looked_up(table, L::codes(x, j));
     }
 };
 
@@ -193,6 +199,7 @@ INLINE void column_of(const Side &side, const char *p, int64_t start, int n, flo
 }
 
 constexpr int64_t MOST_D = 512;
+constexpr int AT_ONCE = 4;  // tokens, whose sums are added up together; they divide a chunk
 
 // x in every lane; a sum with zero would be computed, because of the sign of zero.
 INLINE vf every(float x) { return x - vf{}; }
@@ -201,13 +208,14 @@ INLINE vf every(float x) { return x - vf{}; }
 template <int G, class L>
 void by_channel(const uint8_t *rows, int64_t row_bytes, int64_t d, const float *factors, const float *base,
                 float (*logits)[CHUNK], int at) {
-    for (int64_t slice = 0; slice < row_bytes; slice += L::AT_ONCE) {
+    for (int64_t slice = 0; slice < row_bytes; slice += L::BYTES) {
         vf sums[G][L::VECTORS] = {};
         for (int64_t c = 0; c < d; c++) {
-            vf x[L::VECTORS];
-            L::numbers(rows + c * row_bytes + slice, nullptr, x);
-            for (int g = 0; g < G; g++)
-                for (int j = 0; j < L::VECTORS; j++) sums[g][j] += every(factors[g * MOST_D + c]) * x[j];
+            const auto x = L::read(rows + c * row_bytes + slice);
+            for (int j = 0; j < L::VECTORS; j++) {
+                const vf number = L::number(x, j, nullptr);
+                for (int g = 0; g < G; g++) sums[g][j] += every(factors[g * MOST_D + c]) * number;
+            }
         }
         const int64_t first = at + slice * L::PER;
         for (int g = 0; g < G; g++)
@@ -222,39 +230,55 @@ void by_channel(const uint8_t *rows, int64_t row_bytes, int64_t d, const float *
 template <int G, class L, bool IS_LATE>
 void by_token(const Side &k, const uint8_t *codes, const char *scales, const char *zeros, int64_t start, int n,
               int64_t d, const float *turned, float (*logits)[CHUNK]) {
-    const int64_t row_bytes = d * L::BITS_EACH / 8, n_groups = d / k.group;
-    const int64_t loads = k.group * L::BITS_EACH / 8 / L::AT_ONCE;
+    const int64_t row_bytes = d * L::BITS / 8, n_groups = d / k.group;
+    const int64_t loads = k.group * L::BITS / 8 / L::BYTES;
     float table[16];
     if (L::CODE == TABLE || L::CODE == UNIT) memcpy(table, k.table, sizeof table);
-    for (int t = 0; t < n; t++) {
-        const uint8_t *row = codes + (start + t) * row_bytes;
-        vf sums[G] = {}, squares = {};
-        const float *x = turned;
-        float scale = 1, zero = 0;
+    for (int t = 0; t < n; t += AT_ONCE) {
+        int64_t token[AT_ONCE];  // the last one again, where none is left
+        for (int i = 0; i < AT_ONCE; i++) token[i] = start + (t + i < n ? t + i : n - 1);
+        vf sums[G][AT_ONCE] = {}, squares[AT_ONCE] = {};
+        float scale[AT_ONCE] = {}, zero[AT_ONCE] = {};
+        const float *query = turned;
+        int64_t at = 0;
         for (int64_t group = 0; group < n_groups; group++) {
-            const int64_t at = (start + t) * k.token_step + group * k.group_step;
-            scale = one_of(k, scales, at) * L::LIFT;
-            if (L::CODE == UNIFORM) zero = one_of(k, zeros, at);
-            for (int64_t i = 0; i < loads; i++, row += L::AT_ONCE) {
-                vf numbers[L::VECTORS];
-                L::numbers(row, table, numbers);
-                for (int j = 0; j < L::VECTORS; j++, x += WIDTH) {
-                    vf number = numbers[j];
-                    if (L::CODE == UNIFORM)
-                        number = number * every(scale) + every(zero);
-                    else if (!IS_LATE)
-                        number *= every(scale);
-                    if (L::CODE == UNIT) squares += number * number;
-                    for (int g = 0; g < G; g++) sums[g] += load(x + g * MOST_D) * number;
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int64_t number = token[i] * k.token_step + group * k.group_step;
+                scale[i] = one_of(k, scales, number) * L::LIFT;
+                if (L::CODE == UNIFORM) zero[i] = one_of(k, zeros, number);
+            }
+            for (int64_t load_of = 0; load_of < loads; load_of++, at += L::BYTES) {
+                decltype(L::read(codes)) x[AT_ONCE];
+                for (int i = 0; i < AT_ONCE; i++) x[i] = L::read(codes + token[i] * row_bytes + at);
+                for (int j = 0; j < L::VECTORS; j++, query += WIDTH) {
+                    vf number[AT_ONCE];
+                    for (int i = 0; i < AT_ONCE; i++) {
+                        number[i] = L::number(x[i], j, table);
+                        if (L::CODE == UNIFORM)
+                            number[i] = number[i] * every(scale[i]) + every(zero[i]);
+                        else if (!IS_LATE)
+                            number[i] *= every(scale[i]);
+                        if (L::CODE == UNIT) squares[i] += number[i] * number[i];
+                    }
+                    for (int g = 0; g < G; g++) {
+                        const vf asked = load(query + g * MOST_D);
+                        for (int i = 0; i < AT_ONCE; i++) sums[g][i] += asked * number[i];
+                    }
                 }
             }
         }
-        float length = 1;  // of the table's entries alone
-        if (L::CODE == UNIT) {
-            const float norm = one_of(k, scales, (start + t) * k.token_step);
-            length = norm == 0 ? 1 : std::sqrt(sum(squares) / (norm * norm) + 1e-16f);
+        for (int g = 0; g < G; g++) four_sums(sums[g], 1, logits[g] + t);
+        for (int i = 0; i < AT_ONCE; i++) {
+            float length = 1;  // of the table's entries alone
+            if (L::CODE == UNIT) {
+                const float norm = one_of(k, scales, token[i] * k.token_step);
+                length = norm == 0 ? 1 : std::sqrt(sum(squares[i]) / (norm * norm) + 1e-16f);
+            }
+            for (int g = 0; g < G; g++) {
+                if (IS_LATE) logits[g][t + i] *= scale[i];
+                if (L::CODE == UNIT) logits[g][t + i] /= length;
+            }
         }
-        for (int g = 0; g < G; g++) logits[g][t] = IS_LATE ? sum(sums[g]) * scale : sum(sums[g]) / length;
     }
 }
 
@@ -266,26 +290,39 @@ void turn(const float *q, int64_t d, float *out) {
             for (int lane = 0; lane < WIDTH; lane++) *out++ = q[first + L::place(j, lane)];
 }
 
-// Weighted sums of one group's channels of n packed tokens.
+// Weighted sums of the channels in N loads of each of n packed tokens.
+template <int G, class L, int N>
+INLINE void sums_of_loads(const float *entries, const uint8_t *codes, int64_t row_bytes, int n,
+                          const float (*weights)[CHUNK], const float *base, float *out, int64_t stride) {
+    float table[16];
+    if (L::CODE == TABLE) memcpy(table, entries, sizeof table);
+    vf sums[G][N][L::VECTORS] = {};
+    for (int t = 0; t < n; t++, codes += row_bytes)
+        for (int i = 0; i < N; i++) {
+            const auto x = L::read(codes + i * L::BYTES);
+            for (int j = 0; j < L::VECTORS; j++) {
+                const vf number = L::number(x, j, table);
+                for (int g = 0; g < G; g++) sums[g][i][j] += every(weights[g][t]) * number;
+            }
+        }
+    for (int g = 0; g < G; g++)
+        for (int i = 0; i < N; i++)
+            for (int j = 0; j < L::VECTORS; j++)
+                for (int lane = 0; lane < WIDTH; lane++)
+                    out[g * stride + i * L::CODES + L::place(j, lane)] += sums[g][i][j][lane] + base[g];
+}
+
+// Those of one group's channels, from `first` on.
 template <int G, class L>
 void sums_of(const Side &v, const uint8_t *codes, int64_t row_bytes, int64_t first, int n,
              const float (*weights)[CHUNK], const float *base, float *out, int64_t stride) {
-    float table[16];
-    if (L::CODE == TABLE) memcpy(table, v.table, sizeof table);
-    for (int64_t slice = 0; slice < v.group * L::BITS_EACH / 8; slice += L::AT_ONCE) {
-        vf sums[G][L::VECTORS] = {};
-        const uint8_t *p = codes + first * L::BITS_EACH / 8 + slice;
-        for (int t = 0; t < n; t++, p += row_bytes) {
-            vf x[L::VECTORS];
-            L::numbers(p, table, x);
-            for (int g = 0; g < G; g++)
-                for (int j = 0; j < L::VECTORS; j++) sums[g][j] += every(weights[g][t]) * x[j];
-        }
-        for (int g = 0; g < G; g++)
-            for (int j = 0; j < L::VECTORS; j++)
-                for (int lane = 0; lane < WIDTH; lane++)
-                    out[g * stride + first + slice * L::PER + L::place(j, lane)] += sums[g][j][lane] + base[g];
-    }
+    constexpr int MOST = L::VECTORS < 4 ? 4 / L::VECTORS : 1;  // loads, whose sums registers have room for
+    const int64_t end = (first + v.group) * L::BITS / 8;
+    int64_t at = first * L::BITS / 8;
+    for (; at + MOST * L::BYTES <= end; at += MOST * L::BYTES)
+        sums_of_loads<G, L, MOST>(v.table, codes + at, row_bytes, n, weights, base, out + at * L::PER, stride);
+    for (; at < end; at += L::BYTES)
+        sums_of_loads<G, L, 1>(v.table, codes + at, row_bytes, n, weights, base, out + at * L::PER, stride);
 }
 
 // The numbers of a side's codes by the widest load that divides a group's bytes, for the templates above.
