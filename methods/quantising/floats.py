@@ -136,7 +136,8 @@ class CodedSide:
         code, (table, of_bytes) = self.code, tables(self.code, self.shared)
         width = code.width(self.nothing.shape[3])
         return Side(
-            BY_FLOAT, code.format.bits, width, self.n, self.packed, self.exact, table, self.rebuilt, of_bytes
+            BY_FLOAT, code.format.bits, width, self.n, self.packed, self.exact, table, self.rebuilt, of_bytes,
+            code.format.exponent_bits,
         )  # fmt: skip
 
     def counted_bytes(self) -> int:
