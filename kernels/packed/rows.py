@@ -197,20 +197,20 @@ def wide_group(form: Form, d_h: int, width: int) -> int:
 
 def record_of(q: Tensor, each: Stretch, base: Packed) -> tuple[int, ...]:
     """What `attend_codes` reads of a stretch and stays as it is while no more tokens are packed."""
-    found, exact = list[int](), [0, 0, 0]
-    for side, there in zip(each.packed[:2], base[:2], strict=True):
+    found, exact, tables = list[int](), [0, 0, 0], [0, 0]
+    for i, (side, there) in enumerate(zip(each.packed[:2], base[:2], strict=True)):
         if side.n < each.last:
             assert side.exact.stride()[2:] == (q.shape[3], 1), side.exact.stride()
             exact = [elements(side.exact), side.exact.stride(1), side.n]
+            found += [0] * 7
+            continue
         codes, scales, zeros = side.packed
         assert codes[0].is_contiguous() and scales.stride() == zeros.stride(), (codes.stride(), scales.stride())
         assert side.kind != BY_CHANNEL or scales[0].is_contiguous(), scales.stride()
         away = distance(scales, there.packed.scales), distance(zeros, there.packed.scales)
         found += [distance(codes, there.packed.codes), codes.stride(0), *away, *scales.stride()]
-    tables = [
-        0 if side.table is None or there.table is None else distance(side.table, there.table)
-        for side, there in zip(each.packed[:2], base[:2], strict=True)
-    ]
+        if side.table is not None and there.table is not None:
+            tables[i] = distance(side.table, there.table)
     found += [*exact, tables[0], each.moves[0], tables[1]]
     return (*found, *[0] * (RECORD - len(found)))
 

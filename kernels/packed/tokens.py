@@ -68,7 +68,7 @@ class RangePacking:
     """Packing like `quantise_tokens`, in the tokens' own arithmetic, of later tokens to later places at later steps."""
 
     def __init__(self, tokens: Sequence[Ageing], bits: int, group: int) -> None:
-        self.x, self.to, _ = tokens[0]
+        self.x, self.to = tokens[0].x, tokens[0].to
         self.grid, self.d_h = (len(tokens), self.x.shape[1]), self.x.shape[3]
         self.table = upload(
             [number for token in tokens for number in fields(token, self.x, self.to)], self.x.device
@@ -260,8 +260,9 @@ def nearest_floats(x, EXPONENT: tl.constexpr, BITS: tl.constexpr, TOP: tl.conste
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << FRACTION)
     # What is added to 1.5 * 2^23 is rounded to an integer, halves to even.
-    small = (size * (1 << (BIAS + FRACTION - 1)) + 12582912.0) - 12582912.0
-    code = tl.where(size * (1 << (BIAS + FRACTION - 1)) < (1 << FRACTION), small.to(tl.int32), normal)
+    least = tl.minimum(size * (1 << (BIAS + FRACTION - 1)), 1 << FRACTION)
+    small = (least + 12582912.0) - 12582912.0
+    code = tl.where(least < (1 << FRACTION), small.to(tl.int32), normal)
     code = tl.where(x != x, (1 << (BITS - 1)) - 1, code)
     return code | tl.where(x.to(tl.int32, bitcast=True) < 0, 1 << (BITS - 1), 0)
 

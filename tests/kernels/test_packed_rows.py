@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import triton
+from kvbench.kernels.jit import INTERPRETED, triton
 from kvbench.kernels.packed.attend import Packed, Side, attend_packed_ref
 from kvbench.kernels.packed.codes import (
     BY_CHANNEL,
@@ -19,7 +19,17 @@ from kvbench.kernels.packed.codes import (
     quantise_tokens,
     with_room,
 )
-from kvbench.kernels.packed.floats import E2M1, E4M3, E5M2, FloatCode, Format, floats_with_room, quantise_floats, values
+from kvbench.kernels.packed.floats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    FloatCode,
+    Format,
+    encode,
+    floats_with_room,
+    quantise_floats,
+    values,
+)
 from kvbench.kernels.packed.rows import CodedRows, is_readable
 from kvbench.kernels.packed.tokens import (
     Ageing,
@@ -76,8 +86,13 @@ def exactly(q: Tensor, x: Packed, scale: float, cap: float = 0.0) -> Tensor:
     return bent((q.double() @ k.mT) * scale, cap).softmax(-1) @ v
 
 
-def check(q: Tensor, rows: list[Packed], turned: Tensor | None = None, cap: float = 0.0) -> None:
-    """All rows in one call: each at most twice as far from float64 as torch in the same dtype."""
+def check(
+    q: Tensor, rows: list[Packed], turned: Tensor | None = None, cap: float = 0.0, is_sharp: bool = False
+) -> None:
+    """All rows in one call: each at most twice as far from float64 as torch in the same dtype.
+
+    Where numbers are `is_sharp`, torch loses nothing but in the last rounding, where the interpreter cuts bfloat16 off.
+    """
     scale, coded = q.shape[3] ** -0.5, CodedRows(len(rows))
     assert all(is_readable(each, q) for row in rows for each in row[:2])
     tokens = [coded.add(i, row, turned if i == 0 else None) for i, row in enumerate(rows)]
@@ -87,7 +102,8 @@ def check(q: Tensor, rows: list[Packed], turned: Tensor | None = None, cap: floa
         expected, their_lse = attend_packed_ref(own, row, scale, cap)
         exact = exactly(own, row, scale, cap)
         ours, theirs = ((x.double() - exact).abs().max() for x in (out[i : i + 1], expected))
-        assert ours <= 2 * theirs + 2e-6, (i, float(ours), float(theirs))
+        cut = 2**-8 * exact.abs().max() if is_sharp and INTERPRETED and q.dtype == torch.bfloat16 else 0.0
+        assert ours <= 2 * theirs + 2e-6 + cut, (i, float(ours), float(theirs))
         torch.testing.assert_close(lse[i : i + 1], their_lse, rtol=0, atol=2e-2 if q.dtype == torch.bfloat16 else 1e-4)
 
 
@@ -151,22 +167,30 @@ def test_floats(code: str, d: int, dtype: torch.dtype) -> None:
         Packed(floats(CODES[code], 70 - i, d, dtype, i), floats(value, 69 - i, d, dtype, 5 + i), 72 - i)
         for i, value in enumerate((CODES[code], NVFP4, CODES[code]))
     ]
-    check(draw(3, 4, 1, d, seed=7, dtype=dtype), rows)
+    check(draw(3, 4, 1, d, seed=7, dtype=dtype), rows, is_sharp=True)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's of what is no number
 @pytest.mark.parametrize("form", [E4M3, E5M2, E2M1], ids=lambda form: form.name)
 def test_every_code_of_a_float_is_its_number(form: Format) -> None:
-    """Each is the values of a head with one token, and in one of 32 heads a key."""
+    """Each as the values of the only token of a head, and as a key where it is a number."""
     d, n_codes = 32, 2**form.bits
     codes, none = torch.arange(n_codes, dtype=torch.uint8, device=GPU).view(-1, 1, 1), draw(1, n_codes, 0, d, seed=0)
     scales, table = torch.tensor(0.7, device=GPU).expand(n_codes, 1, 1), values(form, codes.device)
-    packed = Quantised(pack(codes.expand(-1, 1, d).contiguous(), form.bits), scales, scales)
-    side, coded = Side(BY_FLOAT, form.bits, d, 1, packed, none, table, exponent=form.exponent_bits), CodedRows(1)
-    q = torch.zeros(1, n_codes, 1, d, device=GPU)
+    real, q = table.isfinite(), torch.zeros(1, n_codes, 1, d, device=GPU)
     q[..., 3] = 1
-    assert is_readable(side, q)
-    out, lse = attend_rows_triton(q, [coded.add(0, Packed(side, side, 1), None)], 1.0, others=coded)
-    right, real = table * 0.7, table.isfinite()
+    k, v = (
+        Side(
+            BY_FLOAT, form.bits, d, 1,
+            Quantised(pack(x.expand(-1, 1, d).contiguous(), form.bits), scales, scales), none, table,
+            exponent=form.exponent_bits,
+        )
+        for x in (codes * real.view(-1, 1, 1), codes)
+    )  # fmt: skip
+    assert is_readable(k, q)
+    coded = CodedRows(1)
+    out, lse = attend_rows_triton(q, [coded.add(0, Packed(k, v, 1), None)], 1.0, others=coded)
+    right = table * 0.7
     torch.testing.assert_close(lse[0, real, 0], right[real], rtol=1e-6, atol=0)
     torch.testing.assert_close(out[0, real, 0], right[real].unsqueeze(1).expand(-1, d), rtol=1e-6, atol=0)
     assert not out[0, ~real].isfinite().any()
@@ -308,8 +332,9 @@ def test_every_float_and_all_between_them_are_coded_as_torch_does(form: Format) 
     numbers = torch.cat([sizes, middle, *near, torch.tensor([1e30, -torch.inf, 1e-30, -1e-30], device=GPU)])
     x = torch.nn.functional.pad(numbers, (0, -len(numbers) % 64)).view(-1, 1, 1, 64)
     code, one = FloatCode(form), torch.ones(1, 1, 1, device=GPU)
-    found = [floats_with_room(quantise_floats(row, code, one), code, 1) for row in torch.zeros_like(x)]
+    scales = one.expand(1, 1, 1)
+    found = [Quantised(pack(torch.zeros_like(row[0], dtype=torch.uint8), form.bits), scales, scales) for row in x]
     ageing = [Ageing(x[i : i + 1], to, 0) for i, to in enumerate(found)]
     FloatPacking(ageing, ageing, code, code).pack(x, x)
     for mine, row in zip(found, x, strict=True):
-        assert torch.equal(mine.codes, quantise_floats(row, code, one).codes)
+        assert torch.equal(mine.codes, pack(encode(row[0], form), form.bits))
