@@ -200,7 +200,7 @@ def codes(on: Heads) -> Pairs:
         Side(BY_UNIT_TABLE, 4, d, n, Quantised(pack(drawn, 4), norms, norms), none, table, lambda: units),
     ]
     q, pairs = on.query(), [(side, values) for side in keys]
-    for code in FLOATS if d % 32 == 0 else ():
+    for code in (each for each in FLOATS if d % max(each.group, 8) == 0):
         as_keys, as_values = (float_side(x.float(), code, none) for x in (k, v))
         pairs += [(as_keys, as_values), (as_keys, values)]
     for side, behind in pairs if d == on.d_v and d % 2 == 0 else ():

@@ -14,6 +14,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from kvbench.benchmarks.bench_packed import FLOATS, float_side
 from kvbench.benchmarks.gpu.results import Result
 from kvbench.kernels import clusters, kmeans, pages, pq_codes, pq_fit, pq_scores, select_attend
 from kvbench.kernels.packed.attend import Packed, Side, attend_packed_ref
@@ -155,9 +156,16 @@ def attention(shape: Shape, q: Tensor, k: Tensor, v: Tensor, draw: torch.Generat
 def codes_of(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Result]:
     """Attention over a cache of packed K and V, against rebuilding its numbers."""
     scale, n = shape.d_h**-0.5, shape.s
+    forms = dict[str, tuple[Side, Side]]()
     for bits in (4, 2):
         keys, values = quantise_channels(k[0], bits, GROUP), quantise_tokens(v[0], bits, GROUP)
-        sides = Side(BY_CHANNEL, bits, GROUP, n, keys, k[:, :, :0]), Side(BY_TOKEN, bits, GROUP, n, values, v[:, :, :0])
+        none = k[:, :, :0]
+        forms[f"{bits} bit"] = (
+            Side(BY_CHANNEL, bits, GROUP, n, keys, none),
+            Side(BY_TOKEN, bits, GROUP, n, values, none),
+        )
+    forms |= {name: (float_side(k, of_k), float_side(v, of_v)) for name, (of_k, of_v) in FLOATS.items()}
+    for form, sides in forms.items():
         packed = Packed(*sides, n)
         exact = attend_packed_ref(q.float(), Packed(widened(sides[0]), widened(sides[1]), n), scale)[0]
         plain = attend_packed_ref(q, packed, scale)[0]
@@ -168,11 +176,11 @@ def codes_of(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Result]:
 
         error = worst(attend(), exact)
         seconds = seconds_of(attend, q.device)
-        n_bytes = sum(x.nbytes for side in sides for x in side.packed)
+        memory = {x.data_ptr(): x.untyped_storage().nbytes() for side in sides for x in side.packed}
         yield Result(
-            "attend_codes", f"{bits} bit, {n} tokens", error <= 2 * worst(plain, exact) + 1e-5, error, 1e3 * seconds,
+            "attend_codes", f"{form}, {n} tokens", error <= 2 * worst(plain, exact) + 1e-5, error, 1e3 * seconds,
             1e3 * seconds_of(lambda packed=packed: attend_packed_ref(q, packed, scale), q.device),
-            n_bytes / seconds / 1e9,
+            sum(memory.values()) / seconds / 1e9,
         )  # fmt: skip
 
 

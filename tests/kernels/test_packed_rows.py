@@ -314,7 +314,7 @@ def test_tokens_become_the_floats_that_torch_makes(code: str, d: int, dtype: tor
         [Ageing(each[i : i + 1], to, 3, g) for i, to in enumerate(own)]
         for each, own, g in zip(x, found, shared, strict=True)
     ]
-    FloatPacking(*ageing, *forms).pack(*x)
+    FloatPacking(ageing[0], ageing[1], *forms).pack(x[0], x[1])
     for form, side, right in zip(forms, found, expected, strict=True):
         for mine, theirs in zip(side, right, strict=True):
             assert torch.equal(mine.codes[:, 3:4], theirs.codes)
