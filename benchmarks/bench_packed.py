@@ -17,7 +17,17 @@ from kvbench.engine.attend import Part, attend
 from kvbench.engine.softmax import Softmax
 from kvbench.kernels.packed.attend import Packed, Side, attend_packed
 from kvbench.kernels.packed.codes import BY_CHANNEL, BY_FLOAT, BY_TOKEN, quantise_channels, quantise_tokens
-from kvbench.kernels.packed.floats import E2M1, E4M3, E5M2, FloatCode, measured, quantise_floats, rebuild_floats, tables
+from kvbench.kernels.packed.floats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    FloatCode,
+    floats_with_room,
+    measured,
+    quantise_floats,
+    rebuild_floats,
+    tables,
+)
 from kvbench.kernels.select_attend import Tokens, attend_parts_native
 
 H, H_KV, D, GROUP, RESIDUAL, ROUNDS = 32, 8, 128, 32, 128, 30
@@ -47,10 +57,9 @@ def packed_of(k: torch.Tensor, v: torch.Tensor, bits: int) -> Packed:
 def float_side(x: torch.Tensor, code: FloatCode) -> Side:
     n, of, shared = x.shape[2], code.format, measured(x[0].float(), code)
     packed, (table, of_bytes) = quantise_floats(x[0].float(), code, shared), tables(code, shared)
-    if code.scale == "none":
-        packed = packed._replace(scales=packed.scales.expand(-1, n, -1), zeros=packed.zeros.expand(-1, n, -1))
+    wide = floats_with_room(packed, code, n)
     return Side(
-        BY_FLOAT, of.bits, code.width(x.shape[3]), n, packed, x[:, :, :0], table,
+        BY_FLOAT, of.bits, code.width(x.shape[3]), n, wide, x[:, :, :0], table,
         lambda: rebuild_floats(packed, code, shared), of_bytes, of.exponent_bits,
     )  # fmt: skip
 

@@ -214,9 +214,9 @@ def codes(on: Heads) -> Pairs:
 def float_side(x: Tensor, code: FloatCode, none: Tensor) -> Side:
     shared = torch.full((1, 1, 1), 0.01 if code.scale == "e4m3" else 1.0, device=x.device)
     packed, (table, of_bytes) = quantise_floats(x, code, shared), tables(code, shared)
-    width, of = code.width(x.shape[2]), code.format
+    width, of, wide = code.width(x.shape[2]), code.format, floats_with_room(packed, code, x.shape[1])
     return Side(
-        BY_FLOAT, of.bits, width, x.shape[1], packed, none, table,
+        BY_FLOAT, of.bits, width, x.shape[1], wide, none, table,
         lambda: rebuild_floats(packed, code, shared), of_bytes, of.exponent_bits,
     )  # fmt: skip
 
