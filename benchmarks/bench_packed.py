@@ -15,8 +15,8 @@ import torch
 
 from kvbench.engine.attend import Part, attend
 from kvbench.engine.softmax import Softmax
-from kvbench.kernels.packed.attend import Packed, Side, attend_packed
-from kvbench.kernels.packed.codes import BY_CHANNEL, BY_FLOAT, BY_TOKEN, quantise_channels, quantise_tokens
+from kvbench.kernels.packed.attend import Packed, Side, attend_packed, float_side
+from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TOKEN, quantise_channels, quantise_tokens
 from kvbench.kernels.packed.floats import (
     E2M1,
     E4M3,
@@ -25,8 +25,6 @@ from kvbench.kernels.packed.floats import (
     floats_with_room,
     measured,
     quantise_floats,
-    rebuild_floats,
-    tables,
 )
 from kvbench.kernels.select_attend import Tokens, attend_parts_native
 
@@ -54,14 +52,10 @@ def packed_of(k: torch.Tensor, v: torch.Tensor, bits: int) -> Packed:
     )
 
 
-def float_side(x: torch.Tensor, code: FloatCode) -> Side:
-    n, of, shared = x.shape[2], code.format, measured(x[0].float(), code)
-    packed, (table, of_bytes) = quantise_floats(x[0].float(), code, shared), tables(code, shared)
-    wide = floats_with_room(packed, code, n)
-    return Side(
-        BY_FLOAT, of.bits, code.width(x.shape[3]), n, wide, x[:, :, :0], table,
-        lambda: rebuild_floats(packed, code, shared), of_bytes, of.exponent_bits,
-    )  # fmt: skip
+def coded(x: torch.Tensor, code: FloatCode) -> Side:
+    n, shared = x.shape[2], measured(x[0].float(), code)
+    packed = floats_with_room(quantise_floats(x[0].float(), code, shared), code, n)
+    return float_side(packed, n, x[:, :, :0], code, shared)
 
 
 def main(n: int) -> None:
@@ -76,7 +70,7 @@ def main(n: int) -> None:
         packed = packed_of(k, v, bits)
         ways[f"packed, {bits} bits"] = lambda packed=packed: attend_packed(q, packed, scale)[0]
     for name, (of_k, of_v) in FLOATS.items():
-        packed = Packed(float_side(k, of_k), float_side(v, of_v), n)
+        packed = Packed(coded(k, of_k), coded(v, of_v), n)
         ways[name] = lambda packed=packed: attend_packed(q, packed, scale)[0]
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS + 3):

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from kvbench.kernels import attend_kept, clusters, column_sums, kmeans, pages, pq_scores, topk
 from kvbench.kernels.gather import gather_split
-from kvbench.kernels.packed.attend import Packed, Side
+from kvbench.kernels.packed.attend import Packed, Side, float_side
 from kvbench.kernels.packed.codes import (
     BY_CHANNEL,
-    BY_FLOAT,
     BY_TOKEN,
     BY_UNIT_TABLE,
     Quantised,
@@ -33,8 +32,6 @@ from kvbench.kernels.packed.floats import (
     FloatCode,
     floats_with_room,
     quantise_floats,
-    rebuild_floats,
-    tables,
 )
 from kvbench.kernels.packed.rows import CodedRows, is_readable
 from kvbench.kernels.packed.tokens import Ageing, Book, FloatPacking, RangePacking, UnitPacking, packs, packs_floats
@@ -201,7 +198,9 @@ def codes(on: Heads) -> Pairs:
     ]
     q, pairs = on.query(), [(side, values) for side in keys]
     for code in (each for each in FLOATS if d % max(each.group, 8) == 0):
-        as_keys, as_values = (float_side(x.float(), code, none) for x in (k, v))
+        shared = torch.full((1, 1, 1), 0.01 if code.scale == "e4m3" else 1.0, device=on.device)
+        made = (floats_with_room(quantise_floats(x.float(), code, shared), code, n) for x in (k, v))
+        as_keys, as_values = (float_side(each, n, none, code, shared) for each in made)
         pairs += [(as_keys, as_values), (as_keys, values)]
     for side, behind in pairs if d == on.d_v and d % 2 == 0 else ():
         if is_readable(side, q) and is_readable(behind, q):
@@ -209,16 +208,6 @@ def codes(on: Heads) -> Pairs:
             rows = [coded.add(0, packed, None)]
             found, right = attend_rows_triton(q, rows, on.scale, others=coded), packed.rebuilt(d)
             yield from zip(found, attend_parts_ref(q, [Tokens(*right)], on.scale), strict=True)
-
-
-def float_side(x: Tensor, code: FloatCode, none: Tensor) -> Side:
-    shared = torch.full((1, 1, 1), 0.01 if code.scale == "e4m3" else 1.0, device=x.device)
-    packed, (table, of_bytes) = quantise_floats(x, code, shared), tables(code, shared)
-    width, of, wide = code.width(x.shape[2]), code.format, floats_with_room(packed, code, x.shape[1])
-    return Side(
-        BY_FLOAT, of.bits, width, x.shape[1], wide, none, table,
-        lambda: rebuild_floats(packed, code, shared), of_bytes, of.exponent_bits,
-    )  # fmt: skip
 
 
 def packing(on: Heads) -> Pairs:

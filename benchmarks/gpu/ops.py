@@ -14,7 +14,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from kvbench.benchmarks.bench_packed import FLOATS, float_side
+from kvbench.benchmarks.bench_packed import FLOATS, coded
 from kvbench.benchmarks.gpu.results import Result
 from kvbench.kernels import clusters, kmeans, pages, pq_codes, pq_fit, pq_scores, select_attend
 from kvbench.kernels.packed.attend import Packed, Side, attend_packed_ref
@@ -164,7 +164,7 @@ def codes_of(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Result]:
             Side(BY_CHANNEL, bits, GROUP, n, keys, none),
             Side(BY_TOKEN, bits, GROUP, n, values, none),
         )
-    forms |= {name: (float_side(k, of_k), float_side(v, of_v)) for name, (of_k, of_v) in FLOATS.items()}
+    forms |= {name: (coded(k, of_k), coded(v, of_v)) for name, (of_k, of_v) in FLOATS.items()}
     for form, sides in forms.items():
         packed = Packed(*sides, n)
         exact = attend_packed_ref(q.float(), Packed(widened(sides[0]), widened(sides[1]), n), scale)[0]

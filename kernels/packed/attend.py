@@ -30,6 +30,7 @@ from kvbench.kernels.packed.codes import (
     rebuild_channels,
     rebuild_tokens,
 )
+from kvbench.kernels.packed.floats import FloatCode, rebuild_floats, tables
 
 CHUNK = 256  # tokens, as soften.h has it: groups of tokens lie within one
 MOST_D = 512  # dimensions that the C++ has room for
@@ -91,6 +92,18 @@ class Side(NamedTuple):
             self.exact.data_ptr(), self.exact.stride(1) * self.exact.element_size(), table,
             scale_table, self.exponent,
         )  # fmt: skip
+
+
+def float_side(packed: Quantised, n: int, exact: Tensor, code: FloatCode, shared: Tensor) -> Side:
+    """`n` tokens as floats, with a scale that they share."""
+    table, of_bytes = tables(code, shared)
+
+    def rebuild() -> Tensor:
+        filled = Quantised(*(x[:, :n] for x in packed))
+        return rebuild_floats(filled, code, shared)
+
+    of, group = code.format, code.width(exact.shape[3])
+    return Side(BY_FLOAT, of.bits, group, n, packed, exact, table, rebuild, of_bytes, of.exponent_bits)
 
 
 class Packed(NamedTuple):

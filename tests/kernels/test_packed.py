@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.kernels.packed.attend import Packed, Side, attend_packed_native, attend_packed_ref, native, takes_packed
+from kvbench.kernels.packed.attend import (
+    Packed,
+    Side,
+    attend_packed_native,
+    attend_packed_ref,
+    float_side,
+    native,
+    takes_packed,
+)
 from kvbench.kernels.packed.codes import (
     BY_CHANNEL,
     BY_FLOAT,
@@ -29,8 +37,6 @@ from kvbench.kernels.packed.floats import (
     floats_with_room,
     measured,
     quantise_floats,
-    rebuild_floats,
-    tables,
     values,
 )
 from kvbench.tests.kernels.test_floats import CODES, NVFP4
@@ -47,17 +53,13 @@ def floats(
 ) -> Side:  # fmt: skip
     """Tokens as floats, with room for more, and exact ones after them."""
     x = randn(1, h_kv, total, d, seed=seed, dtype=dtype)
-    return float_side(code, x[0, :, :n].float(), x[:, :, n:].contiguous(), room)
+    return as_floats(code, x[0, :, :n].float(), x[:, :, n:].contiguous(), room)
 
 
-def float_side(code: FloatCode, x: Tensor, exact: Tensor, room: int = 0) -> Side:
-    shared = measured(x, code)
-    packed, (table, of_bytes) = quantise_floats(x, code, shared), tables(code, shared)
-    wide, of = floats_with_room(packed, code, x.shape[1] + room), code.format
-    return Side(
-        BY_FLOAT, of.bits, code.width(x.shape[2]), x.shape[1], wide, exact, table,
-        lambda: rebuild_floats(packed, code, shared), of_bytes, of.exponent_bits,
-    )  # fmt: skip
+def as_floats(code: FloatCode, x: Tensor, exact: Tensor, room: int = 0) -> Side:
+    n, shared = x.shape[1], measured(x, code)
+    packed = floats_with_room(quantise_floats(x, code, shared), code, n + room)
+    return float_side(packed, n, exact, code, shared)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])

@@ -44,7 +44,7 @@ from kvbench.kernels.select_attend import Tokens, attend_rows_triton
 from kvbench.methods.quantising.codebooks import centroids, haar, midpoints
 from kvbench.tests.kernels.test_capped import bent
 from kvbench.tests.kernels.test_floats import CODES, NVFP4
-from kvbench.tests.kernels.test_packed import float_side
+from kvbench.tests.kernels.test_packed import as_floats
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 pytestmark = pytest.mark.skipif(triton is None, reason="triton is not installed")
@@ -155,7 +155,7 @@ def test_keys_by_token(kind: int, bits: int, d: int, dtype: torch.dtype) -> None
 
 def floats(code: FloatCode, n: int, d: int, dtype: torch.dtype, seed: int) -> Side:
     x = draw(1, 2, n + 3, d, seed=seed, dtype=dtype)
-    return float_side(code, x[0, :, :n].float(), x[:, :, n:].contiguous(), room=5)
+    return as_floats(code, x[0, :, :n].float(), x[:, :, n:].contiguous(), room=5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
