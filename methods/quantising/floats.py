@@ -128,7 +128,8 @@ class CodedSide:
         return self.nothing if self.late is None else self.late.view()
 
     def rebuilt(self) -> Tensor:
-        filled = Quantised(*(x[:, : self.n] for x in self.packed[:2]), self.packed.scales)
+        codes, scales = (x[:, : self.n] for x in self.packed[:2])
+        filled = Quantised(codes, scales, scales)
         return rebuild_floats(filled, self.code, self.shared)
 
     def side(self) -> Side:

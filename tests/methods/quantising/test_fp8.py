@@ -175,7 +175,8 @@ def test_half_of_the_bytes_fits_without_scales_alone(scale: Any, memory: str, fi
         return
     with pytest.raises(ConfigError, match=r"use memory=0\.5001 or more"):
         planned(FP8, params, in_bytes(memory), LARGE, 10_000)
-    assert planned(FP8, replace(params, source="file"), in_bytes(memory), LARGE, 10_000), "of a file they are constants"
+    budget, plan, _ = planned(FP8, replace(params, source="file"), in_bytes(memory), LARGE, 10_000)
+    assert plan.is_known and budget.tokens == 10_000, "of a file they are constants"
 
 
 @pytest.mark.parametrize(("scale", "least"), [("one", "0.5"), ("token_head", "33/64")])
@@ -301,7 +302,7 @@ def test_named_layers_stay_whole_and_count_whole() -> None:
     params = replace(PARAMS, skip_layers=(0, 2))
     (said,) = answers([FP8.variant_for(params, WHOLE, model().shape, 240)])
     assert [isinstance(said.row.store[layer], QuantizedLayer) for layer in range(3)] == [False, True, False]
-    assert planned(FP8, params, in_bytes("5/6"), model().shape, 240)
+    assert planned(FP8, params, in_bytes("5/6"), model().shape, 240)[0].tokens == 240
     with pytest.raises(ConfigError, match="use memory=5/6 or more"):
         planned(FP8, params, in_bytes("4/5"), model().shape, 240)
     assert FP8.whole_layers(replace(PARAMS, skip_layers="sliding"), model().shape) == []
