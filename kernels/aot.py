@@ -36,7 +36,8 @@ from kvbench.kernels.jit import INTERPRETED, SHARED, triton
 from kvbench.kernels.packed import rows as packed_rows
 from kvbench.kernels.packed import tokens
 from kvbench.kernels.packed.attend import Packed, Side
-from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE, Quantised
+from kvbench.kernels.packed.codes import BY_CHANNEL, BY_FLOAT, BY_TOKEN, BY_UNIT_TABLE, Quantised
+from kvbench.kernels.packed.floats import E2M1, E4M3, E5M2, FloatCode
 from kvbench.kernels.pq_codes import PackedCodes
 from kvbench.kernels.rows import (
     append,
@@ -111,6 +112,11 @@ TESTED = {
 }
 SHAPES = MODELS | TESTED
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+# One scale for all, one of each token, those of blocks; the first and the third together, too.
+FLOATS = (
+    FloatCode(E4M3), FloatCode(E4M3, scale="float"), FloatCode(E2M1, 16, "e4m3", "layer"), FloatCode(E2M1, 32, "e8m0"),
+    FloatCode(E4M3, 32, "e8m0"), FloatCode(E5M2),
+)  # fmt: skip
 Key = tuple[Any, ...]
 
 
@@ -266,7 +272,10 @@ def weight_sites(shape: Shape, s: int) -> None:
 
 
 def code_sites(shape: Shape, s: int) -> None:
-    """KIVI's codes, those of transformers' cache, TurboQuant's; exact tokens after values alone, and after both."""
+    """KIVI's codes, those of transformers' cache, TurboQuant's; exact tokens after values alone, and after both.
+
+    Floats, too.
+    """
     h_kv, d_h = shape.h_kv, shape.d_h
     q, exact = shape.empty(2, shape.h, 1, d_h), shape.empty(1, h_kv, 130, d_h)
     norm = empty(h_kv, s, 1, dtype=torch.float16)
@@ -291,6 +300,21 @@ def code_sites(shape: Shape, s: int) -> None:
             k = Side(BY_CHANNEL, bits, group, s - 64, Quantised(of_group, channels, channels), exact)
             coded([(k, v), (v._replace(n=s - 128), v)], q, s)
             tokens.RangePacking([tokens.Ageing(exact[:, :, :1], v.packed, 7)] * 2, bits, group).pack()
+    sides = [(code, float_side(code, shape, s, exact)) for code in FLOATS if d_h % max(code.group, 8) == 0]
+    for (k_code, k), (v_code, v) in [*zip(sides, sides, strict=True), *zip(sides[:1], sides[2:3], strict=False)]:
+        coded([(k, v)] * 2, q, s)
+        k_ages, v_ages = ([tokens.Ageing(q[:1, :h_kv], side.packed, 7, side.table)] * 2 for side in (k, v))
+        tokens.FloatPacking(k_ages, v_ages, k_code, v_code).pack(q[:1, :h_kv], q[:1, :h_kv])
+
+
+def float_side(code: FloatCode, shape: Shape, s: int, exact: Tensor) -> Side:
+    of, group = code.format, code.width(shape.d_h)
+    looked_up = empty(256, dtype=torch.float32) if code.group else None
+    dtype = torch.float32 if looked_up is None else torch.uint8
+    scales = empty(shape.h_kv, shape.d_h // group, s, dtype=dtype).transpose(1, 2)
+    packed = Quantised(empty(shape.h_kv, s, shape.d_h * of.bits // 8, dtype=torch.uint8), scales, scales)
+    table = empty(2**of.bits, dtype=torch.float32)
+    return Side(BY_FLOAT, of.bits, group, s, packed, exact, table, None, looked_up, of.exponent_bits)
 
 
 def landmark_sites(shape: Shape, s: int) -> None:

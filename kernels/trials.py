@@ -17,6 +17,7 @@ from kvbench.kernels.gather import gather_split
 from kvbench.kernels.packed.attend import Packed, Side
 from kvbench.kernels.packed.codes import (
     BY_CHANNEL,
+    BY_FLOAT,
     BY_TOKEN,
     BY_UNIT_TABLE,
     Quantised,
@@ -25,8 +26,18 @@ from kvbench.kernels.packed.codes import (
     quantise_tokens,
     unpack,
 )
+from kvbench.kernels.packed.floats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    FloatCode,
+    floats_with_room,
+    quantise_floats,
+    rebuild_floats,
+    tables,
+)
 from kvbench.kernels.packed.rows import CodedRows, is_readable
-from kvbench.kernels.packed.tokens import Ageing, Book, RangePacking, UnitPacking, packs
+from kvbench.kernels.packed.tokens import Ageing, Book, FloatPacking, RangePacking, UnitPacking, packs, packs_floats
 from kvbench.kernels.pq_codes import PackedCodes, pq_codes_torch
 from kvbench.kernels.rows import buckets, chunks, collisions, columns, landmarks, logits
 from kvbench.kernels.rows.append import append_rows_ref, append_rows_triton
@@ -37,6 +48,10 @@ from kvbench.kernels.rows.weights import Held, Row, Softening, receive_rows
 from kvbench.kernels.select_attend import Near, Spans, Tokens, attend_parts_ref, attend_rows_triton
 
 S, LATE = 300, 9  # tokens of a prompt, and after it
+# Scales of a token, of all, of blocks.
+FLOATS = (
+    FloatCode(E4M3, scale="float"), FloatCode(E5M2), FloatCode(E2M1, 16, "e4m3", "layer"), FloatCode(E4M3, 32, "e8m0")
+)  # fmt: skip
 Pairs = Iterator[tuple[Tensor, Tensor]]
 
 
@@ -171,7 +186,7 @@ def blocks(on: Heads) -> Pairs:
 
 
 def codes(on: Heads) -> Pairs:
-    """Keys by channel, by token and by entries of a table, values by token."""
+    """Keys by channel, by token, by entries of a table and as floats, values by token and as floats."""
     k, v, d, n = on.normal(on.h_kv, 192, on.d_h), on.normal(on.h_kv, 192, on.d_h), on.d_h, 192
     none, table = on.normal(1, on.h_kv, 0, d), on.wide(16).sort().values
     values = Side(BY_TOKEN, 4, d, n, quantise_tokens(v, 4, d), none)
@@ -184,13 +199,26 @@ def codes(on: Heads) -> Pairs:
         Side(BY_TOKEN, 4, d, n, quantise_tokens(k, 4, d), none),
         Side(BY_UNIT_TABLE, 4, d, n, Quantised(pack(drawn, 4), norms, norms), none, table, lambda: units),
     ]
-    q = on.query()
-    for side in keys if d == on.d_v and d % 2 == 0 else ():
-        if is_readable(side, q) and is_readable(values, q):
-            packed, coded = Packed(side, values, n), CodedRows(1)
+    q, pairs = on.query(), [(side, values) for side in keys]
+    for code in FLOATS if d % 32 == 0 else ():
+        as_keys, as_values = (float_side(x.float(), code, none) for x in (k, v))
+        pairs += [(as_keys, as_values), (as_keys, values)]
+    for side, behind in pairs if d == on.d_v and d % 2 == 0 else ():
+        if is_readable(side, q) and is_readable(behind, q):
+            packed, coded = Packed(side, behind, n), CodedRows(1)
             rows = [coded.add(0, packed, None)]
             found, right = attend_rows_triton(q, rows, on.scale, others=coded), packed.rebuilt(d)
             yield from zip(found, attend_parts_ref(q, [Tokens(*right)], on.scale), strict=True)
+
+
+def float_side(x: Tensor, code: FloatCode, none: Tensor) -> Side:
+    shared = torch.full((1, 1, 1), 0.01 if code.scale == "e4m3" else 1.0, device=x.device)
+    packed, (table, of_bytes) = quantise_floats(x, code, shared), tables(code, shared)
+    width, of = code.width(x.shape[2]), code.format
+    return Side(
+        BY_FLOAT, of.bits, width, x.shape[1], packed, none, table,
+        lambda: rebuild_floats(packed, code, shared), of_bytes, of.exponent_bits,
+    )  # fmt: skip
 
 
 def packing(on: Heads) -> Pairs:
@@ -211,6 +239,17 @@ def packing(on: Heads) -> Pairs:
         apart = (unpack(keys.codes[:, 2:3], 4, d).int() - right.int()).abs()
         yield (apart > 0).float().mean() < 0.02, torch.tensor(True)  # but for those that lie on a border
         yield keys.scales[:, 2:3], norm.half()
+    for code in FLOATS:
+        if not packs_floats(code, d):
+            continue
+        shared = torch.full((1, 1, 1), 0.01 if code.scale == "e4m3" else 1.0, device=on.device)
+        right = [quantise_floats(row.float(), code, shared) for row in x]
+        made = [floats_with_room(each, code, 3) for each in right]
+        ages = [Ageing(x[i : i + 1], to, 2, shared) for i, to in enumerate(made)]
+        FloatPacking(ages[:1], ages[1:], code, code).pack(x[:1], x[1:])
+        for to, each in zip(made, right, strict=True):
+            yield to.codes[:, 2:3], each.codes
+            yield to.scales[:, 2:3], each.scales
 
 
 def soften(on: Heads) -> Pairs:

@@ -12,7 +12,6 @@ from kvbench.kernels.packed.codes import (
     BY_TOKEN,
     BY_UNIT_TABLE,
     Quantised,
-    by_group,
     min_max,
     pack,
     quantise_channels,
@@ -21,6 +20,20 @@ from kvbench.kernels.packed.codes import (
     rebuild_tokens,
     unpack,
 )
+from kvbench.kernels.packed.floats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    FloatCode,
+    Format,
+    floats_with_room,
+    measured,
+    quantise_floats,
+    rebuild_floats,
+    tables,
+    values,
+)
+from kvbench.tests.kernels.test_floats import CODES, NVFP4
 
 HEADS = [(8, 2), (9, 3), (4, 4), (16, 2), (7, 1)]
 
@@ -29,52 +42,22 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-BYTES = torch.arange(256, dtype=torch.uint8)
-POWERS = (BYTES.float() - 127).exp2()
-# What codes are of, the numbers of a group (0: of a head), their scales.
-FORMS = [
-    ("e4m3", 0, "token"), ("e4m3", 0, "one"), ("e5m2", 0, "token"), ("e4m3", 32, "e8m0"), ("e5m2", 32, "e8m0"),
-    ("e2m1", 16, "e4m3"), ("e2m1", 32, "e8m0"),
-]  # fmt: skip
-
-
-def coded_floats(codes: Tensor, form: tuple[str, int, str], exact: Tensor, room: int = 0, seed: int = 0) -> Side:
-    """A side whose codes (h_kv, n, d) are these, with scales drawn for them, and room for more tokens."""
-    (of, group, scaling), (h_kv, n, d) = form, codes.shape
-    group, looked_up, device = group or d, None, codes.device
-    table = 0.37 * E2M1 if of == "e2m1" else BYTES.view(FLOATS[of]).float()
-    drawn, made = torch.Generator().manual_seed(seed), (h_kv, n + room, d // group)
-    if scaling == "one":
-        scales = numbers = torch.tensor(0.7, device=device).expand(made)
-    elif scaling == "token":
-        scales = numbers = by_group(torch.rand(made, generator=drawn) + 0.5).to(device)
-    else:
-        looked_up = (POWERS if scaling == "e8m0" else BYTES.view(torch.float8_e4m3fn).float()).to(device)
-        low, high = (120, 130) if scaling == "e8m0" else (0, 60)
-        scales = by_group(torch.randint(low, high, made, dtype=torch.uint8, generator=drawn)).to(device)
-        numbers = looked_up[scales.long()]
-    table, packed = table.to(device), pack(codes, 4) if of == "e2m1" else codes
-    packed = torch.cat([packed, packed.new_zeros(h_kv, room, packed.shape[2])], 1)
-
-    def rebuild() -> Tensor:
-        return (table[codes.long()].unflatten(-1, (-1, group)) * numbers[:, :n].unsqueeze(-1)).flatten(-2)
-
-    bits, exponent = 4 if of == "e2m1" else 8, 5 if of == "e5m2" else 4
-    packed = Quantised(packed, scales, scales)
-    return Side(BY_FLOAT, bits, group, n, packed, exact, table, rebuild, looked_up, exponent)
-
-
 def floats(
-    form: tuple[str, int, str], n: int, total: int, h_kv: int, d: int, dtype: torch.dtype, seed: int, room: int = 0
-) -> Side:
-    """Random codes of numbers that are not far from 1, and exact tokens after them."""
-    codes = torch.randint(0, 16, (h_kv, n, d), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    if form[0] != "e2m1":
-        x = randn(h_kv, n, d, seed=seed)
-        codes = x.to(FLOATS[form[0]]).view(torch.uint8)
-    return coded_floats(codes, form, randn(1, h_kv, total - n, d, seed=seed + 1, dtype=dtype), room, seed)
+    code: FloatCode, n: int, total: int, h_kv: int, d: int, dtype: torch.dtype, seed: int, room: int = 0
+) -> Side:  # fmt: skip
+    """Tokens as floats, with room for more, and exact ones after them."""
+    x = randn(1, h_kv, total, d, seed=seed, dtype=dtype)
+    return float_side(code, x[0, :, :n].float(), x[:, :, n:].contiguous(), room)
+
+
+def float_side(code: FloatCode, x: Tensor, exact: Tensor, room: int = 0) -> Side:
+    shared = measured(x, code)
+    packed, (table, of_bytes) = quantise_floats(x, code, shared), tables(code, shared)
+    wide, of = floats_with_room(packed, code, x.shape[1] + room), code.format
+    return Side(
+        BY_FLOAT, of.bits, code.width(x.shape[2]), x.shape[1], wide, exact, table,
+        lambda: rebuild_floats(packed, code, shared), of_bytes, of.exponent_bits,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
@@ -183,36 +166,37 @@ def test_whatever_is_packed(n_k: int, n_v: int, total: int) -> None:
 
 @pytest.mark.skipif(native() is None, reason="no compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(map(str, form)))
+@pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize(("h", "h_kv", "d"), [(8, 2, 64), (9, 3, 128), (2, 2, 96)])
-def test_floats(form: tuple[str, int, str], h: int, h_kv: int, d: int, dtype: torch.dtype) -> None:
-    k = floats(form, 514, 520, h_kv, d, dtype, 1, room=7)
-    for v in (floats(form, 513, 520, h_kv, d, dtype, 2), floats(("e2m1", 16, "e4m3"), 514, 520, h_kv, d, dtype, 2)):
-        check(k, v, 520, h, d, dtype)
+def test_floats(code: str, h: int, h_kv: int, d: int, dtype: torch.dtype) -> None:
+    k = floats(CODES[code], 514, 520, h_kv, d, dtype, 1, room=7)
+    for value in (CODES[code], NVFP4):
+        check(k, floats(value, 513, 520, h_kv, d, dtype, 2), 520, h, d, dtype)
 
 
 @pytest.mark.skipif(native() is None, reason="no compiler")
-@pytest.mark.parametrize(("of", "n_codes"), [("e4m3", 256), ("e5m2", 256), ("e2m1", 16)])
-def test_every_code_of_a_float_is_its_number(of: str, n_codes: int) -> None:
+@pytest.mark.parametrize("form", [E4M3, E5M2, E2M1], ids=lambda form: form.name)
+def test_every_code_of_a_float_is_its_number(form: Format) -> None:
     """Each as a key of a head of its own, whose logit it is, and as values of the only token; some are no number."""
-    d, form = 32, (of, 16 if of == "e2m1" else 0, "one")
-    codes, none = torch.arange(n_codes, dtype=torch.uint8), torch.empty(1, n_codes, 0, d)
-    k = coded_floats(codes.view(-1, 1, 1).expand(-1, 1, d).contiguous(), form, none)
-    packed = Packed(k, k, 1)
+    d, n_codes = 32, 2**form.bits
+    codes, none = torch.arange(n_codes, dtype=torch.uint8).view(-1, 1, 1), torch.empty(1, n_codes, 0, d)
+    scales, table = torch.tensor(0.7).expand(n_codes, 1, 1), values(form, torch.device("cpu"))
+    packed = Quantised(pack(codes.expand(-1, 1, d).contiguous(), form.bits), scales, scales)
+    side = Side(BY_FLOAT, form.bits, d, 1, packed, none, table, exponent=form.exponent_bits)
     q = torch.zeros(1, n_codes, 1, d)
     q[..., 3] = 1
-    assert takes_packed(q, packed) and k.table is not None
-    out, lse = attend_packed_native(q, packed, 1.0)
-    right = k.table * torch.tensor(0.7)
-    finite = right.isfinite()
-    torch.testing.assert_close(lse[0, finite, 0], right[finite], rtol=1e-6, atol=0)
-    torch.testing.assert_close(out[0, finite, 0], right[finite].unsqueeze(1).expand(-1, d), rtol=1e-6, atol=0)
-    assert not lse[0, ~finite].isfinite().any() and not out[0, ~finite].isfinite().any()
-    assert int((~finite).sum()) == {"e4m3": 2, "e5m2": 8, "e2m1": 0}[of]
+    assert takes_packed(q, Packed(side, side, 1))
+    out, lse = attend_packed_native(q, Packed(side, side, 1), 1.0)
+    right = table * 0.7
+    real = right.isfinite()
+    torch.testing.assert_close(lse[0, real, 0], right[real], rtol=1e-6, atol=0)
+    torch.testing.assert_close(out[0, real, 0], right[real].unsqueeze(1).expand(-1, d), rtol=1e-6, atol=0)
+    assert not lse[0, ~real].isfinite().any() and not out[0, ~real].isfinite().any()
+    assert int((~real).sum()) == {"e4m3": 2, "e5m2": 8, "e2m1": 0}[form.name]
 
 
 def test_floats_of_odd_groups_are_rebuilt() -> None:
-    side = floats(("e4m3", 0, "one"), 4, 6, 2, 40, torch.float32, 1)
+    side = floats(CODES["one"], 4, 6, 2, 40, torch.float32, 1)
     q, packed = randn(1, 4, 1, 40), Packed(side, side, 6)
     assert not takes_packed(q, packed)
     keys = side.rebuilt(6).repeat_interleave(2, 1)

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.kernels.jit import triton
+from kvbench.kernels.jit import INTERPRETED, triton
 from kvbench.kernels.packed.attend import Packed, Side, attend_packed_ref
 from kvbench.kernels.packed.codes import (
     BY_CHANNEL,
+    BY_FLOAT,
     BY_TABLE,
     BY_TOKEN,
     BY_UNIT_TABLE,
@@ -18,11 +19,32 @@ from kvbench.kernels.packed.codes import (
     quantise_tokens,
     with_room,
 )
+from kvbench.kernels.packed.floats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    FloatCode,
+    Format,
+    encode,
+    floats_with_room,
+    quantise_floats,
+    values,
+)
 from kvbench.kernels.packed.rows import CodedRows, is_readable
-from kvbench.kernels.packed.tokens import Ageing, Book, RangePacking, UnitPacking, packs
+from kvbench.kernels.packed.tokens import (
+    Ageing,
+    Book,
+    FloatPacking,
+    RangePacking,
+    UnitPacking,
+    packs,
+    packs_floats,
+)
 from kvbench.kernels.select_attend import Tokens, attend_rows_triton
 from kvbench.methods.quantising.codebooks import centroids, haar, midpoints
 from kvbench.tests.kernels.test_capped import bent
+from kvbench.tests.kernels.test_floats import CODES, NVFP4
+from kvbench.tests.kernels.test_packed import float_side
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 pytestmark = pytest.mark.skipif(triton is None, reason="triton is not installed")
@@ -64,8 +86,13 @@ def exactly(q: Tensor, x: Packed, scale: float, cap: float = 0.0) -> Tensor:
     return bent((q.double() @ k.mT) * scale, cap).softmax(-1) @ v
 
 
-def check(q: Tensor, rows: list[Packed], turned: Tensor | None = None, cap: float = 0.0) -> None:
-    """All rows in one call: each at most twice as far from float64 as torch in the same dtype."""
+def check(
+    q: Tensor, rows: list[Packed], turned: Tensor | None = None, cap: float = 0.0, is_sharp: bool = False
+) -> None:
+    """All rows in one call: each at most twice as far from float64 as torch in the same dtype.
+
+    Where numbers are `is_sharp`, torch loses nothing but in the last rounding, where the interpreter cuts bfloat16 off.
+    """
     scale, coded = q.shape[3] ** -0.5, CodedRows(len(rows))
     assert all(is_readable(each, q) for row in rows for each in row[:2])
     tokens = [coded.add(i, row, turned if i == 0 else None) for i, row in enumerate(rows)]
@@ -75,7 +102,8 @@ def check(q: Tensor, rows: list[Packed], turned: Tensor | None = None, cap: floa
         expected, their_lse = attend_packed_ref(own, row, scale, cap)
         exact = exactly(own, row, scale, cap)
         ours, theirs = ((x.double() - exact).abs().max() for x in (out[i : i + 1], expected))
-        assert ours <= 2 * theirs + 2e-6, (i, float(ours), float(theirs))
+        cut = 2**-8 * exact.abs().max() if is_sharp and INTERPRETED and q.dtype == torch.bfloat16 else 0.0
+        assert ours <= 2 * theirs + 2e-6 + cut, (i, float(ours), float(theirs))
         torch.testing.assert_close(lse[i : i + 1], their_lse, rtol=0, atol=2e-2 if q.dtype == torch.bfloat16 else 1e-4)
 
 
@@ -123,6 +151,49 @@ def test_keys_by_token(kind: int, bits: int, d: int, dtype: torch.dtype) -> None
     v = side(BY_TOKEN, bits, d, n, n + 3, 2, d, dtype, 1)
     q = draw(1, 4, 1, d, seed=7, dtype=dtype)
     check(q, [Packed(k, v, n + 3)], turned=draw(1, 4, 1, d, seed=8, dtype=dtype))
+
+
+def floats(code: FloatCode, n: int, d: int, dtype: torch.dtype, seed: int) -> Side:
+    x = draw(1, 2, n + 3, d, seed=seed, dtype=dtype)
+    return float_side(code, x[0, :, :n].float(), x[:, :, n:].contiguous(), room=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("d", [64, pytest.param(96, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("code", [name for name in CODES if name not in ("nvfp4_one", "4over6")])
+def test_floats(code: str, d: int, dtype: torch.dtype) -> None:
+    """Two rows, whose scales that tokens share differ, and values of the same form and of another."""
+    rows = [
+        Packed(floats(CODES[code], 70 - i, d, dtype, i), floats(value, 69 - i, d, dtype, 5 + i), 72 - i)
+        for i, value in enumerate((CODES[code], NVFP4, CODES[code]))
+    ]
+    check(draw(3, 4, 1, d, seed=7, dtype=dtype), rows, is_sharp=True)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's of what is no number
+@pytest.mark.parametrize("form", [E4M3, E5M2, E2M1], ids=lambda form: form.name)
+def test_every_code_of_a_float_is_its_number(form: Format) -> None:
+    """Each as the values of the only token of a head, and as a key where it is a number."""
+    d, n_codes = 32, 2**form.bits
+    codes, none = torch.arange(n_codes, dtype=torch.uint8, device=GPU).view(-1, 1, 1), draw(1, n_codes, 0, d, seed=0)
+    scales, table = torch.tensor(0.7, device=GPU).expand(n_codes, 1, 1), values(form, codes.device)
+    real, q = table.isfinite(), torch.zeros(1, n_codes, 1, d, device=GPU)
+    q[..., 3] = 1
+    k, v = (
+        Side(
+            BY_FLOAT, form.bits, d, 1,
+            Quantised(pack(x.expand(-1, 1, d).contiguous(), form.bits), scales, scales), none, table,
+            exponent=form.exponent_bits,
+        )
+        for x in (codes * real.view(-1, 1, 1), codes)
+    )  # fmt: skip
+    assert is_readable(k, q)
+    coded = CodedRows(1)
+    out, lse = attend_rows_triton(q, [coded.add(0, Packed(k, v, 1), None)], 1.0, others=coded)
+    right = table * 0.7
+    torch.testing.assert_close(lse[0, real, 0], right[real], rtol=1e-6, atol=0)
+    torch.testing.assert_close(out[0, real, 0], right[real].unsqueeze(1).expand(-1, d), rtol=1e-6, atol=0)
+    assert not out[0, ~real].isfinite().any()
 
 
 @pytest.mark.parametrize("cap", [0.5, 3.0])
@@ -212,3 +283,58 @@ def test_keys_become_norms_and_codes_of_rotated_units(bits: int, d: int, dtype: 
         torch.testing.assert_close(values[i].scales[:, 3:4], scale.half())
         torch.testing.assert_close(values[i].zeros[:, 3:4], low.half())
         assert not keys[i].codes[:, [0, 1, 2, 4]].any() and not values[i].codes[:, [0, 1, 2, 4]].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("d", [64, 96])
+@pytest.mark.parametrize("code", [name for name in CODES if name != "4over6"])
+def test_tokens_become_the_floats_that_torch_makes(code: str, d: int, dtype: torch.dtype) -> None:
+    """Blocks of nothing, of what is too small for a scale and too large, ties; as values those of another form."""
+    forms, n_rows = (CODES[code], NVFP4), 2
+    assert all(packs_floats(form, d) for form in forms) and not packs_floats(CODES["4over6"], d)
+    x = [draw(n_rows, 2, 1, d, seed=i, dtype=dtype) for i in range(2)]
+    for each in x:
+        each[0, 0, 0, :32] = 0
+        each[0, 0, 0, 3] = -0.0
+        each[0, 1] = torch.linspace(-6, 6, 49, device=GPU).repeat(2)[:d] * 2
+        each[1, 0, 0, :16] *= 1e-5
+        each[1, 0, 0, 16:32] *= 1e-38
+        each[1, 1, 0, 5] = 1e5
+    shared = [torch.full((1, 1, 1), g, device=GPU) for g in (0.01, 0.125)]
+    shared = [g if form.shared != "one" else torch.ones_like(g) for form, g in zip(forms, shared, strict=True)]
+    expected = [
+        [quantise_floats(row.float(), *own) for row in each]
+        for each, own in zip(x, zip(forms, shared, strict=True), strict=True)
+    ]
+    found = [
+        [floats_with_room(quantise_floats(torch.ones(2, 4, d, device=GPU), form, g), form, 9) for _ in range(n_rows)]
+        for form, g in zip(forms, shared, strict=True)
+    ]
+    ageing = [
+        [Ageing(each[i : i + 1], to, 3, g) for i, to in enumerate(own)]
+        for each, own, g in zip(x, found, shared, strict=True)
+    ]
+    FloatPacking(*ageing, *forms).pack(*x)
+    for form, side, right in zip(forms, found, expected, strict=True):
+        for mine, theirs in zip(side, right, strict=True):
+            assert torch.equal(mine.codes[:, 3:4], theirs.codes)
+            assert torch.equal(mine.scales[:, 3:4], theirs.scales)
+            ones = quantise_floats(torch.ones(2, 1, d, device=GPU), form, shared[0 if form is forms[0] else 1])
+            assert torch.equal(mine.codes[:, 2:3], ones.codes)
+
+
+@pytest.mark.parametrize("form", [E4M3, E5M2, E2M1], ids=lambda form: form.name)
+def test_every_float_and_all_between_them_are_coded_as_torch_does(form: Format) -> None:
+    sizes = values(form, torch.device(GPU))
+    sizes = sizes[sizes.isfinite()].sort().values
+    middle = (sizes[1:] + sizes[:-1]) / 2
+    near = [torch.nextafter(middle, torch.full_like(middle, end)) for end in (-torch.inf, torch.inf)]
+    numbers = torch.cat([sizes, middle, *near, torch.tensor([1e30, -torch.inf, 1e-30, -1e-30], device=GPU)])
+    x = torch.nn.functional.pad(numbers, (0, -len(numbers) % 64)).view(-1, 1, 1, 64)
+    code, one = FloatCode(form), torch.ones(1, 1, 1, device=GPU)
+    scales = one.expand(1, 1, 1)
+    found = [Quantised(pack(torch.zeros_like(row[0], dtype=torch.uint8), form.bits), scales, scales) for row in x]
+    ageing = [Ageing(x[i : i + 1], to, 0) for i, to in enumerate(found)]
+    FloatPacking(ageing, ageing, code, code).pack(x, x)
+    for mine, row in zip(found, x, strict=True):
+        assert torch.equal(mine.codes, pack(encode(row[0], form), form.bits))
