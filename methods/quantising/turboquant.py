@@ -14,8 +14,8 @@ Differs   as vLLM's backend, which differs from the paper: Hadamard matrix witho
           rotation, a codebook of the normal distribution, keys scaled to their stored norm when they are read, values
           uniform and not rotated. `objective=prod`, `values=mse` and `rotation=haar` are the paper's. vLLM leaves two
           layers whole at either end (`turboquant_vllm`); its own codebook is off by up to 0.002 standard deviations.
-          Attention reads 2, 4 and 8 bits packed, on a GPU 3 bits too. Other keys and values are kept packed, and rebuilt
-          for the length of a layer's attention.
+          Attention reads 2, 4 and 8 bits packed, on a GPU 3 bits too. Other keys and values are kept packed, and
+          rebuilt for the length of a layer's attention.
 Fails     small models lose much below 4 bits. `prod` is worse than `mse`: softmax amplifies the noise that it adds.
 Figures   keep fewer bits, or made keys: #0AA29C, pillar, --
 """
