@@ -54,6 +54,7 @@ SCALE = exp(-0.3), exp(10)  # of a row or column, after all of them
 LEAST_STEP = 1e-10  # between two codes
 LEAST_SPREAD = 1e-8  # of the row that varies least, which others are compared with
 BLOCKS = 8  # of tokens that are packed at once: what float copies need
+AT_ONCE = {"cpu": 1}  # tiles that are balanced at once, which stay in a CPU's cache; elsewhere all of those blocks
 
 
 class Tiles(NamedTuple):
@@ -77,6 +78,15 @@ def halves(x: Tensor) -> Tensor:
     return x.clamp(-LARGEST, LARGEST).half()
 
 
+def deviation(x: Tensor, dim: int) -> Tensor:
+    """The standard deviation of rows or columns; on a CPU torch's own, to the last bit, takes four times as long."""
+    if x.device.type != "cpu":
+        return x.std(dim, keepdim=True)
+    away = x.double()
+    away = away - away.mean(dim, keepdim=True)
+    return (away.square().sum(dim, keepdim=True) / (x.shape[dim] - 1)).sqrt().float()
+
+
 def uneven(columns: Tensor, rows: Tensor) -> Tensor:
     """How unevenly tiles vary: the largest deviation over the smallest, of columns and of rows; (…, 1, 1)."""
     a, b = (x.amax((-2, -1), True) / x.amin((-2, -1), True).clamp(min=LEAST_SPREAD) for x in (columns, rows))
@@ -85,14 +95,14 @@ def uneven(columns: Tensor, rows: Tensor) -> Tensor:
 
 def balanced(x: Tensor, n_rounds: int) -> tuple[Tensor, Tensor]:
     """Scales of columns (…, 1, columns) and rows (…, rows, 1) of tiles x (…, rows, columns), of the best round."""
-    columns, rows = x.std(-2, keepdim=True), x.std(-1, keepdim=True)
+    columns, rows = deviation(x, -2), deviation(x, -1)
     of_columns, of_rows = torch.ones_like(columns), torch.ones_like(rows)
     least, best = uneven(columns, rows), (of_columns, of_rows)
     for _ in range(n_rounds):
         of_columns = (of_columns * columns.clamp(*STD)).clamp(*SCALE)
-        of_rows = (of_rows * (x / of_columns / of_rows).std(-1, keepdim=True).clamp(*STD)).clamp(*SCALE)
+        of_rows = (of_rows * deviation(x / of_columns / of_rows, -1).clamp(*STD)).clamp(*SCALE)
         now = x / of_columns / of_rows
-        columns, rows = now.std(-2, keepdim=True), now.std(-1, keepdim=True)
+        columns, rows = deviation(now, -2), deviation(now, -1)
         is_better = (found := uneven(columns, rows)) <= least
         least = torch.where(is_better, found, least)
         best = torch.where(is_better, of_columns, best[0]), torch.where(is_better, of_rows, best[1])
@@ -100,7 +110,7 @@ def balanced(x: Tensor, n_rounds: int) -> tuple[Tensor, Tensor]:
 
 
 def coded(x: Tensor, bits: int, n_rounds: int) -> Tiles:
-    """Tiles x (h_kv, tiles, rows, columns) float32 as codes."""
+    """Tiles x (…, rows, columns) float32 as codes."""
     of_columns, of_rows = balanced(x, n_rounds)
     even = x / of_columns / of_rows
     low, high = even.aminmax(dim=-1, keepdim=True)
@@ -131,7 +141,8 @@ class KVarNCache(QuantizedCache):
     """The sink, tiles of whole blocks, and exact tokens of the block that is not full yet."""
 
     def __init__(self, plan: "KVarN.Plan", k: Tensor, v: Tensor, n_new: int) -> None:
-        self.plan, self.n, self.nothing = plan, k.shape[2], k[:, :, :0]
+        self.plan, self.nothing = plan, k[:, :, :0]
+        self.n = self.n_prompt = k.shape[2]
         self.h_kv, self.d_h = k.shape[1], k.shape[3]
         self.turn = rotation_of(self.d_h, k.device)
         n, end = plan.tiles(self.n), plan.tiles(self.n + n_new)
@@ -144,8 +155,9 @@ class KVarNCache(QuantizedCache):
         room = plan.sink + plan.group if end > n else plan.exact(self.n + n_new)
         self.late = tuple(x.new_empty(1, self.h_kv, room, self.d_h) for x in (k, v))
         for late, x in zip(self.late, (k, v), strict=True):
-            late[:, :, : plan.sink] = x[:, :, : plan.sink]
-            late[:, :, plan.sink : self.n_exact] = x[:, :, plan.sink + n * plan.group :]
+            first = min(plan.sink, self.n)
+            late[:, :, :first] = x[:, :, :first]
+            late[:, :, first : self.n_exact] = x[:, :, first + n * plan.group :]
 
     def room(self, n: int, rows: int, columns: int, bits: int) -> Tiles:
         shape = self.h_kv, n
@@ -160,8 +172,10 @@ class KVarNCache(QuantizedCache):
         end = self.n_tiles + k.shape[1]
         both = (self.keys, k.mT.contiguous(), plan.key_bits), (self.values, v, plan.value_bits)
         for held, x, bits in both:
-            for target, new in zip(held, coded(x, bits, plan.iterations), strict=True):
-                target[:, self.n_tiles : end] = new
+            some = x.flatten(0, 1).split(AT_ONCE.get(x.device.type, x.shape[0] * x.shape[1]))
+            made = zip(*(coded(tiles, bits, plan.iterations) for tiles in some), strict=True)
+            for target, new in zip(held, made, strict=True):
+                target[:, self.n_tiles : end] = torch.cat(new).unflatten(0, x.shape[:2])
         self.n_tiles = end
 
     @property
@@ -215,11 +229,10 @@ class KVarNCache(QuantizedCache):
         return Part(self.nothing, self.nothing, packed=Packed(keys, values, n), by_codes=self.attended)
 
     def parts(self) -> list[Part]:
-        if not self.n_tiles:
-            return [self.exact(0, self.n)]
-        sink = self.plan.sink
-        some = self.exact(0, sink), self.part(), self.exact(sink, self.n_exact)
-        return [part for part in some if part.n_tokens()]
+        """All tokens in their order; without tiles cut where full attention is, whose answer they give bit for bit."""
+        cut = self.plan.sink if self.n_tiles else self.n_prompt
+        every = self.exact(0, cut), self.part(), self.exact(cut, self.n_exact)
+        return [part for part in every if part.n_tokens()]
 
     def exact(self, first: int, last: int) -> Part:
         k, v = (late[:, :, first:last] for late in self.late)
