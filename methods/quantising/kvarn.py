@@ -17,7 +17,7 @@ Differs   follows the authors' code, of which the paper's abstract was at hand: 
           first of a fixed list that fits. On a CPU attention reads codes in the frame that they lie in, elsewhere keys
           and values are rebuilt for the length of a layer's attention.
 Fails     short prompts: sink and unfinished block are exact, and a prompt below two blocks is as large as ever.
-Figures   keep fewer bits, or made keys: #04787E, hourglass, -
+Figures   keep fewer bits, or made keys: #548C82, slant, -
 """
 
 from collections.abc import Iterable, Mapping
