@@ -1,21 +1,21 @@
-"""KVarN (Müller et al., 2026): divide tiles of tokens by a scale per token and one per channel until all vary alike.
+"""KVarN (Muller et al., 2026): divide tiles of tokens by a scale per token and one per channel until all vary alike.
 
 Keys and values are turned along their channels by a Hadamard matrix, which spreads large channels over all. A tile of
 them is then divided by both scales in turns, so that no token is coded by the range of another: errors of a token's
 size are those that add up over a long answer. What is left is rounded to the nearest code, keys per channel, values per
 token, and the scale and zero of a range take in one of the two scales. Nothing is calibrated.
 
-Paper     arXiv:2606.03458, 2026; Müller; KVarN: Variance-Normalized KV-Cache Quantization Mitigates Error Accumulation
-          in Reasoning Tasks
+Paper     arXiv:2606.03458, 2026; Muller, Lorenz K.; KVarN: Variance-Normalized KV-Cache Quantization Mitigates Error
+          Accumulation in Reasoning Tasks
 Symbols   code: group = tile = page, sink; the scale of columns = `others`.
 Per step  moved: nothing; resident: h_kv * (tiles * (d_h * g * (bK + bV) / 8 + 2 * (2 * d_h + g) + 2 * (d_h + 2 * g)) +
           4 * d_h * exact) bytes: tiles are the whole blocks of g tokens behind the sink, and exact ones the others; all
           of it is read. The matrix is a constant.
-Differs   follows the authors' code, of which the paper's abstract was at hand: 8 rounds, 4 and 2 bits, a sink of one
-          block; `kvarn_paper` has 16 rounds and 2 bits. Numbers beyond float16's are held at its largest. Layers with a
-          sliding window stay whole, and the code's own path for latents is not here. With `memory` the setting is the
-          first of a fixed list that fits. On a CPU attention reads codes in the frame that they lie in, elsewhere keys
-          and values are rebuilt for the length of a layer's attention.
+Differs   as the authors' code: 8 rounds, 4 bits for keys and 2 for values, a sink of one block; `kvarn_paper` has 16
+          rounds and 2 bits. Numbers beyond float16's are held at its largest. Layers with a sliding window stay whole,
+          and the code's path for latents is not here. With `memory` the setting is the first of a fixed list that fits.
+          On a CPU attention reads codes in the frame that they lie in, elsewhere keys and values are rebuilt for the
+          length of a layer's attention.
 Fails     short prompts: sink and unfinished block are exact, and a prompt below two blocks is as large as ever.
 Figures   keep fewer bits, or made keys: #548C82, slant, -
 """
