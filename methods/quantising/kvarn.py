@@ -254,6 +254,7 @@ class KVarN(QuantisingMethod):
     composes = True
     no_widths = "turns both by one matrix"
     no_latents = "packs keys and values apart: here they are one"
+    eager = "rebuilds what lies as codes for each layer"
 
     @dataclass(frozen=True)
     class Params:
