@@ -168,7 +168,9 @@ class KVarNCache(QuantizedCache):
     def store(self, k: Tensor, v: Tensor) -> None:
         """Pack the next blocks of tokens, (h_kv, tokens, d_h)."""
         plan = self.plan
-        k, v = (halves(x.float() @ self.turn).float().unflatten(1, (-1, plan.group)) for x in (k, v))
+        most = LARGEST * self.d_h  # infinity too saturates: turned it would be no number
+        k, v = (halves(x.float().clamp(-most, most) @ self.turn).float() for x in (k, v))
+        k, v = (x.unflatten(1, (-1, plan.group)) for x in (k, v))
         end = self.n_tiles + k.shape[1]
         both = (self.keys, k.mT.contiguous(), plan.key_bits), (self.values, v, plan.value_bits)
         for held, x, bits in both:

@@ -234,11 +234,19 @@ def test_keys_lose_less_than_without_turn_and_scales(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 2])
 def test_odd_tiles_are_finite(bits: int) -> None:
-    """Constant rows, zeros, one token 30 times larger, all zeros, and numbers beyond float16's."""
+    """Constant rows, zeros, one token 30 times larger, all zeros, and numbers beyond float16's, infinity too."""
     x = made_keys(128, 64)
     x[0, :, 9] = 2.0
     x[0, 3], x[0, 5], x[:, 7] = 0, 0.5, 30 * x[:, 7]
-    for keys in (x, torch.zeros_like(x), torch.ones_like(x), 1e5 * x, 1e-7 * x, 1e30 * x):
+    for keys in (
+        x,
+        torch.zeros_like(x),
+        torch.ones_like(x),
+        1e5 * x,
+        1e-7 * x,
+        1e30 * x,
+        (x / 0).nan_to_num(0, torch.inf, -torch.inf),
+    ):
         quantized = KVarNCache(plan_of(bits, bits, 128, 0), keys[None], keys[None], 0)
         assert all(number.isfinite().all() for number in quantized.rebuilt())
     assert not KVarNCache(plan_of(bits, bits, 128, 0), x[None], x[None], 0).rebuilt()[1][0, 0, 3].any()
