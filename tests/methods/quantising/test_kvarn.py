@@ -57,17 +57,17 @@ def run_vectors(path: Path) -> list[Check]:
     problems = [differs("counts", counts, arrays["counts"])]
     if n:
         problems.append(differs("out", torch.stack(outs), arrays["out"], 2e-3 * np.abs(arrays["out"]).max()))
-    if meta["tiles"]:
-        for name, tiles, bits in zip("kv", quantized.filled(), (params.key_bits, params.value_bits), strict=True):
-            problems += tiles_differ(name, tiles, bits, arrays)
     if "k_rot" in arrays:
         turned = {name: halves(x[0] @ quantized.turn) for name, x in (("k", k), ("v", v))}
         problems += [differs(f"{name} turned", turned[name], arrays[f"{name}_rot"]) for name in "kv"]
-    if "k_hat" in arrays:
-        seen = zip("kv", quantized.rebuilt(), strict=True)
-        problems += [
-            differs(f"{name} as seen", x[0], arrays[f"{name}_hat"], 2e-3 * float(x.abs().max())) for name, x in seen
-        ]
+    plan = quantized.plan
+    both = zip("kv", quantized.filled(), (plan.key_bits, plan.value_bits), (-2, -1), quantized.rebuilt(), strict=True)
+    for name, tiles, bits, channels, (seen,) in both if meta["tiles"] else ():
+        theirs = Tiles(*(torch.from_numpy(arrays[f"{name}_{what}"]) for what in ("code", "scale", "zero", "other")))
+        problems += tiles_differ(name, tiles, theirs, bits, arrays[f"{name}_sure"])
+        if f"{name}_hat" in arrays:
+            alike = (codes_of(tiles, bits) == codes_of(theirs, bits)).all(channels).flatten(1)
+            problems += seen_differs(name, seen, torch.from_numpy(arrays[f"{name}_hat"]), alike, plan.sink)
     return [(path.stem, first(*problems))]
 
 
@@ -75,11 +75,14 @@ def counts_of(quantized: KVarNCache) -> list[int]:
     return [quantized.n_tiles * quantized.plan.group, quantized.n_exact]
 
 
-def tiles_differ(name: str, tiles: Tiles, bits: int, arrays: dict[str, np.ndarray]) -> list[str | None]:
+def codes_of(tiles: Tiles, bits: int) -> Tensor:
+    return unpack(tiles.codes, bits, tiles.others.shape[-1]).int()
+
+
+def tiles_differ(name: str, tiles: Tiles, theirs: Tiles, bits: int, is_sure: np.ndarray) -> list[str | None]:
     """Codes where rounding is sure exactly, others one apart; numbers of equal codes, never scales alone."""
-    theirs = Tiles(*(torch.from_numpy(arrays[f"{name}_{what}"]) for what in ("code", "scale", "zero", "other")))
-    mine, expected = (unpack(x.codes, bits, x.others.shape[-1]).int() for x in (tiles, theirs))
-    sure = np.unpackbits(arrays[f"{name}_sure"], axis=-1, bitorder="little").astype(bool)
+    mine, expected = codes_of(tiles, bits), codes_of(theirs, bits)
+    sure = np.unpackbits(is_sure, axis=-1, bitorder="little").astype(bool)
     numbers, largest = rebuilt(theirs, bits), rebuilt(theirs, bits).abs().amax((-2, -1), keepdim=True)
     off = ((rebuilt(tiles, bits) - numbers) / largest).where(mine == expected, 0)
     return [
@@ -87,6 +90,19 @@ def tiles_differ(name: str, tiles: Tiles, bits: int, arrays: dict[str, np.ndarra
         differs(f"codes of {name}", mine, expected, 1),
         differs(f"numbers of {name}", off, torch.zeros_like(off), 2e-3),
         differs(f"bytes of {name}", bytes_of(tiles), bytes_of(theirs)),
+    ]
+
+
+def seen_differs(name: str, seen: Tensor, theirs: Tensor, alike: Tensor, sink: int) -> list[str | None]:
+    """All tokens (h_kv, n, d_h) turned back: exact ones exactly; a code that is one apart shows in a whole token."""
+    coded = torch.zeros(seen.shape[:2], dtype=torch.bool)
+    coded[:, sink : sink + alike.shape[1]] = True
+    same = torch.zeros_like(coded)
+    same[:, sink : sink + alike.shape[1]] = alike
+    assert same.sum() > 0.9 * coded.sum(), f"{name}: codes of {int((~alike).sum())} tokens differ"
+    return [
+        differs(f"exact tokens of {name}", seen[~coded], theirs[~coded]),
+        differs(f"{name} as seen", seen[same], theirs[same], 2e-3 * float(theirs.abs().max())),
     ]
 
 
