@@ -139,6 +139,10 @@ class CodedSide:
         filled = Quantised(codes, scales, scales)
         return rebuild_floats(filled, self.code, self.shared)
 
+    def sizes(self) -> Tensor:
+        """Codes of 8 bits without their signs, of all packed tokens."""
+        return self.packed.codes[:, : self.n].flatten() & 127
+
     def side(self) -> Side:
         """What attention reads: a number of a table times a scale, which may be looked up too."""
         code, (table, of_bytes) = self.code, tables(self.code, self.shared)

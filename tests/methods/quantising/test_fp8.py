@@ -277,6 +277,16 @@ def test_scales_of_the_prompt_stay_and_larger_tokens_saturate() -> None:
     torch.testing.assert_close(largest, before.flatten() * 448)
 
 
+def test_shares_at_the_largest_value_and_at_zero_are_reported() -> None:
+    k, v = torch.zeros(1, 1, 10, 32), torch.ones(1, 1, 10, 32)
+    k[..., 0], v[..., :4] = 1000.0, 1e-4
+    row = row_of(FP8, PARAMS, trace_of(k, v, 2), WHOLE)
+    report = row.report()
+    assert report["at_top"] == [1 / 64] and report["at_zero"] == [round((31 + 4) / 64, 6)]
+    empty = row_of(FP8, replace(PARAMS, residual=50), trace_of(k, v, 2), WHOLE)
+    assert empty.report()["at_top"] == [0.0]
+
+
 def test_an_all_zero_layer_has_scale_one() -> None:
     k = torch.zeros(1, 2, 20, 32)
     for scale in ("tensor", "head", "token_head"):
