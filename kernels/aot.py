@@ -272,10 +272,7 @@ def weight_sites(shape: Shape, s: int) -> None:
 
 
 def code_sites(shape: Shape, s: int) -> None:
-    """KIVI's codes, those of transformers' cache, TurboQuant's; exact tokens after values alone, and after both.
-
-    Floats, too.
-    """
+    """KIVI's codes, those of transformers' cache, TurboQuant's; exact tokens after values alone, and after both."""
     h_kv, d_h = shape.h_kv, shape.d_h
     q, exact = shape.empty(2, shape.h, 1, d_h), shape.empty(1, h_kv, 130, d_h)
     norm = empty(h_kv, s, 1, dtype=torch.float16)
@@ -300,15 +297,19 @@ def code_sites(shape: Shape, s: int) -> None:
             k = Side(BY_CHANNEL, bits, group, s - 64, Quantised(of_group, channels, channels), exact)
             coded([(k, v), (v._replace(n=s - 128), v)], q, s)
             tokens.RangePacking([tokens.Ageing(exact[:, :, :1], v.packed, 7)] * 2, bits, group).pack()
-    sides = [(code, float_side(code, shape, s, exact)) for code in FLOATS if d_h % max(code.group, 8) == 0]
+
+
+def float_sites(shape: Shape, s: int) -> None:
+    h_kv, q = shape.h_kv, shape.empty(2, shape.h, 1, shape.d_h)
+    sides = [(code, float_side(code, shape, s)) for code in FLOATS if shape.d_h % max(code.group, 8) == 0]
     for (k_code, k), (v_code, v) in [*zip(sides, sides, strict=True), *zip(sides[:1], sides[2:3], strict=False)]:
         coded([(k, v)] * 2, q, s)
         k_ages, v_ages = ([tokens.Ageing(q[:1, :h_kv], side.packed, 7, side.table)] * 2 for side in (k, v))
         tokens.FloatPacking(k_ages, v_ages, k_code, v_code).pack(q[:1, :h_kv], q[:1, :h_kv])
 
 
-def float_side(code: FloatCode, shape: Shape, s: int, exact: Tensor) -> Side:
-    of, group = code.format, code.width(shape.d_h)
+def float_side(code: FloatCode, shape: Shape, s: int) -> Side:
+    of, group, exact = code.format, code.width(shape.d_h), shape.empty(1, shape.h_kv, 130, shape.d_h)
     looked_up = empty(256, dtype=torch.float32) if code.group else None
     dtype = torch.float32 if looked_up is None else torch.uint8
     scales = empty(shape.h_kv, shape.d_h // group, s, dtype=dtype).transpose(1, 2)
@@ -361,6 +362,7 @@ SITES: dict[str, Callable[[Shape, int], None]] = {
     "rows": row_sites,
     "weights": weight_sites,
     "codes": code_sites,
+    "floats": float_sites,
     "landmarks": landmark_sites,
 }
 

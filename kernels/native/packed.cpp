@@ -309,7 +309,7 @@ INLINE void sums_of_loads(const float *entries, const uint8_t *codes, int64_t ro
         for (int i = 0; i < N; i++)
             for (int j = 0; j < L::VECTORS; j++)
                 for (int lane = 0; lane < WIDTH; lane++)
-                    out[g * stride + i * L::CODES + L::place(j, lane)] += sums[g][i][j][lane] + base[g];
+                    out[g * stride + i * L::CODES + L::place(j, lane)] += sums[g][i][j][lane] * L::LIFT + base[g];
 }
 
 // Those of one group's channels, from `first` on.
@@ -349,45 +349,79 @@ INLINE void with_numbers(const Side &side, const Run &run) {
     return run(Numbers<E5M2, 8, WIDE>{});
 }
 
+// Logits of G query heads of a KV head over n packed tokens from `start` on, which is the first of a group.
+template <int G>
+void logits_of(const Side &k, int64_t owner, int64_t d, int64_t start, int n, const float *q, float (*logits)[CHUNK]) {
+    alignas(64) float factors[G * MOST_D], column[MOST_D];
+    const uint8_t *codes = k.codes + owner * k.code_stride;
+    const char *scales = k.scales + owner * k.scale_stride, *zeros = k.zeros + owner * k.scale_stride;
+    const int64_t key_bytes = k.group * k.bits / 8;
+    if (k.kind != BY_CHANNEL)
+        return with_numbers(k, [&](auto numbers) {
+            using L = decltype(numbers);
+            for (int g = 0; g < G; g++) turn<L>(q + g * d, d, factors + g * MOST_D);
+            if constexpr (L::CODE == E4M3 || L::CODE == E5M2)
+                if (k.group == d) return by_token<G, L, true>(k, codes, scales, zeros, start, n, d, factors, logits);
+            by_token<G, L, false>(k, codes, scales, zeros, start, n, d, factors, logits);
+        });
+    for (int t = 0; t < n; t += k.group) {
+        const int64_t at = (start + t) / k.group;
+        float base[G];
+        floats_of(scales, at * d, d, k.scale_type, column);
+        for (int g = 0; g < G; g++)
+            for (int64_t c = 0; c < d; c++) factors[g * MOST_D + c] = q[g * d + c] * column[c];
+        floats_of(zeros, at * d, d, k.scale_type, column);
+        for (int g = 0; g < G; g++) {
+            vf total = {};
+            for (int64_t c = 0; c < d; c += WIDTH) total += load_part(q + g * d, c, d) * load_part(column, c, d);
+            base[g] = sum(total);
+        }
+        with_numbers(k, [&](auto numbers) {
+            using L = decltype(numbers);
+            if constexpr (L::CODE == UNIFORM)
+                by_channel<G, L>(codes + at * d * key_bytes, key_bytes, d, factors, base, logits, t);
+        });
+    }
+}
+
+// Sums of n packed values from `start` on with these weights, added to `out`.
+template <int G>
+void sums_with(const Side &v, int64_t owner, int64_t d, int64_t start, int n, const float (*given)[CHUNK], float *out,
+               int64_t stride) {
+    alignas(64) float weights[G][CHUNK], column[CHUNK];
+    const int64_t row_bytes = d * v.bits / 8;
+    const uint8_t *codes = v.codes + owner * v.code_stride + start * row_bytes;
+    for (int64_t group = 0; group < d / v.group; group++) {
+        float base[G] = {};
+        const int64_t at = start * v.token_step + group * v.group_step;
+        if (v.kind == BY_TOKEN) {
+            column_of(v, v.zeros + owner * v.scale_stride, at, n, column);
+            for (int g = 0; g < G; g++) {
+                vf total = {};
+                for (int t = 0; t < n; t += WIDTH) total += load_part(given[g], t, n) * load_part(column, t, n);
+                base[g] = sum(total);
+            }
+        }
+        column_of(v, v.scales + owner * v.scale_stride, at, n, column);
+        for (int g = 0; g < G; g++)
+            for (int t = 0; t < n; t++) weights[g][t] = given[g][t] * column[t];
+        with_numbers(v, [&](auto numbers) {
+            using L = decltype(numbers);
+            if constexpr (L::CODE != UNIT)
+                sums_of<G, L>(v, codes, row_bytes, group * v.group, n, weights, base, out, stride);
+        });
+    }
+}
+
 // G query heads of a KV head over tokens start to stop, start being the first of a group.
 template <class T, int G>
 Partial *heads_over(const Side &k, const Side &v, int64_t owner, int64_t d, int64_t start, int64_t stop,
                     const float *q, float cap, float *out, int64_t stride, Partial *partials, int64_t partial_stride) {
-    alignas(64) float logits[G][CHUNK], factors[G * MOST_D], column[MOST_D > CHUNK ? MOST_D : CHUNK];
+    alignas(64) float logits[G][CHUNK];
     const int n = stop - start;
     const int n_k = k.n < start ? 0 : (k.n < stop ? k.n - start : n);
     const int n_v = v.n < start ? 0 : (v.n < stop ? v.n - start : n);
-    const uint8_t *codes = k.codes + owner * k.code_stride;
-    const char *scales = k.scales + owner * k.scale_stride, *zeros = k.zeros + owner * k.scale_stride;
-    const int64_t key_bytes = k.group * k.bits / 8;
-    if (n_k && k.kind == BY_CHANNEL) {
-        for (int t = 0; t < n_k; t += k.group) {
-            const int64_t at = (start + t) / k.group;
-            float base[G];
-            floats_of(scales, at * d, d, k.scale_type, column);
-            for (int g = 0; g < G; g++)
-                for (int64_t c = 0; c < d; c++) factors[g * MOST_D + c] = q[g * d + c] * column[c];
-            floats_of(zeros, at * d, d, k.scale_type, column);
-            for (int g = 0; g < G; g++) {
-                vf total = {};
-                for (int64_t c = 0; c < d; c += WIDTH) total += load_part(q + g * d, c, d) * load_part(column, c, d);
-                base[g] = sum(total);
-            }
-            with_numbers(k, [&](auto numbers) {
-                using L = decltype(numbers);
-                if constexpr (L::CODE == UNIFORM)
-                    by_channel<G, L>(codes + at * d * key_bytes, key_bytes, d, factors, base, logits, t);
-            });
-        }
-    } else if (n_k) {
-        with_numbers(k, [&](auto numbers) {
-            using L = decltype(numbers);
-            for (int g = 0; g < G; g++) turn<L>(q + g * d, d, factors + g * MOST_D);
-            if constexpr (L::CODE == E4M3 || L::CODE == E5M2)
-                if (k.group == d) return by_token<G, L, true>(k, codes, scales, zeros, start, n_k, d, factors, logits);
-            by_token<G, L, false>(k, codes, scales, zeros, start, n_k, d, factors, logits);
-        });
-    }
+    if (n_k) logits_of<G>(k, owner, d, start, n_k, q, logits);
     const T *keys = (const T *)(k.exact + owner * k.exact_stride);
     for (int t = n_k; t < n; t++) {
         const T *row = keys + (start + t - k.n) * d;
@@ -401,29 +435,7 @@ Partial *heads_over(const Side &k, const Side &v, int64_t owner, int64_t d, int6
         for (int g = 0; g < G; g++) bend(logits[g], n, cap);
     for (int g = 0; g < G; g++) partials[g * partial_stride] = soften(logits[g], n);
     for (int g = 0; g < G; g++) memset(out + g * stride, 0, d * sizeof(float));
-    const int64_t row_bytes = d * v.bits / 8, n_groups = n_v ? d / v.group : 0;
-    alignas(64) float weights[G][CHUNK];
-    for (int64_t group = 0; group < n_groups; group++) {
-        float base[G] = {};
-        const int64_t at = start * v.token_step + group * v.group_step;
-        if (v.kind == BY_TOKEN) {
-            column_of(v, v.zeros + owner * v.scale_stride, at, n_v, column);
-            for (int g = 0; g < G; g++) {
-                vf total = {};
-                for (int t = 0; t < n_v; t += WIDTH) total += load_part(logits[g], t, n_v) * load_part(column, t, n_v);
-                base[g] = sum(total);
-            }
-        }
-        column_of(v, v.scales + owner * v.scale_stride, at, n_v, column);
-        with_numbers(v, [&](auto numbers) {
-            using L = decltype(numbers);
-            for (int g = 0; g < G; g++)
-                for (int t = 0; t < n_v; t++) weights[g][t] = logits[g][t] * (column[t] * L::LIFT);
-            if constexpr (L::CODE != UNIT)
-                sums_of<G, L>(v, v.codes + owner * v.code_stride + start * row_bytes, row_bytes, group * v.group, n_v,
-                              weights, base, out, stride);
-        });
-    }
+    if (n_v) sums_with<G>(v, owner, d, start, n_v, logits, out, stride);
     const T *values = (const T *)(v.exact + owner * v.exact_stride);
     for (int t = n_v; t < n; t++) {
         const T *row = values + (start + t - v.n) * d;

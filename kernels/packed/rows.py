@@ -258,14 +258,15 @@ def of_floats(x, EXPONENT: tl.constexpr, READS: tl.constexpr):
     if EXPONENT == 4 and READS:
         return x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        # As float16, whose bias is another.
-        BITS: tl.constexpr = 4 if EXPONENT == 2 else 8
-        code, sign = x.to(tl.int32), x.to(tl.int32) >> (BITS - 1)
-        half = (sign << 15) | ((code & ((1 << (BITS - 1)) - 1)) << (11 - BITS + EXPONENT))
-        number = half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * (1 << (16 - (1 << (EXPONENT - 1))))
+        # As float16, whose bias is another. An e4m3 lacks a bit of its exponent, where its sign comes to lie; of the
+        # code of no number it is to be set: adding one to the code carries into it.
+        if EXPONENT == 2:
+            half = ((x & 8).to(tl.int16) << 12) | ((x & 7).to(tl.int16) << 9)
+        else:
+            half = x.to(tl.int8, bitcast=True).to(tl.int16) << (EXPONENT + 3)
         if EXPONENT == 4:
-            number = tl.where((code & 127) == 127, float("nan"), number)
-        return number
+            half ^= (half + 0x80) & 0x4000
+        return half.to(tl.float16, bitcast=True).to(tl.float32) * (1 << (16 - (1 << (EXPONENT - 1))))
 
 
 @jit
