@@ -21,7 +21,7 @@ from kvbench.methods.quantising.nvfp4 import NVFP4
 from kvbench.methods.rules import Quantizer
 from kvbench.tests import conformance
 from kvbench.tests.conformance import answers, ours, subject
-from kvbench.tests.tiny import CONFIGS, tiny
+from kvbench.tests.tiny import tiny
 from kvbench.tests.vectors import trace_of
 
 PARAMS = FP8.Params("e4m3", "one", "prompt", "top", (), 0, "exact")
@@ -46,8 +46,7 @@ FETCHING = ("pqcache", "clusterkv", "quest", "double_sparsity", "loki")
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> Model:
     """A tiny model whose heads have blocks."""
-    monkeypatch.setitem(CONFIGS, "wide", ("LlamaConfig", {"head_dim": 32, "num_hidden_layers": 2}))
-    made = tiny("wide")
+    made = tiny("llama", head_dim=32, num_hidden_layers=2)
     monkeypatch.setattr(conformance, "model", lambda: made)
     return made
 

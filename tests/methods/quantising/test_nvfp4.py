@@ -27,7 +27,7 @@ from kvbench.tests import conformance
 from kvbench.tests.conformance import answers, ours
 from kvbench.tests.methods.quantising.test_fp8 import LARGE, SMALL, WHOLE, bits, in_bytes, off, run_steps
 from kvbench.tests.methods.quantising.test_fp8 import PARAMS as FP8_PARAMS
-from kvbench.tests.tiny import CONFIGS, tiny
+from kvbench.tests.tiny import tiny
 from kvbench.tests.vectors import Check, differs, first, load, row_of, step, trace_of
 
 VECTORS = Path(__file__).parents[2] / "golden" / "nvfp4"
@@ -165,8 +165,7 @@ def test_a_residual_of_all_tokens_is_full_attention_bit_for_bit() -> None:
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> Model:
     """A tiny model whose heads have blocks."""
-    monkeypatch.setitem(CONFIGS, "wide", ("LlamaConfig", {"head_dim": 32}))
-    made = tiny("wide")
+    made = tiny("llama", head_dim=32)
     monkeypatch.setattr(conformance, "model", lambda: made)
     return made
 
