@@ -28,10 +28,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def tiny(kind: str = "llama", seed: int = 0) -> Model:
+def tiny(kind: str = "llama", seed: int = 0, **more: Any) -> Model:
     """A model of that architecture with random float32 weights; its tokenizer is missing."""
     class_name, changes = CONFIGS[kind]
-    config = getattr(transformers, class_name)(**(COMMON | changes))
+    config = getattr(transformers, class_name)(**(COMMON | changes | more))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # transformers draws initial weights from the global generator
         hf = transformers.AutoModelForCausalLM.from_config(config)

@@ -36,6 +36,11 @@ class Format(NamedTuple):
     kind: str = ""  # torch's name, where torch has it
 
     @property
+    def top_code(self) -> int:
+        """The code of the largest value."""
+        return int((values(self, torch.device("cpu")) == self.top).nonzero())
+
+    @property
     def dtype(self) -> torch.dtype:
         return getattr(torch, self.kind)
 
@@ -149,7 +154,7 @@ def quantise_floats(x: Tensor, code: FloatCode, shared: Tensor) -> Quantised:
         codes, scales = with_powers(blocks, largest, code.format)
     else:
         codes, scales = with_floats(blocks, largest, code, shared)
-    scales = by_group(scales)
+    scales = by_group(scales) if x.shape[1] > 1 else scales
     return Quantised(pack(codes.flatten(-2), code.format.bits), scales, scales)
 
 

@@ -7,11 +7,11 @@ Not here: the formats (`kernels/packed/floats.py`), which of them a method takes
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from annotated_types import Gt
@@ -21,17 +21,19 @@ from kvbench.engine.attend import Part
 from kvbench.engine.budget import ELEMENT_BYTES, Budget
 from kvbench.engine.caches.asked import Make
 from kvbench.engine.caches.packed_host import joined
-from kvbench.engine.caches.quantized import LatestTokens, QuantizedCache
+from kvbench.engine.caches.quantized import LatestTokens, Packing, Packings, QuantizedCache
 from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.checkpoints.scales import cache_scales
 from kvbench.engine.declared import Index
 from kvbench.engine.errors import ConfigError
+from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.model import Model
 from kvbench.engine.observe import ModelFact, Observation
 from kvbench.engine.passes.trace import Known
 from kvbench.engine.placement import Quantize, Seen
 from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.engine.softmax import Softmax
+from kvbench.kernels.fast import takes
 from kvbench.kernels.gather import is_within
 from kvbench.kernels.packed.attend import Packed, Side
 from kvbench.kernels.packed.codes import BY_FLOAT, Quantised
@@ -44,6 +46,8 @@ from kvbench.kernels.packed.floats import (
     rebuild_floats,
     tables,
 )
+from kvbench.kernels.packed.tokens import Ageing, FloatPacking, packs_floats
+from kvbench.kernels.rows.append import Place
 from kvbench.kernels.select_attend import Spans
 from kvbench.methods.quantising.base import QuantisingMethod
 
@@ -117,7 +121,10 @@ class CodedSide:
             if self.late.n <= self.residual:
                 return
             x = self.late.leave(1)
-        codes, scales, _ = quantise_floats(x[0].float(), self.code, self.shared)
+        self.take(*quantise_floats(x[0].float(), self.code, self.shared)[:2])
+
+    def take(self, codes: Tensor, scales: Tensor) -> None:
+        """Take in what was made of the next token."""
         self.packed.codes[:, self.n : self.n + 1] = codes
         if self.code.scale != "none":
             self.packed.scales[:, self.n : self.n + 1] = scales
@@ -128,8 +135,13 @@ class CodedSide:
         return self.nothing if self.late is None else self.late.view()
 
     def rebuilt(self) -> Tensor:
-        filled = Quantised(*(x[:, : self.n] for x in self.packed[:2]), self.packed.scales)
+        codes, scales = (x[:, : self.n] for x in self.packed[:2])
+        filled = Quantised(codes, scales, scales)
         return rebuild_floats(filled, self.code, self.shared)
+
+    def sizes(self) -> Tensor:
+        """Codes of 8 bits without their signs, of all packed tokens."""
+        return self.packed.codes[:, : self.n].flatten() & 127
 
     def side(self) -> Side:
         """What attention reads: a number of a table times a scale, which may be looked up too."""
@@ -164,11 +176,58 @@ class FloatCache(QuantizedCache):
             CodedSide(code, x, shared, plan.residual, n_new)
             for code, x, shared in zip((plan.key, plan.value), [k] if self.joint else [k, v], scales, strict=False)
         ]
+        # What heads of K and then of V share, where a token's are coded at once, which takes half of the calls.
+        self.together: Tensor | None = None
+        if plan.key == plan.value and k.shape[3] == v.shape[3] and not (self.joint or plan.residual):
+            self.together = torch.cat([x.expand(k.shape[1], 1, 1) for x in scales])
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
-        for side, x in zip(self.sides, (k_new, v_new), strict=False):
-            side.append(x)
         self.n += 1
+        if self.together is None:
+            for side, x in zip(self.sides, (k_new, v_new), strict=False):
+                side.append(x)
+            return
+        codes, scales, _ = quantise_floats(torch.cat([k_new[0], v_new[0]]).float(), self.plan.key, self.together)
+        for side, *made in zip(self.sides, codes.chunk(2), scales.chunk(2), strict=True):
+            side.take(*made)
+
+    @classmethod
+    def append_rows(
+        cls, caches: Sequence[QuantizedCache], k_new: Sequence[Tensor], v_new: Sequence[Tensor]
+    ) -> list[list[Place]]:
+        """Codecs of one plan make codes in one launch."""
+        mine = cast("Sequence[FloatCache]", caches)
+        for quantized, k, v in zip(mine, k_new, v_new, strict=True):
+            if not quantized.packs_in_kernels:
+                quantized.append(k, v)
+        for some in alike(mine):
+            first, _ = some[0]
+            packing_of(some, [(k_new[i], v_new[i]) for i, _ in some], 0).pack(k_new[first], v_new[first])
+            for _, quantized in some:
+                quantized.repeat()
+        return [[] for _ in caches]
+
+    @classmethod
+    def packing(
+        cls, caches: Sequence[QuantizedCache], newest: Sequence[tuple[Tensor, Tensor]], rows: Sequence[int]
+    ) -> Packing | None:
+        """Every token's key and value."""
+        kinds = alike(cast("Sequence[FloatCache]", caches))
+        return Packings([packing_of(some, [newest[i] for i, _ in some], 1, rows[some[0][0]]) for some in kinds])
+
+    @property
+    def packs_in_kernels(self) -> bool:
+        ready = not (self.joint or self.plan.residual) and takes("packing", self.nothing.k.device)
+        return ready and all(packs_floats(side.code, side.nothing.shape[3]) for side in self.sides)
+
+    def growing(self) -> Growing | None:
+        room = self.sides[0].packed.codes.shape[1]
+        return Growing((1,), (), room - self.n) if self.packs_in_kernels else None
+
+    def repeat(self) -> None:
+        self.n += 1
+        for side in self.sides:
+            side.n += 1
 
     def part(self) -> Part:
         sides = [side.side() for side in self.sides]
@@ -195,6 +254,31 @@ class FloatCache(QuantizedCache):
 
     def tensors(self) -> list[Tensor]:
         return [x for side in self.sides for x in side.tensors()]
+
+
+def alike(caches: Sequence[FloatCache]) -> list[list[tuple[int, FloatCache]]]:
+    """Caches, and their places, whose tokens kernels pack in one launch."""
+    found: dict[Hashable, list[tuple[int, FloatCache]]] = {}
+    for i, quantized in enumerate(caches):
+        if quantized.packs_in_kernels:
+            found.setdefault((quantized.plan.key, quantized.plan.value), []).append((i, quantized))
+    return [*found.values()]
+
+
+def packing_of(
+    some: Sequence[tuple[int, FloatCache]], newest: Sequence[tuple[Tensor, Tensor]], n_counted: int, row: int = 0
+) -> FloatPacking:
+    """Packing of the newest tokens, of which the caches have counted so many in; they come from `row` on."""
+
+    def ageing(which: int) -> list[Ageing]:
+        sides = [quantized.sides[which] for _, quantized in some]
+        return [
+            Ageing(x[which], side.packed, side.n - n_counted, side.shared if side.code.scale == "e4m3" else None)
+            for side, x in zip(sides, newest, strict=True)
+        ]
+
+    plan = some[0][1].plan
+    return FloatPacking(ageing(0), ageing(1), plan.key, plan.value, row)
 
 
 class RaggedFloats(QuantizedCache):

@@ -19,15 +19,19 @@ Figures   keep fewer bits, or made keys: #6A4FBF, square, -
 
 from dataclasses import dataclass
 from math import gcd
-from typing import Literal
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
 
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.declared import Tokens
 from kvbench.engine.errors import ConfigError
+from kvbench.engine.layouts.quantized import QuantizedLayer
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.packed.floats import E4M3, E5M2, FloatCode
-from kvbench.methods.quantising.floats import FloatMethod, HostFloats, Reach, Skipped
+from kvbench.methods.quantising.floats import FloatCache, FloatMethod, HostFloats, Reach, Skipped
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 SHARED: dict[str, Literal["one", "layer", "head"]] = {
@@ -81,6 +85,15 @@ class FP8(FloatMethod):
     def token_code(cls, params: Params) -> TokenCode:
         return HostFloats("fp8", *cls.codes(params))
 
+    def report(self) -> dict[str, Any]:
+        """Which shares of each coded layer's numbers stand at the largest value, where more would, and at zero."""
+        layers = [x.quantized for x in self.store.layers.values() if isinstance(x, QuantizedLayer)]
+        caches = cast("list[FloatCache]", layers)
+        sizes = [torch.cat([side.sizes() for side in cache.sides]) for cache in caches]
+        top = self.plan.key.format.top_code
+        at_top, at_zero = ([share(x == size) for x in sizes] for size in (top, 0))
+        return super().report() | {"at_top": at_top, "at_zero": at_zero}
+
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
         return cls.title_of(params)
@@ -92,3 +105,8 @@ class FP8(FloatMethod):
             notes.append(words if params.source == "prompt" else words.replace("a scale", "the checkpoint's scale"))
         notes += ["queries too"] if params.query == "fp8" else []
         return f"{cls.title} ({', '.join(notes)})" if notes else cls.title
+
+
+def share(found: Tensor) -> float:
+    """Of these numbers, in few digits; 0 of none."""
+    return round(int(found.sum()) / max(1, found.numel()), 6)

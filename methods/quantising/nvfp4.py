@@ -1,12 +1,11 @@
 """NVFP4: floats of 4 bits in blocks of 16 channels, an FP8 scale for each block, one more for each layer: 4.5 bits.
 
-Blackwell's format for caches. No calibration, and every token by itself, the current one before it is attended to. Keys
-may be FP8, since their errors pass the exponential of the softmax and those of values do not.
+Blackwell's format for caches. No calibration, and every token by itself, the current one before it is attended to. With
+a byte budget alone keys are FP8 where that fits (`fp8_nvfp4.py`).
 
 Paper     none: the format is NVIDIA's, the scales are vLLM's and SGLang's
 Symbols   g = the scale that a layer's tokens share (k_scale, v_scale of vLLM, a multiplier); 4-over-6 = `over: 4`.
-Per step  moved: nothing; resident: h_kv * (d_h + d_v) * 9/16 bytes a token, with keys in FP8 h_kv * (d_h + d_v * 9/16);
-          4 bytes for each side of a layer whose g is measured.
+Per step  moved: nothing; resident: h_kv * (d_h + d_v) * 9/16 bytes a token, and 8 a layer where g is measured.
 Differs   - the prompt attends to exact K and V, where engines read theirs back; g is the prompt's, where vLLM has 1
             unless the checkpoint has one (`nvfp4_vllm`).
           - divisions in place of engines' approximate reciprocals, which round a few codes the other way.
@@ -37,7 +36,6 @@ class NVFP4(FloatMethod):
 
     @dataclass(frozen=True)
     class Params:
-        keys: Literal["nvfp4", "fp8"]
         global_scale: Literal["prompt", "one", "file", "found"]
         over: Literal[6, 4]
         skip_layers: Skipped
@@ -56,14 +54,14 @@ class NVFP4(FloatMethod):
             E2M1, BLOCK, "e4m3", "one" if params.global_scale == "one" else "layer", E2M1.top * E4M3.top,
             params.global_scale in ("file", "found"), (6, 4) if params.over == 4 else (6,),
         )  # fmt: skip
-        return of_block if params.keys == "nvfp4" else FloatCode(E4M3), of_block
+        return of_block, of_block
 
     @classmethod
     def candidates(cls, params: Params, budget: Budget, shape: ModelShape) -> Iterable[FloatPlan]:
-        """Keys in FP8 come first where there is room; other forms are those that are asked for."""
-        if params.keys == "nvfp4":
-            yield cls.plan_for(replace(params, keys="fp8"), budget, shape)
-        yield cls.plan_for(params, budget, shape)
+        """Keys in FP8 come first where there is room."""
+        plan = cls.plan_for(params, budget, shape)
+        yield replace(plan, key=FloatCode(E4M3))
+        yield plan
 
     @classmethod
     def smaller(cls, params: Params, shape: ModelShape) -> str:
@@ -71,22 +69,15 @@ class NVFP4(FloatMethod):
 
     @classmethod
     def token_code(cls, params: Params) -> TokenCode:
-        return HostFloats("nvfp4" if params.keys == "nvfp4" else "fp8 K nvfp4 V", *cls.codes(params))
+        return HostFloats(cls.title.lower(), *cls.codes(params))
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
-        is_chosen = request.memory is not None and request.memory_alone
-        return cls.with_notes(params, is_chosen)
+        return cls.title_of(params)
 
     @classmethod
     def title_of(cls, params: Params) -> str:
-        return cls.with_notes(params)
-
-    @classmethod
-    def with_notes(cls, params: Params, is_chosen: bool = False) -> str:
-        """The method's name with what is not usual, but for keys that a budget chooses."""
-        notes = ["FP8 keys"] if params.keys == "fp8" and not is_chosen else []
-        notes += ["g = 1"] if params.global_scale == "one" else []
+        notes = ["g = 1"] if params.global_scale == "one" else []
         notes += ["4-over-6"] if params.over == 4 else []
         notes += ["queries too"] if params.query == "fp8" else []
         return f"{cls.title} ({', '.join(notes)})" if notes else cls.title

@@ -14,8 +14,8 @@ Differs   as vLLM's backend, which differs from the paper: Hadamard matrix witho
           rotation, a codebook of the normal distribution, keys scaled to their stored norm when they are read, values
           uniform and not rotated. `objective=prod`, `values=mse` and `rotation=haar` are the paper's. vLLM leaves two
           layers whole at either end (`turboquant_vllm`); its own codebook is off by up to 0.002 standard deviations.
-          Attention reads 2 and 4 bits packed, on a GPU 3 bits too. Other keys and values are kept packed, and rebuilt
-          for the length of a layer's attention.
+          Attention reads 2, 4 and 8 bits packed, on a GPU 3 bits too. Other keys and values are kept packed, and
+          rebuilt for the length of a layer's attention.
 Fails     small models lose much below 4 bits. `prod` is worse than `mse`: softmax amplifies the noise that it adds.
 Figures   keep fewer bits, or made keys: #0AA29C, pillar, --
 """
@@ -41,11 +41,13 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.fast import takes
 from kvbench.kernels.packed.attend import Packed, Side
 from kvbench.kernels.packed.codes import BY_TABLE, BY_TOKEN, BY_UNIT_TABLE, Quantised, by_group, pack, unpack, with_room
+from kvbench.kernels.packed.floats import E4M3, FloatCode
 from kvbench.kernels.packed.tokens import Ageing, UnitPacking
 from kvbench.kernels.packed.tokens import Book as TokenBook
 from kvbench.kernels.rows.append import Place
 from kvbench.methods.quantising import codebooks
 from kvbench.methods.quantising.base import QuantisingMethod
+from kvbench.methods.quantising.floats import CodedSide
 from kvbench.methods.traits import Traits
 
 FP8 = 8  # bits of a key that is a float, not an entry of a codebook
@@ -113,7 +115,9 @@ class TurboQuantCache(QuantizedCache):
         self.value_table = None if book.value_table is None else book.value_table.to(k.device)
         self.gaussian = None if book.gaussian is None else book.gaussian.to(k.device)
         room = self.n + n_new
-        self.keys = with_room(self.coded_keys(k[0].float()), BY_TOKEN, room)
+        one = torch.ones(1, 1, 1, device=k.device)
+        self.floats = CodedSide(FloatCode(E4M3), k, one, 0, n_new) if plan.key_bits == FP8 else None
+        self.keys = self.floats.packed if self.floats else with_room(self.coded_keys(k[0].float()), BY_TOKEN, room)
         self.values = with_room(self.coded_values(v[0].float()), BY_TOKEN, room)
         if params.objective == "mse":  # keys have one number next to their codes, and rotated values too
             self.keys = self.keys._replace(zeros=self.keys.scales)
@@ -122,10 +126,6 @@ class TurboQuantCache(QuantizedCache):
 
     def coded_keys(self, k: Tensor) -> Quantised:
         """Codes of keys (h_kv, n, d_h) with their norms, and for `prod` the lengths of residuals."""
-        if self.plan.key_bits == FP8:
-            codes = k.to(torch.float8_e4m3fn).view(torch.uint8)
-            none = k.new_zeros(len(k), k.shape[1], 1, dtype=torch.float16)
-            return Quantised(codes, none, none)
         if self.params.objective == "prod":
             assert self.gaussian is not None, "no matrix for the residual"
             table = self.table[: len(self.midpoints) + 1]
@@ -155,10 +155,10 @@ class TurboQuantCache(QuantizedCache):
 
     def rebuilt_keys(self) -> Tensor:
         """(h_kv, n, d_h) float32, rotated where `is_rotated` says so."""
+        if self.floats:
+            return self.floats.rebuilt()
         codes, norms, lengths = (x[:, : self.n] for x in self.keys)
         bits = self.plan.key_bits
-        if bits == FP8:
-            return codes.contiguous().view(torch.float8_e4m3fn).float()
         if self.params.objective == "prod":
             assert self.gaussian is not None, "no matrix for the residual"
             split = -(-self.d_h * (bits - 1) // 8)
@@ -179,8 +179,10 @@ class TurboQuantCache(QuantizedCache):
         return indices * scales.float() + lows.float()
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
-        keys, values = self.coded_keys(k_new[0].float()), self.coded_values(v_new[0].float())
-        for held, new in ((self.keys, keys), (self.values, values)):
+        if self.floats:
+            self.floats.append(k_new)
+        keys = [] if self.floats else [(self.keys, self.coded_keys(k_new[0].float()))]
+        for held, new in (*keys, (self.values, self.coded_values(v_new[0].float()))):
             for target, x in zip(held, new, strict=True):
                 target[:, self.n : self.n + 1] = x
         self.n += 1
@@ -207,6 +209,7 @@ class TurboQuantCache(QuantizedCache):
         key_bits = self.plan.key_bits if self.is_rotated else FP8  # others are rebuilt by themselves
         value_kind = BY_TOKEN if self.value_table is None else BY_TABLE
         k = Side(key_kind, key_bits, self.d_h, self.n, self.keys, self.nothing, self.table, self.rebuilt_keys)
+        k = self.floats.side() if self.floats else k
         v = Side(
             value_kind, self.plan.value_bits, self.d_h, self.n, self.values, self.nothing, rebuild=self.rebuilt_values
         )
@@ -253,7 +256,8 @@ class TurboQuantCache(QuantizedCache):
         return self.h_kv * self.n * (of_token + value_bytes_of(self.plan.value_bits, self.d_h, self.params.values))
 
     def tensors(self) -> list[Tensor]:
-        return list({x.data_ptr(): x for x in (*self.keys, *self.values)}.values())
+        keys = self.floats.tensors() if self.floats else self.keys
+        return list({x.data_ptr(): x for x in (*keys, *self.values)}.values())
 
 
 def alike(caches: Sequence[TurboQuantCache]) -> list[list[tuple[int, TurboQuantCache]]]:

@@ -1,15 +1,26 @@
 """What every method must hold, for every file in conf/method/: a new one falls under it by being there."""
 
+from collections.abc import Iterator
+from contextlib import nullcontext
+
 import pytest
 
 from kvbench.results.names import known
-from kvbench.tests.conformance import AT_EACH_RATIO, METHODS, ONCE, RATIOS, Refused, ours
+from kvbench.tests.conformance import AT_EACH_RATIO, METHODS, ONCE, RATIOS, Refused, ours, wide_enough
 
 BESIDE_OTHERS = "the answer is the same alone and beside others"
 
 
 # A preset has its method's code, so what that leaves behind for others is found without it.
 SLOW = {(name, BESIDE_OTHERS) for name in METHODS if known(name) != name}
+
+
+@pytest.fixture(autouse=True)
+def heads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The model has heads that the method of the test can pack."""
+    called = getattr(request.node, "callspec", None)
+    with wide_enough(ours(called.params["name"])) if called and "name" in called.params else nullcontext():
+        yield
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """`memory`: what every method makes of a byte budget, for every file in conf/method that is a method's own."""
 
 import re
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from math import floor
@@ -17,7 +19,7 @@ from kvbench.evals.settings import own_class
 from kvbench.methods.base import Variant
 from kvbench.methods.rules import planned
 from kvbench.results.names import known
-from kvbench.tests.conformance import FITTED_COMM, METHODS, S, Subject, answers, model, ours
+from kvbench.tests.conformance import FITTED_COMM, METHODS, S, Subject, answers, model, ours, wide_enough
 from kvbench.tests.conformance import subject as made_of
 
 
@@ -41,6 +43,14 @@ def asked(memory: str, ratio: str | None = None, comm: str | None = "1/16") -> B
 def variant(one: Subject, request: BudgetRequest) -> Variant:
     one.kind.check(one.params, request, model().shape)
     return one.kind.variant_for(one.params, request, model().shape, S)
+
+
+@pytest.fixture(autouse=True)
+def heads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The model has heads that the method of the test can pack."""
+    called = getattr(request.node, "callspec", None)
+    with wide_enough(ours(called.params["name"])) if called and "name" in called.params else nullcontext():
+        yield
 
 
 @pytest.mark.parametrize("name", OWN)

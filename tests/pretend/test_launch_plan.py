@@ -114,6 +114,7 @@ ALIKE = [
     pytest.param("double_sparsity", marks=pytest.mark.slow),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("oracle method.generated=inside", "rkv")),
     "turboquant",
+    "fp8",
 ]
 
 
@@ -144,7 +145,7 @@ def test_a_graph_of_a_step_would_do_the_next_ones(machine: Machine, monkeypatch:
 
     monkeypatch.setattr(InterpretedFunction, "run", noting)
     monkeypatch.setattr(LaunchPlan, "enter", entering)
-    steps(machine, name, asks=note, ratio="1" if name == "turboquant" else "0.3")
+    steps(machine, name, asks=note, ratio="1" if name in ("turboquant", "fp8") else "0.3")
     assert replayable == {True}
     *_, before, last, after = by_step
     assert before and before == last == after

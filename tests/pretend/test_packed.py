@@ -24,6 +24,10 @@ ASKED = {
     "turboquant_2bit": ["method.preset=2bit_nc", "method.rotation=haar"],
     "turboquant_3bit": ["method.preset=3bit_nc"],
     "hf_quantized_cache": ["method.group=16"],
+    "fp8": ["method.scale=head", "method.format=e5m2"],
+    "fp8_token_head": ["method.query=fp8"],
+    "nvfp4": [],
+    "fp8_nvfp4": [],
 }
 
 
@@ -51,7 +55,9 @@ def rebuilding(side: Side, n: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "names", [("kivi", "turboquant"), pytest.param(tuple(ASKED), marks=pytest.mark.slow)], ids=["two", "all"]
+    "names",
+    [("kivi", "turboquant"), ("fp8", "nvfp4"), pytest.param(tuple(ASKED), marks=pytest.mark.slow)],
+    ids=["two", "floats", "all"],
 )
 def test_codes_are_read_packed_and_say_the_same(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
@@ -73,11 +79,14 @@ STEADY = [
         14, marks=pytest.mark.slow,
     ),
     ({"turboquant": [], "think": ["method.recent=8"], "snapkv": []}, 6),
+    ({"fp8_token_head": ["method.query=fp8"], "nvfp4": [], "snapkv": []}, 6),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("asked", "n_new"), STEADY, ids=["a block becomes full", "beside others", "rows with queries of their own"]
+    ("asked", "n_new"),
+    STEADY,
+    ids=["a block becomes full", "beside others", "rows with queries of their own", "floats"],
 )
 def test_steps_over_codes_are_told_once(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, asked: dict[str, list[str]], n_new: int

@@ -15,20 +15,21 @@ from kvbench.engine.model import Model
 from kvbench.evals.cells import cell_without_task
 from kvbench.evals.settings import from_words
 from kvbench.methods.quantising.fp8 import FP8
+from kvbench.methods.quantising.fp8_nvfp4 import FP8NVFP4
 from kvbench.methods.quantising.mxfp4 import MXFP4
 from kvbench.methods.quantising.nvfp4 import NVFP4
 from kvbench.methods.rules import Quantizer
 from kvbench.tests import conformance
 from kvbench.tests.conformance import answers, ours, subject
-from kvbench.tests.tiny import CONFIGS, tiny
+from kvbench.tests.tiny import tiny
 from kvbench.tests.vectors import trace_of
 
 PARAMS = FP8.Params("e4m3", "one", "prompt", "top", (), 0, "exact")
 QUANTIZERS = {
     **{scale: Quantizer(FP8, replace(PARAMS, scale=scale)) for scale in ("one", "tensor", "head", "token_head")},
-    "nvfp4": Quantizer(NVFP4, NVFP4.Params("nvfp4", "prompt", 6, (), 0, "exact")),
-    "fp8_nvfp4": Quantizer(NVFP4, NVFP4.Params("fp8", "prompt", 6, (), 0, "exact")),
-    "mxfp4": Quantizer(MXFP4, MXFP4.Params(4, (), 0, "exact")),
+    "nvfp4": Quantizer(NVFP4, NVFP4.Params("prompt", 6, (), 0, "exact")),
+    "fp8_nvfp4": Quantizer(FP8NVFP4, NVFP4.Params("prompt", 6, (), 0, "exact")),
+    "mxfp4": Quantizer(MXFP4, MXFP4.Params((), 0, "exact")),
 }
 EVEN = ("snapkv", "lagkv", "keydiff_kvpress", "cur", "expected_attention", "random", "chunkkv", "compactor")
 UNEVEN = (
@@ -45,8 +46,7 @@ FETCHING = ("pqcache", "clusterkv", "quest", "double_sparsity", "loki")
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> Model:
     """A tiny model whose heads have blocks."""
-    monkeypatch.setitem(CONFIGS, "wide", ("LlamaConfig", {"head_dim": 32, "num_hidden_layers": 2}))
-    made = tiny("wide")
+    made = tiny("llama", head_dim=32, num_hidden_layers=2)
     monkeypatch.setattr(conformance, "model", lambda: made)
     return made
 
@@ -55,10 +55,9 @@ def pair(words: list[str], quantizer: Quantizer, shape: Any) -> tuple[Any, Any]:
     """A composition at a quarter of the bytes, and the method alone with as many tokens."""
     one = subject(words)
     request = BudgetRequest(None, None, Fraction(0), memory=Fraction(1, 4))
-    more = {} if one.allocator is None else {"allocator": one.allocator}
-    composed = one.kind.variant_for(one.params, request, shape, 240, quantizer=quantizer, **more)
+    composed = one.kind.variant_for(one.params, request, shape, 240, quantizer=quantizer, allocator=one.allocator)
     alike = BudgetRequest(None, composed.budget.tokens, Fraction(0))
-    return composed, one.kind.variant_for(one.params, alike, shape, 240, **more)
+    return composed, one.kind.variant_for(one.params, alike, shape, 240, allocator=one.allocator)
 
 
 def check(words: list[str], name: str, given: Model) -> list[Any]:
@@ -160,7 +159,7 @@ def test_rows_of_the_host_rebuild_to_what_the_device_would_hold(code: str, dtype
 
 @pytest.mark.parametrize(
     ("compose", "label"),
-    [("fp8", "host fp8"), ("nvfp4", "host nvfp4"), ("fp8_nvfp4", "host fp8 K nvfp4 V"), ("mxfp4", "host mxfp4")],
+    [("fp8", "host fp8"), ("nvfp4", "host nvfp4"), ("fp8_nvfp4", "host fp8 k nvfp4 v"), ("mxfp4", "host mxfp4")],
 )
 def test_labels_name_the_tier(compose: str, label: str) -> None:
     fetching = cell_without_task(from_words(["method=pqcache", f"compose={compose}"])).quantizer

@@ -175,7 +175,8 @@ def test_half_of_the_bytes_fits_without_scales_alone(scale: Any, memory: str, fi
         return
     with pytest.raises(ConfigError, match=r"use memory=0\.5001 or more"):
         planned(FP8, params, in_bytes(memory), LARGE, 10_000)
-    assert planned(FP8, replace(params, source="file"), in_bytes(memory), LARGE, 10_000), "of a file they are constants"
+    budget, plan, _ = planned(FP8, replace(params, source="file"), in_bytes(memory), LARGE, 10_000)
+    assert plan.is_known and budget.tokens == 10_000, "of a file they are constants"
 
 
 @pytest.mark.parametrize(("scale", "least"), [("one", "0.5"), ("token_head", "33/64")])
@@ -276,6 +277,16 @@ def test_scales_of_the_prompt_stay_and_larger_tokens_saturate() -> None:
     torch.testing.assert_close(largest, before.flatten() * 448)
 
 
+def test_shares_at_the_largest_value_and_at_zero_are_reported() -> None:
+    k, v = torch.zeros(1, 1, 10, 32), torch.ones(1, 1, 10, 32)
+    k[..., 0], v[..., :4] = 1000.0, 1e-4
+    row = row_of(FP8, PARAMS, trace_of(k, v, 2), WHOLE)
+    report = row.report()
+    assert report["at_top"] == [1 / 64] and report["at_zero"] == [round((31 + 4) / 64, 6)]
+    empty = row_of(FP8, replace(PARAMS, residual=50), trace_of(k, v, 2), WHOLE)
+    assert empty.report()["at_top"] == [0.0]
+
+
 def test_an_all_zero_layer_has_scale_one() -> None:
     k = torch.zeros(1, 2, 20, 32)
     for scale in ("tensor", "head", "token_head"):
@@ -301,7 +312,7 @@ def test_named_layers_stay_whole_and_count_whole() -> None:
     params = replace(PARAMS, skip_layers=(0, 2))
     (said,) = answers([FP8.variant_for(params, WHOLE, model().shape, 240)])
     assert [isinstance(said.row.store[layer], QuantizedLayer) for layer in range(3)] == [False, True, False]
-    assert planned(FP8, params, in_bytes("5/6"), model().shape, 240)
+    assert planned(FP8, params, in_bytes("5/6"), model().shape, 240)[0].tokens == 240
     with pytest.raises(ConfigError, match="use memory=5/6 or more"):
         planned(FP8, params, in_bytes("4/5"), model().shape, 240)
     assert FP8.whole_layers(replace(PARAMS, skip_layers="sliding"), model().shape) == []

@@ -18,19 +18,21 @@ from kvbench.kernels.packed.codes import pack
 from kvbench.kernels.packed.floats import E2M1, encode, values
 from kvbench.methods.full import Full
 from kvbench.methods.quantising.fp8 import FP8
+from kvbench.methods.quantising.fp8_nvfp4 import FP8NVFP4
 from kvbench.methods.quantising.mxfp4 import MXFP4
+from kvbench.methods.quantising.mxfp8 import MXFP8
 from kvbench.methods.quantising.nvfp4 import NVFP4
 from kvbench.methods.rules import Quantizer, planned
 from kvbench.tests import conformance
 from kvbench.tests.conformance import answers, ours
 from kvbench.tests.methods.quantising.test_fp8 import LARGE, SMALL, WHOLE, bits, in_bytes, off, run_steps
 from kvbench.tests.methods.quantising.test_fp8 import PARAMS as FP8_PARAMS
-from kvbench.tests.tiny import CONFIGS, tiny
+from kvbench.tests.tiny import tiny
 from kvbench.tests.vectors import Check, differs, first, load, row_of, step, trace_of
 
 VECTORS = Path(__file__).parents[2] / "golden" / "nvfp4"
-PARAMS = NVFP4.Params("nvfp4", "prompt", 6, (), 0, "exact")
-FP8_KEYS, MX4, MX8 = replace(PARAMS, keys="fp8"), *(MXFP4.Params(bits, (), 0, "exact") for bits in (4, 8))
+PARAMS = NVFP4.Params("prompt", 6, (), 0, "exact")
+MX = MXFP4.Params((), 0, "exact")
 
 
 def run_vectors(path: Path) -> list[Check]:
@@ -50,9 +52,9 @@ def cast(arrays: dict[str, np.ndarray]) -> str | None:
 def answered(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> str | None:
     query: Any = meta.get("query", "exact")
     if meta["keys"].startswith("mx"):
-        return run_steps(MXFP4, MXFP4.Params(8 if meta["keys"] == "mxfp8" else 4, (), 0, query), meta, arrays)
-    params = replace(PARAMS, keys=meta["keys"], global_scale=meta["global"], over=min(meta["over"]), query=query)
-    return run_steps(NVFP4, params, meta, arrays)
+        return run_steps(MXFP8 if meta["keys"] == "mxfp8" else MXFP4, MXFP4.Params((), 0, query), meta, arrays)
+    params = replace(PARAMS, global_scale=meta["global"], over=min(meta["over"]), query=query)
+    return run_steps(FP8NVFP4 if meta["keys"] == "fp8" else NVFP4, params, meta, arrays)
 
 
 @pytest.mark.parametrize("path", sorted(VECTORS.glob("*.npz")), ids=lambda path: path.stem)
@@ -66,7 +68,7 @@ def test_vectors(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "params", "share", "more"),
-    [(NVFP4, PARAMS, "9/32", 8), (NVFP4, FP8_KEYS, "25/64", 4), (MXFP4, MX4, "17/64", 0), (MXFP4, MX8, "33/64", 0)],
+    [(NVFP4, PARAMS, "9/32", 8), (FP8NVFP4, PARAMS, "25/64", 4), (MXFP4, MX, "17/64", 0), (MXFP8, MX, "33/64", 0)],
 )
 def test_bytes_are_the_page_s_share_and_what_layers_share(kind: Any, params: Any, share: str, more: int) -> None:
     for shape, n in ((LARGE, 10_000), (SMALL, 2000)):
@@ -95,9 +97,9 @@ def test_a_quarter_is_refused_alone_and_works_composed() -> None:
     for memory, n in (("1/4", 8888), ("1/8", 4444)):
         budget, _, _ = planned(snapkv.kind, snapkv.params, in_bytes(memory), LARGE, 10_000, quantizer=quantizer)
         assert budget.tokens == n
-    assert planned(MXFP4, MX4, in_bytes("17/64"), LARGE, 10_000)
+    assert planned(MXFP4, MX, in_bytes("17/64"), LARGE, 10_000)[0].tokens == 10_000
     with pytest.raises(ConfigError, match="use memory=17/64 or more, or method=snapkv compose=mxfp4"):
-        planned(MXFP4, MX4, in_bytes("1/4"), LARGE, 10_000)
+        planned(MXFP4, MX, in_bytes("1/4"), LARGE, 10_000)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_vllm", "nvfp4_4over6", "fp8_nvfp4", "mxfp4", "mxfp8"])
@@ -108,12 +110,13 @@ def test_each_step_s_books_are_the_bytes_of_its_tensors(name: str, residual: int
     one = ours(name)
     params = replace(one.params, residual=residual)
     row = row_of(one.kind, params, trace_of(k, v, 9, 40), WHOLE, n_new=7)
+    kind: Any = one.kind
     shape = row.trace.shape
     for t in range(7):
         q, at = torch.randn(1, 9, 1, 64).bfloat16(), slice(40 + t, 41 + t)
         assert step(row, q, k[:, :, at], v[:, :, at], t + 1).isfinite().all()
         entry = row.store.ledger.entries[-1]
-        assert entry.resident_kv_bytes == one.kind.code_bytes(row.plan, 41 + t, shape)
+        assert entry.resident_kv_bytes == kind.code_bytes(row.plan, 41 + t, shape)
     if not residual:
         assert row.store.allocated_bytes() == row.store[0].quantized.counted_bytes()
 
@@ -128,7 +131,7 @@ def test_each_format_is_further_off_than_the_one_above_it() -> None:
         torch.manual_seed(seed)
         k, v = torch.randn(2, 1, 2, 400, 128)
         k *= 1 + 6 * (torch.rand(1, 2, 1, 128) > 0.95)
-        kinds = [(FP8, FP8_PARAMS), (NVFP4, FP8_KEYS), (NVFP4, PARAMS), (MXFP4, MX4)]
+        kinds = [(FP8, FP8_PARAMS), (FP8NVFP4, PARAMS), (NVFP4, PARAMS), (MXFP4, MX)]
         errors.append([off(kind, params, k, v, seed) for kind, params in kinds])
     means = np.mean(errors, 0)
     assert list(means) == sorted(means) and means[0] < means[-1] / 4
@@ -162,8 +165,7 @@ def test_a_residual_of_all_tokens_is_full_attention_bit_for_bit() -> None:
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> Model:
     """A tiny model whose heads have blocks."""
-    monkeypatch.setitem(CONFIGS, "wide", ("LlamaConfig", {"head_dim": 32}))
-    made = tiny("wide")
+    made = tiny("llama", head_dim=32)
     monkeypatch.setattr(conformance, "model", lambda: made)
     return made
 
@@ -187,7 +189,7 @@ def test_the_suite_s_properties_hold_on_wide_heads(wide: Model, name: str) -> No
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["method.keys=mxfp4"], "method.keys=mxfp4"),
+        (["method.over=8"], "method.over=8"),
         (["method.over=5"], "method.over=5"),
         (["method.global_scale=mean"], "method.global_scale=mean"),
         (["method.skip_layers=[3]"], "method.skip_layers names layer 3"),
@@ -200,7 +202,7 @@ def test_what_cannot_be_asked_is_one_sentence(words: list[str], said: str) -> No
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "params", "d_h", "block"), [(NVFP4, PARAMS, 40, 16), (MXFP4, MX4, 80, 32)])
+@pytest.mark.parametrize(("kind", "params", "d_h", "block"), [(NVFP4, PARAMS, 40, 16), (MXFP4, MX, 80, 32)])
 def test_heads_without_whole_blocks_are_named(kind: Any, params: Any, d_h: int, block: int) -> None:
     with pytest.raises(ConfigError, match=f"blocks of {block} channels, and 's' has heads of {d_h}"):
         kind.check(params, WHOLE, replace(SMALL, d_h=d_h))
