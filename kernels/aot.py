@@ -35,9 +35,9 @@ from kvbench.kernels import attend_kept, clusters, column_sums, kmeans, pages, p
 from kvbench.kernels.jit import INTERPRETED, SHARED, triton
 from kvbench.kernels.packed import rows as packed_rows
 from kvbench.kernels.packed import tokens
-from kvbench.kernels.packed.attend import Packed, Side
-from kvbench.kernels.packed.codes import BY_CHANNEL, BY_FLOAT, BY_TOKEN, BY_UNIT_TABLE, Quantised
-from kvbench.kernels.packed.floats import E2M1, E4M3, E5M2, FloatCode
+from kvbench.kernels.packed.attend import Packed, Side, float_side
+from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE, Quantised
+from kvbench.kernels.packed.floats import E2M1, E4M3, E5M2, SCALE_BYTES, FloatCode
 from kvbench.kernels.pq_codes import PackedCodes
 from kvbench.kernels.rows import (
     append,
@@ -301,21 +301,20 @@ def code_sites(shape: Shape, s: int) -> None:
 
 def float_sites(shape: Shape, s: int) -> None:
     h_kv, q = shape.h_kv, shape.empty(2, shape.h, 1, shape.d_h)
-    sides = [(code, float_side(code, shape, s)) for code in FLOATS if shape.d_h % max(code.group, 8) == 0]
+    sides = [(code, as_floats(code, shape, s)) for code in FLOATS if shape.d_h % max(code.group, 8) == 0]
     for (k_code, k), (v_code, v) in [*zip(sides, sides, strict=True), *zip(sides[:1], sides[2:3], strict=False)]:
         coded([(k, v)] * 2, q, s)
         k_ages, v_ages = ([tokens.Ageing(q[:1, :h_kv], side.packed, 7, side.table)] * 2 for side in (k, v))
         tokens.FloatPacking(k_ages, v_ages, k_code, v_code).pack(q[:1, :h_kv], q[:1, :h_kv])
 
 
-def float_side(code: FloatCode, shape: Shape, s: int) -> Side:
-    of, group, exact = code.format, code.width(shape.d_h), shape.empty(1, shape.h_kv, 130, shape.d_h)
-    looked_up = empty(256, dtype=torch.float32) if code.group else None
-    dtype = torch.float32 if looked_up is None else torch.uint8
-    scales = empty(shape.h_kv, shape.d_h // group, s, dtype=dtype).transpose(1, 2)
-    packed = Quantised(empty(shape.h_kv, s, shape.d_h * of.bits // 8, dtype=torch.uint8), scales, scales)
-    table = empty(2**of.bits, dtype=torch.float32)
-    return Side(BY_FLOAT, of.bits, group, s, packed, exact, table, None, looked_up, of.exponent_bits)
+def as_floats(code: FloatCode, shape: Shape, s: int) -> Side:
+    n_bytes, groups = shape.d_h * code.format.bits // 8, shape.d_h // code.width(shape.d_h)
+    dtype = torch.uint8 if SCALE_BYTES[code.scale] == 1 else torch.float32
+    scales = empty(shape.h_kv, groups, s, dtype=dtype).transpose(1, 2)
+    packed = Quantised(empty(shape.h_kv, s, n_bytes, dtype=torch.uint8), scales, scales)
+    exact, shared = shape.empty(1, shape.h_kv, 130, shape.d_h), empty(1, 1, 1, dtype=torch.float32)
+    return float_side(packed, s, exact, code, shared)
 
 
 def landmark_sites(shape: Shape, s: int) -> None:
