@@ -77,6 +77,7 @@ FITTED = {  # to so short a prompt, and to a model without a tokenizer
     "h2o_decode": ["method.interval=4"],
     "tova_decode": ["method.interval=4"],
     "random_decode": ["method.interval=4", "method.window=3", "method.protect=none"],
+    "vase": ["method.interval=4", "method.window=3"],
     "triattention": ["method.interval=4", "method.protect_prompt=false"],
     "simlayerkv_paper": ["method.n_recent=40", "method.threshold=0.3"],
     "simlayerkv_kvpress": ["method.n_recent=40", "method.threshold=0.3"],

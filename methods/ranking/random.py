@@ -25,7 +25,9 @@ from torch import Tensor
 from kvbench.engine.budget import Budget, BudgetRequest
 from kvbench.engine.declared import Index, Tokens
 from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Trace
 from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.jit import upload
 from kvbench.methods.scoring import ScoringMethod
 
 BITS = 64
@@ -76,6 +78,19 @@ def even(x: Tensor) -> Tensor:
 def drawn(of_tokens: Tensor, seed: int, layer: int, head: int) -> Tensor:
     """A number from 0 to 1 for each token, (s,) float32, by its mark."""
     return even(of_tokens ^ keys_of(seed, layer, [head]))
+
+
+def numbers_at(
+    trace: Trace, positions: Tensor, seed: int, layer: int, heads: Iterable[int], draw: int = 0, cut: int = 0
+) -> Tensor:
+    """A number from 0 to 1 for each token of (1, heads, n) by its position, prompt or answer: float32.
+
+    It hangs on the prompt, the answer's number among its draws, and the number of the cut, where it is drawn anew.
+    """
+    prompt = trace.once(("marks of tokens",), lambda: marks(trace.ids, trace.s_prompt))[-1]
+    of_cut = mixed(prompt + wrapped(draw * FIRST + cut * SECOND))
+    of_heads = upload((keys_of(seed, layer, heads) ^ of_cut).tolist(), positions.device)
+    return even((positions + 1) * wrapped(STEP) ^ of_heads.view(1, -1, 1))
 
 
 class Random(ScoringMethod):
