@@ -16,7 +16,7 @@ Figures   drop by place or chance: #84909C, plus, :
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -29,6 +29,7 @@ from kvbench.engine.passes.trace import Trace
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.jit import upload
 from kvbench.methods.scoring import ScoringMethod
+from kvbench.methods.traits import Traits
 
 BITS = 64
 
@@ -128,6 +129,10 @@ class Random(ScoringMethod):
         return Random.Plan(min(params.n_sink, budget.tokens // 4), window)
 
     @classmethod
+    def traits_of(cls, params: Params) -> Traits:
+        return replace(super().traits_of(params), judges="place" if params.draws == "counter" else "")
+
+    @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
         notes = [] if params.per == "head" else [f"one set per {params.per}"]
         notes += ["with ends"] * bool(params.n_sink or params.window) + ["kvpress"] * (params.draws == "kvpress")
@@ -137,6 +142,11 @@ class Random(ScoringMethod):
     def scores(self, layer: int) -> Tensor:
         n_first, n_last = self.ends()
         return self.numbers(layer)[..., n_first : self.trace.s_prompt - n_last]
+
+    def scores_at(self, layer: int, positions: Tensor, draw: int) -> Tensor:
+        h_kv, per, seed = self.trace.shape.h_kv, self.params.per, self.params.seed
+        heads = range(h_kv) if per == "head" else [-1] * h_kv
+        return numbers_at(self.trace, positions.view(1, 1, -1), seed, -1 if per == "prompt" else layer, heads, draw)[0]
 
     def numbers(self, layer: int) -> Tensor:
         """Random numbers of all tokens: (1, h_kv, s) float32, (1, 1, s) where all heads agree."""
