@@ -7,20 +7,18 @@ and its blocks can be shared.
 Paper     none: FilteringPress and UniformFilteringPress of kvpress' pull request 258, which was closed
 Symbols   kvpress: target_compression_ratio, compression_interval = `share`, `interval`; UniformFilteringPress is
           `per: layer`.
-Budget    `append_only`: none, and tables have it where it was measured. A share of 1/2 leaves more than half: the
-          prompt cannot leave while it counts, and what came early met few that were better.
-          `append_only_budget`: B tokens of prompt, answer and window. The chance to enter is what is left of B over
-          what is left of the `expect` tokens of an answer, as a rank among the tokens held; nothing enters once B are.
+Budget    none, and tables have it where it was measured. A share of 1/2 leaves more than half: the prompt cannot leave
+          while it counts, and what came early met few that were better. method=append_only_budget holds one.
 Per step  moved: nothing; resident: what each head kept, 4 * d_h bytes a token, a bit for each generated token of a
           head, and where tokens are ranked by numbers that never change, 4 bytes for each. A scorer that compares keys
           reads those of all held tokens, as `flops_per_token` says. Memory for generated tokens is taken at once.
-Differs   - `window` (theirs 0), `decide: threshold`, `per: token` and the budget are this harness's own.
+Differs   - `window` (theirs 0), `decide: threshold` and `per: token` are this harness's own.
           - a product of a share is rounded half to even, and no head's rank is below 1.
           - skipped slots are hidden, where theirs are filled by tokens that move. The sets are the same.
           - with `per: token` a token is ranked while it is one step younger, as all layers have to be through.
 Fails     where a token matters that was like nothing before it when it came. Per head, hardly a slot is free in a block
           table that heads share: `pages` of `method_report` has both counts.
-Figures   drop while decoding: #B5306B, thin diamond, -.
+Figures   skip while decoding: #D63D3D, kite, --
 """
 
 from dataclasses import dataclass, replace
@@ -38,7 +36,6 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries
 from kvbench.engine.placement import Delayed, Judged, Placement, Queries
 from kvbench.engine.selection import Cost
-from kvbench.methods.decoding.schedule import DecodingRules, Schedule
 from kvbench.methods.named import Scorer
 from kvbench.methods.over import OverScorer, kind_of, refuse_query_heads
 from kvbench.methods.scorers import by_heads
@@ -288,40 +285,3 @@ class AppendOnly(Appending):
         if self.params.per == "head":
             return max(1, min(round((p + 1) * stays), int(n.max()) + 1))
         return max(1, int((int(n[0]) + 1) * stays))
-
-
-class AppendBudget(Appending, DecodingRules):
-    takes = ("answer",)
-
-    @dataclass(frozen=True)
-    class Params(Judging):
-        expect: Count
-        interval: ClassVar[int] = 1  # between two judgements
-
-    params: Params
-
-    @classmethod
-    def notes(cls, params: Params) -> list[str]:
-        return [f"{params.expect} expected"]
-
-    @classmethod
-    def least(cls, params: Params) -> tuple[int, str]:
-        return params.window + 1, f"the last method.window={params.window} tokens stay, and one before them"
-
-    @classmethod
-    def beside_prompt(cls, params: Params) -> tuple[int, str, dict[str, Any]]:
-        return params.window, f"method.window={params.window}", {}
-
-    @classmethod
-    def schedule(cls, params: Params, target: int) -> Schedule:
-        return Schedule(target, 1)
-
-    @classmethod
-    def cycle(cls, plan: Any, s_prompt: int) -> tuple[int, int]:
-        return 0, 1
-
-    def limit(self, n: Tensor, p: int) -> Tensor:
-        """The tokens that are left of the budget, over those that are expected, as a share of those held."""
-        left = self.budget.tokens - n - self.params.window
-        to_come = max(1, self.trace.s_prompt + self.params.expect - p)
-        return (left / to_come).clamp(0, 1) * (n + 1)

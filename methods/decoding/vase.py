@@ -20,7 +20,7 @@ Differs   - draws are a race over numbers that follow from the seed, the prompt,
             cut. Neither has large values, draws or queries.
 Fails     on budgets so small that the last queries' whims decide most of what is drawn; where text is not padded from
           the left the first four tokens are the sinks, which would otherwise leave first: their values are small.
-Figures   drop while decoding: #E0567C, hourglass, :
+Figures   drop by place or chance: #9A3EEA, kite, -
 """
 
 from dataclasses import dataclass, replace

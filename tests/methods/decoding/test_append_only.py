@@ -18,7 +18,8 @@ from kvbench.engine.placement import Judged
 from kvbench.evals.cells import ask
 from kvbench.evals.settings import from_words
 from kvbench.methods.base import reported
-from kvbench.methods.decoding.append_only import AppendBudget, AppendOnly, in_pages
+from kvbench.methods.decoding.append_only import AppendOnly, in_pages
+from kvbench.methods.decoding.append_only_budget import AppendBudget
 from kvbench.methods.full import Full
 from kvbench.tests.conformance import answers, model
 from kvbench.tests.methods.decoding.traces import read_trace
