@@ -140,8 +140,9 @@ class DecodingRules(Rules):
         n_more, what, instead = cls.beside_prompt(params) or (target - s_prompt, "", {})
         if target < s_prompt + n_more:
             others = "".join(f", or method.{key}={word(value)}" for key, value in instead.items())
+            more = f" and {what} more" if n_more else ""
             raise ConfigError(
-                f"budget={tokens} does not hold a protected prompt of {s_prompt} tokens and {what} more; use "
+                f"budget={tokens} does not hold a protected prompt of {s_prompt} tokens{more}; use "
                 f"budget={s_prompt + n_more + tokens - target} or more{others}"
             )
         if counts != "target" and most > target + params.interval:
