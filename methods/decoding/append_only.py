@@ -67,8 +67,8 @@ class Judging:
             )
         if judges == "queries" and self.window < LEAST_QUERIES:
             raise ConfigError(
-                f"{title} looks at queries, and a token of which method.window={self.window} says when it is judged "
-                f"has as many newer ones; use method.window={LEAST_QUERIES} or more"
+                f"{title} scores a token by the queries of the method.window={self.window} tokens after it, which are "
+                f"too few; use method.window={LEAST_QUERIES} or more"
             )
         if self.per == "token" and not self.window:
             raise ConfigError(
@@ -89,7 +89,8 @@ class Appending(OverScorer):
 
     params: Judging
     known: dict[int, Tensor]  # by layer, numbers that never change: (h_kv, n) of the latest tokens, or of all
-    margins: dict[int, Tensor]  # by layer, of the token that all layers judge next
+    margins: dict[int, Tensor]  # by layer, of the token that all layers judge at the next step
+    together: Tensor  # whether they keep that of this step
     n_scored: int  # keys of KV heads that were scored
 
     @classmethod
@@ -173,8 +174,9 @@ class Appending(OverScorer):
         if not self.is_tested(p):
             return held.new_ones(len(held))
         if self.params.per == "token":
-            together = torch.stack(self.trace.gathered(self.margins.values())).mean() > 0
-            return together.to(held.device).expand(len(held))
+            if layer == self.trace.shape.attention_layers[0]:  # the margins are those of the step before
+                self.together = torch.stack(self.trace.gathered(self.margins.values())).mean() > 0
+            return self.together.to(held.device).expand(len(held))
         passes = self.margin(layer, held, p) > 0
         return passes if self.params.per == "head" else (passes.float().mean() >= 0.5).expand(len(held))
 

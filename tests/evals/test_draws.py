@@ -126,7 +126,7 @@ def test_pass_at_k_is_without_bias() -> None:
         (["method=rkv", "budget=8"], "budget=8 is too small"),
         (["method=triattention", "budget=200"], "does not hold a protected prompt of"),
         (["method=snapkv", "budget=64", "budget_counts=mean"], "use method=snapkv_decode"),
-        (["method=knorm", "budget=64", "budget_counts=peak"], "use one of full_stopped, h2o_decode"),
+        (["method=knorm", "budget=64", "budget_counts=peak"], "use one of append_only_budget, full_stopped"),
         (["method=rkv", "budget=64", "budget_counts=most"], "use target, mean or peak"),
         (["method=full", "temperature=-1"], "temperature=-1 is out of range"),
         (["method=full", "temperature=1", "top_p=0"], "top_p=0 is out of range"),

@@ -125,6 +125,31 @@ def test_what_is_kept_never_leaves_and_newer_ones_are_seen(words: tuple[str, ...
     assert entry.attended == int(seen[-1].sum()) and entry.resident_kv_bytes == entry.attended * 2 * 8 * 2
 
 
+def test_a_layer_keeps_what_half_of_its_heads_would_and_every_third_token_is_tested() -> None:
+    params, k, s = params_of("append_only", "method.per=layer", "method.interval=3", "method.share=0.7"), drawn(80), 20
+    row = start(AppendOnly, params, k, s)
+    go_on(row, k, s)
+    norms, held = k[0].norm(dim=-1), [*range(s)]
+    for p in range(s, 80):
+        n = max(1, int((len(held) + 1) * (1 - 0.7)))
+        votes = [(norms[head, held] < norms[head, p]).sum() < n for head in range(4)]
+        if (p + 1 - s) % 3 or sum(map(int, votes)) >= 2:
+            held.append(p)
+    assert row.store[0].judged()[0].nonzero().squeeze(1).tolist() == held and 62 <= len(held) < 78
+
+
+@pytest.mark.parametrize(
+    "words", [("method.window=1",), ("method.window=3", "method.scorer=keydiff", "method.share=0.6")], ids=str
+)
+def test_all_layers_keep_the_same_tokens_where_they_judge_together(words: tuple[str, ...]) -> None:
+    row = said(params_of("append_only", "method.per=token", *words)).row
+    kept = [row.store[layer].judged() for layer in model().shape.attention_layers]
+    assert all(torch.equal(each, kept[0][:1].expand_as(each)) for each in kept)
+    assert 240 < int(kept[0][0].sum()) < kept[0].shape[1], "some stay and some do not"
+    apart = said(params_of("append_only", "method.per=layer", *words)).row
+    assert not torch.equal(apart.store[0].judged(), kept[0]), "a layer by itself keeps others"
+
+
 def test_who_is_judged_is_not_judged_again() -> None:
     k, s = drawn(30), 20
     row = start(AppendOnly, KEYS, k, s)
@@ -197,7 +222,7 @@ def test_a_budget_is_never_exceeded_and_spread_over_the_answer(expect: int, wind
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["method.scorer=snapkv"], "SnapKV looks at queries.*use method.window=8 or more"),
+        (["method.scorer=snapkv"], "SnapKV scores a token by the queries.*use method.window=8 or more"),
         (["method.scorer=tova"], "TOVA has no score for a token that is generated"),
         (["method.scorer=h2o", "method.window=16"], "H2O has no score for a token"),
         (["method.decide=threshold", "method.scorer=keydiff"], "KeyDiff judges a token by others"),
