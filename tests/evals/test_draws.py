@@ -38,6 +38,8 @@ def test_draws_are_the_same_alone_and_beside_others(model: str, tmp_path: Path) 
         ["method=h2o_decode", *SMALL],
         ["method=streamingllm_decode", *SMALL, "budget_counts=peak"],
         ["method=random_decode_unprotected", *SMALL],
+        ["method=vase", *SMALL, "method.window=8"],
+        ["method=append_only", "method.scorer=random"],
     ]
     together = sweep(words(model), variants, tmp_path / "together")
     for i, (result, rows) in enumerate(together):
@@ -45,7 +47,7 @@ def test_draws_are_the_same_alone_and_beside_others(model: str, tmp_path: Path) 
         assert [row.id for row in rows] == [row.id for row in alone_rows]
         assert [row.prediction for row in rows] == [row.prediction for row in alone_rows]
         assert result.score == alone.score and result.pass_at_k == alone.pass_at_k
-    (full, full_rows), (rkv, rkv_rows), _, (peak, _), _ = together
+    (full, full_rows), (rkv, rkv_rows), _, (peak, _), *_ = together
     assert [row.fields["draw"] for row in full_rows] == [0, 1, 2] * 2
     assert len({row.sample_id for row in full_rows}) == 2 and len({row.prediction for row in full_rows}) == 6
     assert full.footprint == full.footprint_vs_full == 1
