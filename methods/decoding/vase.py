@@ -18,8 +18,8 @@ Differs   - draws are a race over numbers that follow from the seed, the prompt,
             that are none in the text. `order: position` sorts, as Random Attention's port of it does.
           - `dkv_fixed` projects by one matrix for each layer of an answer, `dkv` as the authors do by a new one at each
             cut. Neither has large values, draws or queries.
-Fails     on budgets so small that the last queries' whims decide most of what is drawn; where text is not padded from
-          the left the first four tokens are the sinks, which would otherwise leave first: their values are small.
+Fails     on budgets so small that a few draws decide an answer. The first four tokens stay whatever they hold, as their
+          values are small, and much attention goes to them.
 Figures   drop by place or chance: #9A3EEA, kite, -
 """
 
