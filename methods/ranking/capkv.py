@@ -6,8 +6,8 @@ the mean of the queries to come, as Expected Attention turns it. A value that po
 
 Paper     arXiv:2604.25975, 2026; Yang, Jiaming; Rethinking KV Cache Eviction via a Unified Information-Theoretic
           Objective
-Symbols   code tau, n_future_positions, n_sink, epsilon = `tau`, `n_future`, `plan.n_sink`, `eps`; query anchor, capacity
-          matrix A, w = the turned mean, `capacity`, `relevance`.
+Symbols   code tau, n_future_positions, n_sink, epsilon = `tau`, `n_future`, `plan.n_sink`, `eps`; query anchor = the
+          turned mean; A, w = `capacity`, `relevance`.
 Per step  moved: nothing; resident: the budget's tokens and generated ones, 4 * d_h bytes each. While the prompt is
           read: h * (d_h + d_h²) float32 per layer, the statistics of Expected Attention, of which the mean is used.
 Differs   - all of it is the authors' code, which is kvpress' press. It takes cosines where the paper has products of
