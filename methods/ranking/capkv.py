@@ -25,7 +25,6 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from kvbench.engine.budget import Budget
 from kvbench.engine.declared import Count, Is, Tokens
@@ -42,6 +41,7 @@ Number = Annotated[float, Ge(0), Is("a number from 0")]
 
 def relevance(anchor: Tensor, keys: Tensor, tau: float) -> Tensor:
     """Weights of tokens (h, n), at most 1: exp(tau * cosine) of anchors (h, d_h) and keys (h_kv, n, d_h)."""
+    normalize = torch.nn.functional.normalize
     grouped = normalize(anchor, dim=-1).unflatten(0, (len(keys), -1))  # (h_kv, g, d_h)
     found = torch.cat([grouped[a] @ normalize(k.float(), dim=-1).T for a, k in enumerate(keys)])
     found = tau * found.clamp(-1, 1)
