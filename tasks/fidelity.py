@@ -45,12 +45,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum, inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvbench.engine.declared import Count, PathText
+from kvbench.engine.declared import Count, Once, PathText
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import write_csv
 from kvbench.engine.passes.trace import Trace
@@ -92,7 +92,7 @@ class Params:
     continuation: Literal["auto", "text", "greedy"]
     k: Count | None
     skip_layers: tuple[int, ...] | None
-    draft: tuple[Count, ...]
+    draft: Annotated[tuple[Count, ...], Once()]
     temperature: Temperature
     top_k: Count | None
     top_p: TopP

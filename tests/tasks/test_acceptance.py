@@ -168,6 +168,17 @@ def test_alpha_of_every_step_is_bound_by_its_divergence_and_a_row_depends_on_no_
             assert (1 - alpha <= (kl / 2).sqrt() + 1e-6).all() and (alpha < 1).any()
 
 
+def test_logits_that_are_no_numbers_fail_their_sample_and_name_the_step() -> None:
+    _, trace, watch, _ = watched_decoding()
+    compared = Comparison(trace, watch.rows, STEPS, watch.params, Sampling(1.0))
+    for step, logits in enumerate(watch.logits):
+        given = logits.clone()
+        given[1] = torch.nan if step == STEPS - 1 else given[1]
+        given[2] = -torch.inf if step == 1 else given[2]
+        compared.predicted(range(5), given)
+    assert [outcome.lost_at for outcome in compared.outcomes()] == [None, STEPS, 2, None]
+
+
 def test_without_full_attention_in_the_batch_nothing_is_compared() -> None:
     _, trace, watch, _ = watched_decoding()
     with pytest.raises(AssertionError, match="wants_full"):
