@@ -80,6 +80,7 @@ SHAPES: dict[str, Polygon] = {
     "hourglass": turned(BOWTIE, 1),
     "bar": BAR,
     "pillar": turned(BAR, 1),
+    "slant": ((-0.45, 0.8), (1.1, 0.8), (0.45, -0.8), (-1.1, -0.8)),
     "plus": PLUS,
     "cross": tuple((HALF * (x - y), HALF * (x + y)) for x, y in PLUS),
     "star": star(5, 0.42),

@@ -68,6 +68,7 @@ FITTED = {  # to so short a prompt, and to a model without a tokenizer
     "duo_attention": ["method.heads=drawn", "method.n_sink=8", "method.n_recent=16"],
     "kivi": ["method.group=8", "method.residual=16"],
     "hf_quantized_cache": ["method.group=8"],
+    "kvarn": ["method.group=64"],
     "attention_matching": ["method.first_ids=[7,5,9]"],
     "shadowkv": ["method.local_chunks=1"],
     "turboquant_vllm": ["method.boundary_layers=1"],

@@ -29,6 +29,7 @@ from kvbench.tests.methods.retrieving import (
     test_oracle,
 )
 from kvbench.tests.tasks import (
+    test_acceptance,
     test_agent_traces,
     test_babilong,
     test_graphwalks,
@@ -63,6 +64,8 @@ NEWER = (
 )  # tests of tasks with the runners of their own files
 
 RUNNERS: dict[str, Runner] = {
+    "acceptance/blocks_*.json": test_acceptance.run_blocks,
+    "acceptance/*.npz": test_acceptance.run_vectors,
     "attention_kinds/mla_*.npz": test_latents.run_vectors,
     "attention_kinds/s*.npz": test_softmax.run_vectors,
     "key_rerotation/*.npz": test_post_processing.run_rotation_vectors,

@@ -60,7 +60,8 @@ def sheet(done: Done) -> Sheet:
     measures = measured(results)
     pairs = SPARSE if any(result.prefill_share is not None for result in results) else {}
     about = ANSWERS if any(result.budget_counts or result.sampling for result in results) else {}
-    heads = ["method", *TEXTS, score_name(results), "95 %", "n", *pairs, *measures, *about, *NUMBERS]
+    narrow_names = (name.replace("_length", "\nlength") for name in measures)
+    heads = ["method", *TEXTS, score_name(results), "95 %", "n", *pairs, *narrow_names, *about, *NUMBERS]
     rows = [
         [
             label(result, results), *texts(result), *score(result), *figures(result, pairs),
