@@ -16,7 +16,7 @@ Differs   - all of it is the authors' code, which is kvpress' press. It takes co
           - sinks are kept outside of the scores, as there.
           - matrices are inverted in float64. `eps`, which the code adds to weights within A, is 0 here; A needs none.
 Fails     where what is asked for has a value like many others', such as one number among many.
-Figures   drop for any question: #B5651D, up, :
+Figures   drop for any question: #466F91, kite, -.
 """
 
 from dataclasses import dataclass
