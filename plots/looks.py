@@ -81,6 +81,7 @@ SHAPES: dict[str, Polygon] = {
     "bar": BAR,
     "pillar": turned(BAR, 1),
     "slant": ((-0.45, 0.8), (1.1, 0.8), (0.45, -0.8), (-1.1, -0.8)),
+    "hexagon": ((0, 1), (0.87, 0.5), (0.87, -0.5), (0, -1), (-0.87, -0.5), (-0.87, 0.5)),
     "plus": PLUS,
     "cross": tuple((HALF * (x - y), HALF * (x + y)) for x, y in PLUS),
     "star": star(5, 0.42),
@@ -117,6 +118,7 @@ FAMILIES = (  # panels of figures that show one family each
     "retrieve pages, blocks, clusters",
     "retrieve single tokens",
     "keep fewer bits, or made keys",
+    "keep floats of fewer bits",
 )
 OTHERS = "others"  # the family of Oracle, of prefills and of a user's own methods
 CARD = re.compile(r"^Figures   (?P<family>.+): (?P<colour>#[0-9A-F]{6}), (?P<shape>[a-z ]+), (?P<dash>[-.:]+)$", re.M)

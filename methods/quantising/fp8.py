@@ -14,7 +14,7 @@ Differs   - the prompt attends to exact K and V, where vLLM reads its cache back
           - layers with a sliding window stay as the model has them, as under any method here.
           - a latent that all heads share is coded once, its rotary part too; vLLM's fp8_ds_mla leaves that at 16 bits.
 Fails     `scale: one` where keys pass 448 in single channels (Qwen2.5), or where values are below 2^-10.
-Figures   keep fewer bits, or made keys: #6A4FBF, square, -
+Figures   keep floats of fewer bits: #287F71, hexagon, -
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ Symbols   as in `nvfp4.py`; keys have no scale.
 Per step  moved: nothing; resident: h_kv * (d_h + d_v * 9/16) bytes a token, and 4 a layer where g is measured.
 Differs   as `fp8.py` and `nvfp4.py` say; vLLM's was not merged when this was written.
 Fails     where keys pass 448, as `fp8.py` says.
-Figures   keep fewer bits, or made keys: #8357C9, square, -.
+Figures   keep floats of fewer bits: #C349BB, hexagon, -.
 """
 
 from collections.abc import Iterable, Mapping

@@ -11,7 +11,7 @@ Differs   - the prompt attends to exact K and V, where engines read theirs back.
             16, another power and ties away from zero, and is no MX format.
           - layers with a sliding window stay as the model has them, as under any method here.
 Fails     where NVFP4 does, sooner: the largest number of a block is the one that is cut.
-Figures   keep fewer bits, or made keys: #B79AF0, square, :
+Figures   keep floats of fewer bits: #D04726, hexagon, :
 """
 
 from dataclasses import dataclass

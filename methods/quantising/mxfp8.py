@@ -5,7 +5,7 @@ Symbols   OCP: X, P_i = scale of a block, its elements; E8M0, E4M3 = formats of 
 Per step  moved: nothing; resident: h_kv * (d_h + d_v) * 33/32 bytes a token.
 Differs   as `mxfp4.py` says.
 Fails     nothing that `method=fp8` with a scale per token would hold, which has as many bytes at heads of 128.
-Figures   keep fewer bits, or made keys: #C8A8F5, square, --.
+Figures   keep floats of fewer bits: #CE03E8, slant, --
 """
 
 from typing import ClassVar

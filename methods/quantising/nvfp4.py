@@ -12,7 +12,7 @@ Differs   - the prompt attends to exact K and V, where engines read theirs back;
           - `over: 4` takes the sum of squares for the error by which a block chooses; the kernel was not read.
           - layers with a sliding window stay as the model has them, as under any method here.
 Fails     long answers lose a little: AIME25 with Qwen3-8B 66.7 → 64.1 in vLLM's own test.
-Figures   keep fewer bits, or made keys: #9C6ADE, square, --
+Figures   keep floats of fewer bits: #813BF5, hexagon, --
 """
 
 from collections.abc import Iterable, Mapping
