@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from kvbench.engine.budget import BudgetRequest, resolve
 from kvbench.engine.checkpoints.scales import cache_scales
@@ -20,7 +21,6 @@ from kvbench.evals.cells import cell_without_task
 from kvbench.evals.settings import from_words
 from kvbench.kernels.packed.floats import E4M3, E5M2, encode, values
 from kvbench.methods.full import Full
-from kvbench.methods.quantising import floats
 from kvbench.methods.quantising.floats import CodedSide, FloatCache, FloatMethod
 from kvbench.methods.quantising.fp8 import FP8
 from kvbench.methods.rules import planned
@@ -374,15 +374,20 @@ def test_a_scale_that_is_none_is_a_sentence(tmp_path: Path) -> None:
         FP8.check_model(replace(PARAMS, scale="tensor", source="file"), checkpoint)
 
 
-def test_scales_of_the_checkpoint_are_read_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any they are 1, as in vLLM; neither is counted."""
-    found = {1: ((0.5,), (0.25,))}
-    monkeypatch.setattr(floats, "cache_scales", lambda where: found)
+def test_scales_of_the_checkpoint_are_read_for_each_layer(tmp_path: Path) -> None:
+    """Without any they are 1, as in vLLM; neither is counted. transformers leaves such tensors alone."""
+    tiny("llama").hf.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    scales = {"k_proj.k_scale": torch.tensor(0.5), "v_proj.v_scale": torch.tensor(0.25)}
+    more = {f"model.layers.1.self_attn.{name}": scale for name, scale in scales.items()}
+    save_file(tensors | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    given = replace(tiny("llama"), hf=AutoModelForCausalLM.from_pretrained(tmp_path))
     params = replace(PARAMS, scale="tensor", source="found")
-    given = tiny("llama")
-    (row,) = trace_and_rows([FP8.variant_for(params, WHOLE, given.shape, 240)], 4, given)[1]
-    scales = [[float(side.shared) for side in row.store[layer].quantized.sides] for layer in range(3)]
-    assert scales == [[1.0, 1.0], [0.5, 0.25], [1.0, 1.0]]
+    FP8.check_model(replace(params, source="file"), given.checkpoint)
+    with given.hooked():
+        (row,) = trace_and_rows([FP8.variant_for(params, WHOLE, given.shape, 240)], 4, given)[1]
+    found = [[float(side.shared) for side in row.store[layer].quantized.sides] for layer in range(3)]
+    assert found == [[1.0, 1.0], [0.5, 0.25], [1.0, 1.0]]
     assert row.store[1].quantized.counted_bytes() == 240 * 2 * 8 * 2
 
 
