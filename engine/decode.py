@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from kvbench.engine.model import Model
 
 
+HANDS_ON = "has layers that attend to what another one chose (reuse), and each step of these is launched anew"
+
+
 @dataclass
 class Decoded:
     """What a batch of rows generated, in their order, and how long its steps took."""
@@ -74,7 +77,6 @@ def decode(
 
 def eager(rows: Sequence[Row]) -> str | None:
     """What methods of a batch do at each step that no captured one could do again."""
-    said = dict.fromkeys(
-        f"{row.title} {row.traits.eager}" for row in rows if row.traits.eager and not row.variant.is_full
-    )
+    whys = [(row, HANDS_ON if row.store.handed is not None else row.traits.eager) for row in rows]
+    said = dict.fromkeys(f"{row.title} {why}" for row, why in whys if why and not row.variant.is_full)
     return "; ".join(said) or None

@@ -127,7 +127,8 @@ class Offloaded(Placement):
     """Sinks and the last `n_window` tokens stay on the device, everything else can be fetched from the host.
 
     What is fetched stays on the device for `n_steps` steps more, so that only tokens that are not there move.
-    `index_bytes` of what finds tokens lie on the host in addition to them.
+    `index_bytes` of what finds tokens lie on the host in addition to them. `near`: what can be fetched lies on the
+    device, too, and moves nothing.
     """
 
     n_sink: int
@@ -135,6 +136,7 @@ class Offloaded(Placement):
     capacity: int | None = None
     n_steps: int = 0
     index_bytes: int = 0
+    near: bool = False
 
     def size(self, s: int, n_new: int) -> Size:
         return Size(self.n_sink, self.n_window, self.n_window + n_new if self.capacity is None else self.capacity)
@@ -150,6 +152,7 @@ class OffloadedValues(Placement):
 
     chosen: "Tensor"
     n_window: int
+    near: bool = False  # what can be fetched lies on the device, with its keys
 
     def size(self, s: int, n_new: int) -> Size:
         return Size(self.chosen.shape[-1], self.n_window, self.n_window + n_new)

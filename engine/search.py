@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvbench.engine.layouts.handed import follows, hand_on, take_over
 from kvbench.engine.selection import ALWAYS, FREE, Cost, Found
 from kvbench.kernels.clock import Since
 from kvbench.kernels.jit import constants
@@ -34,7 +35,22 @@ def together(rows: Sequence[Any], layer: int) -> list[list[int]]:
 
 
 def select_rows(kind: Any, rows: Sequence[Any], layer: int, q: Tensor) -> Sequence[Found]:
-    """What rows of a class select for their queries (n, h, 1, d_h)."""
+    """What rows of a class attend to besides what is resident: they search for it with their queries (n, h, 1, d_h),
+    or another layer has."""
+    if all(row.store.handed is None for row in rows):
+        return searched(kind, rows, layer, q)
+    found: list[Found] = [None] * len(rows)
+    own = [i for i, row in enumerate(rows) if not follows(row, layer)]
+    if own:
+        for i, one in zip(own, searched(kind, [rows[i] for i in own], layer, q[own]), strict=True):
+            found[i] = hand_on(rows[i], layer, one)
+    for i in set(range(len(rows))) - set(own):
+        found[i] = take_over(rows[i], layer)
+    return found
+
+
+def searched(kind: Any, rows: Sequence[Any], layer: int, q: Tensor) -> Sequence[Found]:
+    """What rows of a class find."""
     groups = together(rows, layer)
     if len(groups) == 1:
         return kind.search(rows, layer, q)

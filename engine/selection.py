@@ -1,9 +1,10 @@
-"""What a step fetches, as values: `Selection`, and what it took to find it, `Cost`.
+"""What a step fetches, as values: `Selection`, and what it took to find it, `Cost`; whose choice it is, `Reuse`.
 
 Not here: where tokens lie (`engine/placement.py`). No torch: settings read this first.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -56,6 +57,24 @@ class FeedSelection(NamedTuple):
     idx: "Tensor | None" = None  # (m, h_kv or h, k) positions, -1: none
     costs: Sequence[Cost] = ()  # of each token; none: all are free
     bias: "Tensor | None" = None  # (m, h_kv or h, k) float32
+
+
+class Behind(NamedTuple):
+    """A layer that searches nothing, and attends to what an earlier one chose at the same step."""
+
+    layer: int
+    anchor: int
+    heads: tuple[int, ...] = ()  # KV head of the anchor whose choice each KV head takes; none: its own number's
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Which layers choose, and whose choice the others attend to; layers that it does not name are as ever."""
+
+    anchors: tuple[int, ...]
+    behind: tuple[Behind, ...] = ()
+    all_too: tuple[int, ...] = ()  # anchors that attend to all tokens themselves
+    dense: tuple[int, ...] = ()  # layers that attend to all tokens, and choose none
 
 
 Found: TypeAlias = "Selection | Tensor | None"  # what `select` returns

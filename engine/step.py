@@ -12,6 +12,7 @@ from torch import Tensor
 from kvbench.engine.attend import Part, attend_rows
 from kvbench.engine.books.audit import count_parts
 from kvbench.engine.books.spans import span
+from kvbench.engine.layouts.handed import follows, hand_on_change, is_silent, take_over_change
 from kvbench.engine.layouts.launch_plan import LaunchPlan
 from kvbench.engine.placement import Change
 from kvbench.engine.readers import Held, Readers, end
@@ -75,8 +76,21 @@ def behind_rows(
 ) -> list[tuple[Row, Change]]:  # fmt: skip
     """Behind attention: outputs (n, h, 1, d_h) are corrected in place. How tokens leave, which is not done yet."""
     after = kind.after_rows_on_gpu if on_gpu else kind.after_rows
-    changes = zip(rows, after(rows, layer, out, weights), strict=False)
-    return [(row, change) for row, change in changes if change is not None]
+    if all(row.store.handed is None for row in rows):
+        changes = zip(rows, after(rows, layer, out, weights), strict=False)
+        return [(row, change) for row, change in changes if change is not None]
+    found: list[tuple[Row, Change | None]] = []
+    if own := [i for i, row in enumerate(rows) if not is_silent(row, layer)]:
+        asked, corrected = [rows[i] for i in own], out[own]
+        changed = after(asked, layer, corrected, [weights[i] for i in own])
+        found = [*zip(asked, [*changed] or [None] * len(asked), strict=True)]
+        for i, row, made in zip(own, asked, corrected, strict=True):
+            if row.store.handed is None or layer not in row.store.handed.reuse.all_too:
+                out[i] = made  # a layer that attended to all tokens lacks none that a correction would stand for
+    for row, change in found:
+        hand_on_change(row, layer, change)
+    found += [(row, take_over_change(row, layer)) for row in rows if follows(row, layer)]
+    return [(row, change) for row, change in found if change is not None]
 
 
 def cut(row: Row) -> None:

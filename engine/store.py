@@ -23,6 +23,7 @@ from kvbench.engine.caches.queries import QueryRing
 from kvbench.engine.caches.staging import StagingBuffer
 from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.layouts.fetching import Fetching
+from kvbench.engine.layouts.handed import Handed
 from kvbench.engine.layouts.home import Home
 from kvbench.engine.layouts.kept import kept_as, kept_mask
 from kvbench.engine.layouts.layer import Layer
@@ -81,6 +82,7 @@ class Store:
         self.post_processing: PostProcessing = AS_THEY_ARE  # what becomes of kept keys and values
         self.quantize: Quantize | None = None  # of a composition: what a method keeps becomes codes
         self.host_code: TokenCode | None = None  # or what it sends to the host
+        self.handed: Handed | None = None  # choices that layers hand on, where some attend to those of others
         self.staging_buffers: dict[
             torch.device, StagingBuffer
         ] = {}  # one for all layers of a GPU: each needs it until its attention

@@ -12,6 +12,7 @@ kinds      channels  Double Sparsity's scores of channels
            heads     DuoAttention's table, as text: conf/heads/MODEL.tsv, or out=FILE
            qfilters  Q-Filters' directions of queries
            queries   TriAttention's means of queries
+           reuse     how well each layer's choice serves those above it, for reuse=file
            gate      a linear gate, with method=kvzap: fitted to KVzip's scores; minutes for the embedded model
 exit code  0 written, 2 wrong input
 

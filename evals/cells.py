@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +22,7 @@ from kvbench.engine.checkpoints.header import header_shape, shape_of_config
 from kvbench.engine.declared import build, build_params
 from kvbench.engine.errors import ConfigError, unknown_name
 from kvbench.engine.post_processing import AS_THEY_ARE, Merging, PostProcessing
+from kvbench.engine.selection import Reuse
 from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.engine.terminal import say
 from kvbench.evals.outside import is_target
@@ -84,6 +86,20 @@ class Cell:
     def request(self) -> BudgetRequest:
         return self.settings.budget
 
+    @cached_property
+    def reuse(self) -> Reuse | None:
+        """Which layers choose for others, where the model is known."""
+        asked = self.settings.reuse
+        if asked is None or self.shape is None:
+            return None
+        return asked.on(self.shape, self.rules.whole_layers(self.params, self.shape))
+
+    @property
+    def of_layer(self) -> BudgetRequest:
+        """The budget of a layer that chooses."""
+        asked, reuse = self.settings.reuse, self.reuse
+        return self.request if asked is None or reuse is None else asked.of_anchors(self.request, reuse)
+
     def case(self, model: Checkpoint | None = None, rung: str | None = None) -> Case:
         """What the table of combinations reads."""
         return Case(
@@ -99,7 +115,7 @@ class Cell:
     @property
     def label(self) -> str:
         """The variant's name, with all that warns of what it is: the one place that says it (`method_label`)."""
-        label = self.rules.label(self.params, self.request)
+        label = self.rules.label(self.params, self.of_layer)
         if self.shape is not None and self.shape.choosing_layers:  # a submission's may be unknown (evals/submission)
             label += " (the model's choice)"
         asking = None if self.task is None else self.task.asking
@@ -112,6 +128,8 @@ class Cell:
             label += f" ({self.post_processing.label()})"
         if self.quantizer is not None:
             label += f" + {self.quantizer.title(self.rules.traits.drops)}"
+        if self.settings.reuse is not None:
+            label += f", {self.settings.reuse.label}"
         if self.settings.evicts:
             label += f", in chunks of {self.settings.chunk:,}"
         if self.sparsity is None:
@@ -123,10 +141,10 @@ class Cell:
         with naming(self.settings):
             asked = self.settings
             found = self.kind.variant_for(
-                self.params, self.request, self.shape, s_prompt, asked.cache, asked.allocator, frame,
+                self.params, self.of_layer, self.shape, s_prompt, asked.cache, asked.allocator, frame,
                 self.loaded_quantizer, self.post_processing,
             )  # fmt: skip
-        return replace(found, is_checked=True) if is_target(asked.method.target) else found
+        return replace(found, reuse=self.reuse, is_checked=is_target(asked.method.target))
 
     def draws(self) -> "list[Cell]":
         """The cell once for each answer to a prompt."""
@@ -144,7 +162,7 @@ class Cell:
         own = (
             *("method", "method_version", "method_data_digest", "ratio", "budget", "comm", "compensate", "cache"),
             *("memory", "compose", "compose_version", "compose_order", "allocator", "budget_counts"),
-            *("positions", "dropped", "merging", "prefill_evict"),
+            *("positions", "dropped", "merging", "prefill_evict", "reuse", "reuse_data_digest"),
         )
         return tuple(sorted((key, repr(value)) for key, value in self.config.items() if key not in own))
 
@@ -216,6 +234,7 @@ def cell_of(given: Settings) -> Cell:
     if not traits.has_budget or traits.adapts:
         settings = replace(
             given, budget=EVERYTHING, cache=NO_CACHE, allocator=None, compose=None, compose_order=ORDERS[0],
+            reuse=given.reuse if traits.changes or traits.adapts else None,
             post_processing=GivenPostProcessing(None, None, Merging()), evicts=given.evicts and traits.has_budget,
         )  # fmt: skip
     if settings.evicts and traits.in_chunks is not None:
@@ -237,11 +256,13 @@ def check(cell: Cell, stage: str, model: Checkpoint | None = None) -> None:
     if stage == MODEL and model is not None:
         with naming(settings):
             rules.check_model(params, model)
+        if settings.reuse is not None:
+            settings.reuse.check_model(model)
     if stage != SHAPE:
         return
     window = shape.window, f"the window of model {shape.name!r}"
     with naming(settings):
-        rules.check(params, settings.budget, shape)
+        rules.check(params, cell.of_layer, shape)
         rules.check_cache(params, settings.cache)
         if cell.quantizer is not None:
             cell.quantizer.rules.check_shape(cell.quantizer.params, shape)
@@ -258,7 +279,7 @@ def check(cell: Cell, stage: str, model: Checkpoint | None = None) -> None:
     # Of bytes a prompt that is shorter still has a larger share.
     if shortest is not None and not isinstance(settings.budget.memory, Bytes):
         with naming(settings):
-            planned(rules, params, settings.budget, shape, shortest, settings.cache, quantizer=cell.quantizer)
+            planned(rules, params, cell.of_layer, shape, shortest, settings.cache, quantizer=cell.quantizer)
 
 
 def rules_and_params(choice: Choice) -> tuple[type[Rules], Any]:
@@ -400,6 +421,8 @@ def identity(cell: Cell, digest: str) -> dict[str, Any]:
         config["data_digest"] = task.data_digest
     if (method_data := cell.rules.data_digest(cell.params)) is not None:
         config["method_data_digest"] = method_data
+    if cell.settings.reuse is not None and (reuse_data := cell.settings.reuse.data_digest()) is not None:
+        config["reuse_data_digest"] = reuse_data
     if sparsity is not None:
         config["prefill_version"] = sparsity.version
         if (prefill_data := sparsity.data_digest()) is not None:

@@ -21,6 +21,7 @@ from kvbench.evals.cells import Cell
 from kvbench.evals.prepare import PreparedSample
 from kvbench.evals.screen.progress import Standing
 from kvbench.methods.base import SelectiveAttention, reported
+from kvbench.methods.reuse import comm_mean
 from kvbench.results import (
     EVICT,
     EXACT,
@@ -119,7 +120,10 @@ def variant_words(cell: Cell, report: dict[str, Any], index_share: float = 1) ->
 def books_of(row: SelectiveAttention) -> dict[str, float | int | bool | None]:
     """The ledger of an answer, as the sample's line has it."""
     in_mean, whole = row.traits.keeps_budget_in == "mean" or row.budget.counts == "mean", row.skipped
-    return row.store.ledger.summary(row.budget, row.trace.shape, whole, in_mean, with_index=not row.traits.drops)
+    n_searching = None if row.store.handed is None else len(row.store.handed.reuse.anchors)
+    return row.store.ledger.summary(
+        row.budget, row.trace.shape, whole, in_mean, not row.traits.drops, n_searching
+    )  # fmt: skip
 
 
 def prefill_columns(row: SelectiveAttention, cell: Cell) -> dict[str, Any]:
@@ -266,6 +270,13 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
             f"compressed layers hold {compressed:.0%} of the cache's bytes at {fmean(n_read):,.0f} tokens: budgets and "
             "ratios are over these"
         )
+    if (reuse := cell.reuse) is not None:
+        comm, anchors = cell.of_layer.comm, ", ".join(map(str, reuse.anchors))
+        shares = "" if comm is None else f": comm={show(comm)} of each, {float(comm_mean(comm, reuse)):.4g} over all"
+        notes.append(
+            f"{len(reuse.behind)} layers searched nothing and attended to what {len(reuse.anchors)} chose "
+            f"({anchors}){shares}"
+        )
     notes += [f"the byte budget chose {words}" for words in chosen_of(cell, rows)]
     if settings.model.check == "never":
         notes.append("KVBench's attention was not compared with transformers' own (model.check=never)")
@@ -317,6 +328,7 @@ def facts(cell: Cell, rows: Sequence[SampleRow]) -> RunFacts:
         budget_counts=(settings.budget.counts or "target") if cell.rules.traits.of_answers else None,
         sampling=settings.sampling.identity(),
         allocator=None if settings.allocator is None else settings.allocator.label(),
+        reuse=None if settings.reuse is None else settings.reuse.label,
         keeping=cell.post_processing.label() or None,
         adapts=cell.traits.adapts,
         memory_exact=None if settings.budget.memory is None else exact(settings.budget.memory),

@@ -77,7 +77,7 @@ class Wanted:
 
 OF_RUNS = (  # keys of the command line that are no parameters of a method
     *("ratio", "budget", "budget_counts", "memory", "comm", "compensate"),
-    *("allocator", "compose", "compose_order", "positions", "dropped", "merging", "cache"),
+    *("allocator", "reuse", "compose", "compose_order", "positions", "dropped", "merging", "cache"),
 )
 
 

@@ -43,6 +43,7 @@ from kvbench.evals import outside
 from kvbench.evals.outside import KINDS
 from kvbench.methods.allocator import UNIFORM, Allocator
 from kvbench.methods.named import METHODS, scorer_fields, scorer_values, values_of
+from kvbench.methods.reuse import Sharing
 from kvbench.results.names import FIRST, known, own_methods
 
 ARCHITECTURES = Path(__file__).resolve().parents[1] / "conf" / "architecture"
@@ -57,6 +58,7 @@ USUAL: dict[str, dict[str, Any]] = {
     "run": {
         **{"weights": "trained", "device_map": None, "offset": 0, "cuda_graphs": "auto", "budget_counts": "target"},
         **{"compose": None, "compose_order": ORDERS[0], "memory": None, "prefill": None, "prefill_chunk": None},
+        "reuse": None,
         "prefill_evict": False,
         **{"allocator": None, "positions": None, "dropped": None, "merging": {"threshold": 0.0, "share": "1"}},
     },
@@ -198,6 +200,7 @@ class Settings(Plain):
     sampling: Sampling
     compose: Choice | None  # what makes codes of the tokens that the method keeps, or has on the host
     allocator: Allocator | None  # of a scorer's budget; None: as the method itself divides it
+    reuse: Sharing | None  # of a fetching method: which layers choose for others; None: each for itself
     post_processing: GivenPostProcessing
     scope: str
     graphs: bool  # whether decode steps on a GPU may be captured
@@ -243,6 +246,7 @@ class Settings(Plain):
             "prefill_chunk": self.chunk,
             "prefill_evict": self.evicts,
             "allocator": self.allocator and identity_of_allocator(self.allocator),
+            "reuse": self.reuse and self.reuse.identity(),
             **self.post_processing.identity(),
         }
         return always | unusual("run", hardware) | self.sampling.identity() | unusual("run", more)
@@ -286,6 +290,7 @@ class Keys(Plain):
     model: ModelSpec
     prefill: Any
     allocator: Any
+    reuse: Any
     logger: Any
     ratio: Annotated[Fraction, Gt(0), Le(1), Is("a share of the prompt above 0 and at most 1")] | None
     budget: Window | None
@@ -348,6 +353,7 @@ def settings(cfg: DictConfig, names: Mapping[str, str], is_sweep: bool = False, 
         sampling=part_of(Sampling, keys),
         compose=composed_with(keys.compose),
         allocator=allocator(keys.allocator),
+        reuse=sharing(keys.reuse),
         post_processing=part_of(GivenPostProcessing, keys),
         scope=keys.compression_scope,
         graphs=keys.cuda_graphs == "auto",
@@ -477,6 +483,16 @@ def allocator(tree: Any) -> Allocator | None:
         return None
     usual = {key: value for key, value in identity_of_allocator(UNIFORM).items() if key != "name"}
     return build(Allocator, usual | dict(tree), "allocator")
+
+
+def sharing(tree: Any) -> Sharing | None:
+    """Which layers choose for others; None where each does for itself. A file has the keys that it reads."""
+    if not isinstance(tree, Mapping) or "name" not in tree:
+        raise ConfigError("no reuse is chosen; choose a file of conf/reuse with reuse=NAME")
+    if tree["name"] == "none":
+        same_names("reuse", tree, ["name"])
+        return None
+    return build(Sharing, vars(Sharing("")) | dict(tree), "reuse")
 
 
 def composed_with(name: str | None) -> Choice | None:

@@ -36,7 +36,7 @@ from kvbench.engine.placement import Change, Placement, Quantize, Release, Stay,
 from kvbench.engine.post_processing import AS_THEY_ARE, PostProcessing
 from kvbench.engine.sampling.cues import Cue
 from kvbench.engine.search import Search
-from kvbench.engine.selection import FeedSelection, Found
+from kvbench.engine.selection import FeedSelection, Found, Reuse, Selection
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.scratch import Scratch
 from kvbench.methods.allocator import UNIFORM, Allocator
@@ -92,6 +92,7 @@ class Variant:
     allocator: Allocator = UNIFORM  # of a scorer: how layers and heads share the budget
     composition: "Composition | None" = None  # what makes codes of tokens
     post_processing: PostProcessing = AS_THEY_ARE  # what becomes of keys and values that stay
+    reuse: Reuse | None = None  # of one that retrieves: layers that attend to what others chose
     is_checked: bool = False  # the engine looks at what it selects, counts what it attends to (engine/books/audit.py)
 
     @property
@@ -152,6 +153,10 @@ class SelectiveAttention(Rules, ABC):
         if variant.composition is not None and not variant.is_full:
             variant.composition.join(self)
         self.store.post_processing = variant.post_processing
+        if variant.reuse is not None and not variant.is_full:
+            from kvbench.engine.layouts.handed import Handed
+
+            self.store.handed = Handed(variant.reuse)
         self.setup()
 
     def setup(self) -> None:
@@ -203,9 +208,10 @@ class SelectiveAttention(Rules, ABC):
 
     def build(self, layer: int) -> None:
         """Take over a layer of the prompt. Where nothing is to be compressed, every token stays for good."""
-        whole = self.variant.is_full or layer in self.skipped
+        whole, handed = self.variant.is_full or layer in self.skipped, self.store.handed
         with self.trace.as_held(layer):
-            if placement := Whole() if whole else self.arrange(layer):
+            arranged = self.arrange if handed is None else lambda at: handed.place(at, self)
+            if placement := Whole() if whole else arranged(layer):
                 self.store.place(layer, placement)
 
     def complete(self) -> None:
@@ -249,6 +255,13 @@ class SelectiveAttention(Rules, ABC):
     def select(self, layer: int, q: Tensor) -> Found:
         """Positions to fetch for this query (1, h, 1, d_h): (1, h_kv or h, k) without repeats, or a `Selection`."""
         return None
+
+    def follow(self, layer: int) -> None:
+        """Prepare a layer that attends to what another one chose: it has no index, and `arrange` is not asked."""
+
+    def take(self, layer: int, idx: Tensor | None) -> Selection:
+        """What such a layer fetches at these positions, (1, h_kv or h, k)."""
+        return Selection(idx)
 
     def kind(self, layer: int) -> Hashable:
         """Rows of which this is the same are searched together."""
@@ -360,7 +373,7 @@ class SelectiveAttention(Rules, ABC):
     def at_once(self, layer: int, m: int) -> int:
         """How many of the next `m` tokens this layer may read in one call, 1 where they have to come alone."""
         at = self.store[layer]
-        if not at.takes_feeds:
+        if not at.takes_feeds or self.store.handed is not None:  # a choice is handed on token by token
             return 1
         on_gpu = at.device.type != "cpu"
         if at.can_fetch:

@@ -161,6 +161,10 @@ UNCHANGEABLE: Reasons = (
     (lambda c: c.traits.is_query_wide, "each query head keeps tokens of its own"),
     (lambda c: c.traits.unchangeable is None and c.traits.evicts, "{why}"),
 )
+UNSHARED: Reasons = (
+    (lambda c: c.traits.unshared, "{title} {why}"),
+    (lambda c: c.traits.drops or c.traits.changes, "{title} fetches nothing that another layer could"),
+)
 UNREADABLE: Reasons = (
     (lambda c: c.traits.unreadable, "{why}"),
     (lambda c: c.reads_whole and c.traits.prunes_prompt, "{title} has a prefill of its own"),
@@ -187,6 +191,7 @@ UNSERVED: Reasons = (
     (lambda c: c.evicts, "prefill.evict"),
     (lambda c: c.chunk, "prefill.chunk"),
     (lambda c: c.compose, "compose="),
+    (lambda c: c.reuse, "reuse="),
     (lambda c: c.cache.tokens, "cache.tokens"),
     (lambda c: c.budget.memory, "memory="),
     (lambda c: c.budget.counts, "budget_counts="),
@@ -260,6 +265,12 @@ COMPOSITION = (
         UNCOMPOSED + "{quantizer.rules.title} makes no codes of single tokens, which a step could fetch"),
     Row(lambda c: c.quantizer and c.quantizer.first and not c.traits.drops,
         "compose_order={compose_order} is for methods that drop tokens, and {title} drops none; leave it out"),
+)
+REUSED = (
+    Row(lambda c: c.reuse, "method={method.name} has no choice that reuse={reuse.name} could hand to other layers: "
+        "{why}; leave reuse out", reasons=UNSHARED),
+    Row(lambda c: c.reuse and c.reuse.comm_counts == "mean" and c.budget.comm is None,
+        "reuse.comm_counts=mean divides comm among layers, and there is none; give comm=1/64, or leave the key out"),
 )
 BUDGETS = (
     Row(lambda c: c.budget.counts and not c.traits.of_answers and c.instead(),
@@ -354,6 +365,7 @@ GROUPS = {
     "allocator": ALLOCATION,
     "prefill": PREFILL,
     "compose": COMPOSITION,
+    "reuse": REUSED,
     "budget": BUDGETS,
     "task": TASKS,
     "serving": RUNGS,

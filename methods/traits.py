@@ -67,6 +67,7 @@ class Traits:
     uncodable: str = ""  # why what it keeps cannot become codes, in addition to what follows from the others
     unchangeable: str | None = None  # why what it keeps stays as it is; None: what follows from the others
     unreadable: str | None = None  # why it cannot read a prompt in chunks with eviction between them; None: likewise
+    unshared: str = ""  # why no other layer can attend to what it chose for one
     no_growth: str = ""  # why its budget cannot grow with a conversation, where `grows` says so
     no_widths: str = ""  # why it makes no sense where keys and values have other widths
     no_latents: str = ""  # why it makes no sense where a token is one latent for all heads

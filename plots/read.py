@@ -59,7 +59,7 @@ class Run:
         published under the scorer's name.
         """
         method = self.result.method if self.file else known(self.result.method) or self.result.method
-        found = [method, self.result.allocator, self.result.keeping]
+        found = [method, self.result.allocator, self.result.reuse, self.result.keeping]
         return "+".join(each for each in found if each is not None)
 
     @property
@@ -78,7 +78,7 @@ class Run:
     @property
     def is_preset(self) -> bool:
         """Whether the method's or the prefill's settings are somebody's."""
-        own = self.result.allocator is self.result.keeping is None
+        own = self.result.allocator is self.result.reuse is self.result.keeping is None
         return own and (self.result.method, self.result.prefill) != (self.method, self.prefill)
 
     @property

@@ -47,7 +47,7 @@ MANY_FOLDERS = 100  # that were read, for which the same holds
 BAR = 50  # folders, from which on a terminal has a bar
 OF_RUNS = (  # what identifies a run, in addition to each of its samples
     *("method", "method_label", "task", "model", "ratio", "ratio_exact", "budget", "memory_exact", "comm_exact"),
-    *("prefill", "allocator", "keeping", "protocol", "seed", "dtype", "device", "data_source", "task_version"),
+    *("prefill", "allocator", "reuse", "keeping", "protocol", "seed", "dtype", "device", "data_source", "task_version"),
     *("score_version", "adapts", "simulated", "key_share", "notes", "config_hash"),
 )
 OWN = {  # columns that no file has

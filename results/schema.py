@@ -242,6 +242,7 @@ class RunFacts:
     prefill: Annotated[str, Key("name of the prefill's file in conf/prefill, or `evict`; absent where exact")] = EXACT
     prefill_params: Annotated[dict[str, Any], Key("parameters of the prefill")] = field(default_factory=dict[str, Any])
     allocator: Annotated[str | None, Key("what divided the budget, where it was not the method itself")] = None
+    reuse: Annotated[str | None, Key("which layers chose tokens for others: `reuse every 4`")] = None
     keeping: Annotated[str | None, Key("what became of kept keys and values: `contiguous`, `merged values`")] = None
     budget_counts: Annotated[
         str | None, Key("`target`, `mean` or `peak` where the budget is of prompt and answer together")
@@ -283,6 +284,7 @@ OPTIONAL_KEYS: dict[str, Any] = {
     "prefill": EXACT,
     "prefill_params": {},
     "allocator": None,
+    "reuse": None,
     "keeping": None,
     "budget_counts": None,
     "sampling": {},

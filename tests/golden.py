@@ -20,6 +20,7 @@ from kvbench.tests.engine import test_budget, test_entries, test_post_processing
 from kvbench.tests.engine.caches import test_blocks
 from kvbench.tests.engine.passes import test_latents
 from kvbench.tests.engine.sparse import test_rules
+from kvbench.tests.methods import test_reuse
 from kvbench.tests.methods.decoding import test_random_decode, test_schedule, test_vase
 from kvbench.tests.methods.dropping import (
     test_h2o,
@@ -74,6 +75,7 @@ RUNNERS: dict[str, Runner] = {
     "decode_time/*.npz": test_schedule.run_vectors,
     "decode_time/prulong_footprint.json": test_entries.run_vectors,
     "random_decode/survival.json": test_random_decode.run_survival,
+    "reuse/*": test_reuse.run_vectors,
     "vase/inclusion.json": test_vase.run_inclusion,
     "pqcache/h2o_*.npz": test_h2o.run_weight_vectors,
     "pqcache/cache_*.npz": test_blocks.run_vectors,

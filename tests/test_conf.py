@@ -15,7 +15,10 @@ from kvbench.results.names import STAND_INS, known
 
 # Those of experiments are composed at both scales in tests/plots/test_experiments.py.
 FILES = [(group, name) for group, names in config_groups().items() if group != "experiment" for name in names]
-NEEDS = {"any": ["model.id=org/name"]}  # files that are incomplete on purpose
+MADE = ["reuse.file=made.npz"]
+NEEDS = {  # files that are incomplete on purpose
+    **{"any": ["model.id=org/name"], "given": ["reuse.anchors=[0,8]"], "file": MADE, "kascade": MADE}
+}
 
 
 @cache

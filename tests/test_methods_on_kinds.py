@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,9 @@ from kvbench.engine.prefill import prefill
 from kvbench.evals.cells import cell_without_task, check, rules_and_params
 from kvbench.evals.settings import from_words
 from kvbench.methods import combinations
+from kvbench.methods.calibration.known import calibrate
 from kvbench.methods.combinations import MODEL, SHAPE, Case, refuse
+from kvbench.methods.reuse import Sharing
 from kvbench.tests import conformance
 from kvbench.tests.architectures import config_of, generated, loaded, model_of, prompt
 
@@ -45,12 +48,15 @@ def model(kind: str) -> Model:
     return loaded(config, model_of(config, 1), kind)
 
 
-def answer(one: conformance.Subject, request: BudgetRequest, kind: str) -> tuple[list[int], bool]:
+def answer(
+    one: conformance.Subject, request: BudgetRequest, kind: str, sharing: Sharing | None = None
+) -> tuple[list[int], bool]:
     """A method's tokens, and whether it is full attention at this budget; `ConfigError` where it refuses either."""
     by = model(kind)
     one.kind.check(one.params, request, by.shape)
     one.kind.check_model(one.params, by.checkpoint)
     made = one.kind.variant_for(one.params, request, by.shape, S, allocator=one.allocator)
+    made = made if sharing is None else replace(made, reuse=sharing.on(by.shape))
     kept = Case(one.kind, one.params, shape=by.shape, checkpoint=by.checkpoint, post_processing=made.post_processing)
     refuse(combinations.KEPT, kept, MODEL)
     with by.hooked():
@@ -127,3 +133,32 @@ def test_the_share_of_bytes_that_methods_compress_counts_windows_and_states() ->
     assert states.left_bytes(S) == states.left_bytes(2 * S) == states.state_bytes > 0
     assert states.compressed_share(10) < states.compressed_share(1000) < 1
     assert model("llama").shape.compressed_share(S) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_take_over_what_the_last_one_of_their_kind_chose(kind: str) -> None:
+    """Layers that no method compresses are skipped, and those that read another one's K and V attend as it does."""
+    shape = model(kind).shape
+    half = BudgetRequest(Fraction(1, 2), None, Fraction(1, 8))
+    for name, settings in (("oracle", []), ("quest", ["method.full_layers=0", "method.agg=group_max"])):
+        one = conformance.ours(name, *settings)
+        usual, _ = answer(one, half, kind)
+        assert answer(one, half, kind, Sharing("every", every=1))[0] == usual
+        for attends in ("chosen", "all"):
+            sharing = Sharing("every", every=len(shape.attention_layers), anchor_attends=attends)
+            assert len(sharing.on(shape).behind) == len(shape.attention_layers) - 1
+            assert len(answer(one, half, kind, sharing)[0]) == N_NEW
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_compared_or_a_sentence_says_why_not(kind: str) -> None:
+    """Whatever a model's layers are, one serves itself best."""
+    by = model(kind)
+    try:
+        with by.hooked():
+            found = calibrate(by, "reuse", prompt(S), "drawn")
+    except ConfigError as error:
+        assert "use reuse=every or reuse=given" in str(error) and kind == "gemma3n_text"
+        return
+    itself = [found.arrays["sim"][at, at].diagonal() for at in range(len(by.shape.attention_layers))]
+    assert np.allclose(itself, 1) and (found.arrays["importance"] > 0).all()

@@ -118,9 +118,13 @@ class Ledger:
         layers = frozenset(entry.layer for entry in self.entries)
         return layers - frozenset(exempt) or layers
 
-    def within(self, budget: Budget, shape: ModelShape, exempt: Iterable[int] = (), in_mean: bool = False) -> bool:
+    def within(
+        self, budget: Budget, shape: ModelShape, exempt: Iterable[int] = (), in_mean: bool = False,
+        n_searching: int | None = None,
+    ) -> bool:  # fmt: skip
         """Whether every step stayed within the tokens and any limit of finding bytes, a mean over layers not exempt.
 
+        That limit is of those that search, `n_searching` of them; None: all.
         With `in_mean` the mean over the steps has to, give or take `MEAN_MARGIN`: of a method whose selections are
         random and hold a budget in expectation.
         """
@@ -129,7 +133,8 @@ class Ledger:
         priced.written = [entry for entry in self.entries if entry.layer in layers]
         steps = sorted({entry.step for entry in priced.entries})
         tokens = priced.totals("attended"), [budget.allowance(step) * shape.h * n_layers for step in steps]
-        moved = priced.totals("moved_meta_bytes"), [find_bytes(shape, budget) * n_layers] * len(steps)
+        n_priced = n_layers if n_searching is None else n_searching
+        moved = priced.totals("moved_meta_bytes"), [find_bytes(shape, budget) * n_priced] * len(steps)
         bounds = [tokens] if budget.finds_freely else [tokens, moved]
         if in_mean:
             return all(sum(used) <= (1 + MEAN_MARGIN) * sum(allowed) for used, allowed in bounds)
@@ -163,7 +168,7 @@ class Ledger:
 
     def summary(
         self, budget: Budget, shape: ModelShape, exempt: Iterable[int] = (), in_mean: bool = False,
-        with_index: bool = True,
+        with_index: bool = True, n_searching: int | None = None,
     ) -> dict[str, float | int | bool | None]:  # fmt: skip
         """What a line of samples.jsonl says of the ledger; None where no step was decoded or nothing was looked up."""
         n = len(self.entries)
@@ -182,7 +187,7 @@ class Ledger:
         lookups = sum(self.totals("cache_lookups"))
         moved = sum(sum(self.totals(field)) for field in MOVED)
         keeps_bytes = self.within_memory(budget, shape, with_index, in_mean)
-        is_within = self.within(budget, shape, exempt, in_mean) and keeps_bytes
+        is_within = self.within(budget, shape, exempt, in_mean, n_searching) and keeps_bytes
         return {
             "steps": steps,
             "tokens_budget": budget.tokens,
@@ -196,7 +201,7 @@ class Ledger:
             "bytes_index_read_per_step": sum(map(sum, map(self.totals, INDEX_READ))) / steps,
             "bytes_comm_per_step": None
             if budget.finds_freely
-            else find_bytes(shape, budget) * len(self.priced(exempt)),
+            else find_bytes(shape, budget) * (n_searching or len(self.priced(exempt))),
             "bytes_searched_per_step": sum(self.totals("searched_bytes")) / steps,
             "bytes_filled_per_step": sum(self.totals("filled_bytes")) / steps,
             "bytes_released_per_step": sum(self.totals("released_bytes")) / steps,

@@ -45,7 +45,8 @@ class Fetching(Slots):
 
     @classmethod
     def of(cls, home: Home, placement: Offloaded) -> Layer:
-        host = home.host()  # first: another engine's slots take the place of the prompt
+        # First: another engine's slots take the place of the prompt.
+        host = home.some_host(None, True) if placement.near else home.host()
         layer = cls.holding(home, placement, home.prompt(slice(placement.n_sink)))
         layer.meter.hold_on_host(placement.index_bytes)
         if placement.n_steps:
@@ -61,6 +62,8 @@ class Fetching(Slots):
     def of_values(cls, home: Home, placement: OffloadedValues) -> Layer:
         layer = cls.holding(home, placement, home.prompt(placement.chosen), placement.chosen)
         n_values = home.trace.shape.h_kv * placement.chosen.shape[-1]  # that are in both tiers
+        if placement.near:
+            return layer.from_host(home.some_host(None, True))
         layer.meter.hold_on_host(n_values * layer.meter.value_bytes)
         return layer.from_host(home.values_host())
 

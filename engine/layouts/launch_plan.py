@@ -74,7 +74,9 @@ class LaunchPlan:
         """`pending`, `scratch` and `clock` are those of all layers. Nobody else asks for the parts of its steps."""
         self.groups, self.rows, self.index, self.scratch = groups, rows, layer, scratch
         self.pending, self.n_flushed = pending, -1
-        are_stored = all(row.is_stored and not row.store.checked_for for row in rows)
+        are_stored = all(
+            row.is_stored and not row.store.checked_for and row.store.handed is None for row in rows
+        )  # fmt: skip
         self.n_misses = 0 if are_stored else MOST_MISSES
         self.clock, self.start, self.n_steps = clock, 0, 0  # when it was told, and for how many steps that holds
         self.update_plan: UpdatePlan | None = None

@@ -55,7 +55,7 @@ def sub_batches_of(
 
 def can_be_planned(row: Row) -> bool:
     """Whether steps of all layers may be like those before them."""
-    if not (row.repeats and row.is_stored) or row.store.checked_for:
+    if not (row.repeats and row.is_stored) or row.store.checked_for or row.store.handed is not None:
         return False
     layers = [row.store[layer] for layer in row.trace.shape.attention_layers]
     return all(at.growing() is not None and all(map(is_fixed, at.resident())) for at in layers)

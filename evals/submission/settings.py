@@ -21,10 +21,11 @@ from kvbench.evals import outside
 from kvbench.evals.overrides import CONF
 from kvbench.evals.settings import USUAL, Choice, GivenPostProcessing, ModelSpec, Settings, read_key
 from kvbench.methods.allocator import Allocator
+from kvbench.methods.reuse import Sharing
 
 VERSIONS = (  # of what answers depend on, which a configuration has besides the settings
     *("model_digest", "task_version", "method_version", "data_digest", "method_data_digest", "prefill_version"),
-    *("prefill_data_digest", "compose_version"),
+    *("prefill_data_digest", "compose_version", "reuse_data_digest"),
 )
 
 
@@ -91,6 +92,7 @@ def settings_of(config: Mapping[str, Any], methods: Sequence[Path] = ()) -> Sett
         compose=None if run["compose"] is None else choice("method", run["compose"]),
         compose_order=run["compose_order"],
         allocator=None if allocator is None else build(Allocator, dict(allocator), "allocator"),
+        reuse=None if run["reuse"] is None else build(Sharing, vars(Sharing("")) | dict(run["reuse"]), "reuse"),
         post_processing=build(
             GivenPostProcessing, {name: run[name] for name in ("positions", "dropped", "merging")}, ""
         ),

@@ -7,9 +7,10 @@ from kvbench.methods.calibration.heads import Heads
 from kvbench.methods.calibration.pca import Components
 from kvbench.methods.calibration.qfilters import QFilterDirections
 from kvbench.methods.calibration.queries import Queries
+from kvbench.methods.calibration.reuse import Resemblance
 
 KINDS: dict[str, Kind] = {
-    kind.name: kind for kind in (Channels(), Components(), Heads(), QFilterDirections(), Queries())
+    kind.name: kind for kind in (Channels(), Components(), Heads(), QFilterDirections(), Queries(), Resemblance())
 }
 
 

@@ -101,6 +101,7 @@ def common_count(logits: Tensor, alpha: float) -> int:
 
 class InfiniGen(Indexed):
     title = "InfiniGen"
+    unshared = "chooses a layer's tokens in the layer below, so that anchors would stand one lower"
     eager = "asks each layer for a query from the input of the one below"
     no_growth = "fetches by a threshold, up to a number that follows from the context's length"
     skips = True

@@ -307,10 +307,13 @@ class InfLLM(Indexed):
         return Cost(held, read_bytes=held if n_blocks > self.plan.k else 0)
 
     def found(self, layer: int, idx: Tensor | None) -> Selection:
+        return self.take(layer, idx)._replace(cost=self.cost(layer))
+
+    def take(self, layer: int, idx: Tensor | None) -> Selection:
         if idx is None or not self.turns:
-            return Selection(idx, self.cost(layer))
+            return Selection(idx)
         tokens = idx[0] if self.params.per_head else idx[0, :1]
-        return Selection(idx, self.cost(layer), turned=partial(self.brought_near, layer, tokens, self.q_far))
+        return Selection(idx, turned=partial(self.brought_near, layer, tokens, self.q_far))
 
     def brought_near(self, layer: int, positions: Tensor, q: Tensor | None, fetched: Part) -> Part:
         """Turn fetched tokens to the one distance of far tokens, where they are at one."""

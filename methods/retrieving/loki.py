@@ -190,7 +190,7 @@ class Loki(NeedsCalibration, LabelSearch):
         return self.origin() | {
             "n_components": counts[0] if len(set(counts)) == 1 else counts,
             "k": self.plan.k,
-            "constant_bytes": len(shape.attention_layers) * shape.h_kv * shape.d_h**2 * 4,
+            "constant_bytes": len(self.index) * shape.h_kv * shape.d_h**2 * 4,
         }
 
 

@@ -157,6 +157,7 @@ def binned(x: Tensor) -> tuple[Tensor, Tensor]:
 
 class MagicPIG(SelectiveAttention):
     title = "MagicPIG"
+    unshared = "draws tokens, with weights that belong to the layer that drew them"
     eager = "fetches as many tokens as collide, which each step decides"
     no_growth = "samples tokens by tables whose size follows from the context's length"
     drops = False

@@ -32,17 +32,34 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.kernels.clock import Since
 from kvbench.kernels.rows.logits import Searched, table_of, token_logits, weigh_logits
+from kvbench.kernels.topk import top_stable_ref
 from kvbench.methods.indexed import Indexed
 
 
 def token_scores(logits: Tensor, agg: str, softmax: Softmax) -> Tensor:
-    """One score per token from logits (n, h_kv, g, s): (n, h_kv, s), or (n, h, s) for `query_head`."""
+    """One score per token from logits (n, h_kv, g, s): (n, h_kv, s), or (n, h, s) for `query_head`.
+
+    Of a layer's heads together it is (n, 1, s).
+    """
     if agg == "group_logit_mean":
         return logits.mean(2)
+    if agg == "layer_logit_max":
+        return logits.flatten(1, 2).amax(1, keepdim=True)
     weights = softmax.weights(logits, (logits.shape[1], -1))  # over all tokens, before any restriction
-    if agg == "query_head":
+    if agg == "layer_max":
+        return weights.flatten(1, 2).amax(1, keepdim=True)
+    if agg in ("query_head", "layer_union"):
         return weights.flatten(1, 2)
     return weights.sum(2) if agg == "group_sum" else weights.amax(2)
+
+
+def union(scores: Tensor, k: int) -> Tensor:
+    """One set for all heads (1, 1, k) by scores (1, h, s): each head's best token, then each one's second, and so on.
+
+    As LessIsMore has it: what a head in front has chosen is skipped, and the set is never larger.
+    """
+    ranked = top_stable_ref(scores[0], k).T.flatten().tolist()  # by rank, then by head
+    return torch.tensor([[[*dict.fromkeys(ranked)][:k]]], device=scores.device)
 
 
 class Oracle(Indexed):
@@ -52,7 +69,9 @@ class Oracle(Indexed):
 
     @dataclass(frozen=True)
     class Params:
-        agg: Literal["group_sum", "query_head", "group_max", "group_logit_mean"]
+        agg: Literal[
+            "group_sum", "query_head", "group_max", "group_logit_mean", "layer_max", "layer_logit_max", "layer_union"
+        ]
         n_sink: Tokens
         local_share: Share
         generated: Literal["on_top", "inside"]
@@ -114,6 +133,9 @@ class Oracle(Indexed):
     def choose(self, layer: int, ranking: Tensor, scores: Tensor) -> Tensor | None:
         if self.params.lost_mass == "spread":
             self.weights = self.trace.softmax[layer].weights(scores[0].flatten(0, 1), (-1,))  # (h, n)
+        units = self.units(layer)
+        if self.agg == "layer_union" and units.n_chosen:
+            return union(ranking[..., units.start : units.stop], units.n_chosen) + units.start
         return super().choose(layer, ranking, scores)
 
     @classmethod
@@ -133,8 +155,9 @@ class Oracle(Indexed):
         return launch
 
     def has_kernel(self, layer: int) -> bool:
-        """Whether a kernel may search: a kernel makes no weights, which `lost_mass: spread` needs."""
-        return super().has_kernel(layer) and self.repeats
+        """Whether a kernel may search: a kernel makes no weights, which `lost_mass: spread` needs, nor one set for all
+        heads."""
+        return super().has_kernel(layer) and self.repeats and not self.agg.startswith("layer_")
 
     @property
     def repeats(self) -> bool:

@@ -173,6 +173,7 @@ class Zones:
 
 class RetroInfer(SelectiveAttention):
     title = "RetroInfer"
+    unshared = "estimates what it does not fetch from clusters of the layer's own"
     eager = "lets other clusters stand in for their tokens at each step"
     no_growth = "estimates what it does not fetch from clusters laid out for the context's length"
     drops = False

@@ -122,6 +122,7 @@ def top_tokens(scores: Tensor, chunk: int, n: int, k: int) -> Tensor:
 
 class RocketKV(Indexed):
     title = "RocketKV"
+    unshared = "keeps other tokens in each layer"
     no_growth = "searches what its first stage kept of the context"
     ops = ("chunks", "topk")
     takes_newest = True

@@ -291,14 +291,27 @@ class ShadowKV(Indexed):
     def arrange(self, layer: int) -> OffloadedValues:
         plan, trace = self.plan, self.trace
         keys = trace.keys(layer)[0, :, : plan.n_chunks * plan.chunk]
-        with span("factor", layer):
-            self.factors[layer] = trace.once(("ShadowKV's factors", layer, plan.rank), lambda: self.factor(layer))
+        self.follow(layer)
         self.index[layer] = trace.once(
             ("ShadowKV's landmarks", layer, plan.chunk, plan.n_chunks, plan.n_outliers),
             lambda: landmarks_of(keys, plan.chunk, plan.n_outliers),
         )
         kept = tokens_of(self.index[layer].outliers, plan.chunk)
         return OffloadedValues(kept, plan.n_local(trace.s_prompt))
+
+    def follow(self, layer: int) -> None:
+        """Make the layer's factors."""
+        with span("factor", layer):
+            key = "ShadowKV's factors", layer, self.plan.rank
+            self.factors[layer] = self.trace.once(key, lambda: self.factor(layer))
+
+    def take(self, layer: int, idx: Tensor | None) -> Selection:
+        assert idx is not None, f"layer {layer} is given no chunk"
+        factor_bytes, _ = self.plan.meta_bytes(self.trace.s_prompt, self.trace.shape)
+        if self.store[layer].host.has_keys:  # where it attends to all tokens
+            return Selection(idx, Cost(factor_bytes))
+        made_bytes = idx.shape[2] * key_bytes(self.trace.shape, 1)
+        return Selection(idx, Cost(factor_bytes, made_bytes=made_bytes), keys=self.made_keys(layer, idx))
 
     def factor(self, layer: int) -> Factors:
         """The factors of the layer's keys, turned back to where they had no position."""

@@ -330,9 +330,7 @@ class SparQ(Indexed):
         twice = self.params.layout == "columns"
         return {
             "n_components": self.plan.r,
-            "columns_host_bytes": twice
-            * len(shape.attention_layers)
-            * key_bytes(shape, self.trace.s_prompt + self.store.n_new),
+            "columns_host_bytes": twice * len(self.index) * key_bytes(shape, self.trace.s_prompt + self.store.n_new),
         }
 
 

@@ -129,5 +129,5 @@ def prerequisite(method: str) -> str:
 
 def composability(run: Run) -> str:
     """What the run was composed of, where it was."""
-    parts = [part for part in (run.result.allocator, run.result.keeping) if part is not None]
+    parts = [part for part in (run.result.allocator, run.result.reuse, run.result.keeping) if part is not None]
     return " + ".join(parts) or "alone"

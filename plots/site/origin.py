@@ -106,6 +106,8 @@ def words(config: Mapping[str, Any]) -> Iterator[str]:
     for key in ("compose", "allocator"):
         if isinstance(part := config.get(key), Mapping):
             yield f"{key}={part.get('name')}"
+    if isinstance(part := config.get("reuse"), Mapping):
+        yield from choice("reuse", str(part.get("name")), {k: v for k, v in part.items() if k != "name"}, False)
     usual = defaults("", "config")
     if memory is not None and config.get("comm", "off") is None:
         usual = usual | {"comm": None}

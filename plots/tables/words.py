@@ -98,7 +98,7 @@ def settings(at: At, kind: str) -> dict[str, str]:
 def method_of(at: At) -> str:
     """The method whose setting a run's is: `h2o` of `h2o_paper`, with the allocator and keys and values of others."""
     name = at["method"] if at.get("config.method.digest") else known(at["method"]) or at["method"]
-    return "+".join(filter(None, [name, at.get("allocator"), at.get("keeping")]))
+    return "+".join(filter(None, [name, at.get("allocator"), at.get("reuse"), at.get("keeping")]))
 
 
 def own_file(at: At) -> dict[str, str]:
@@ -173,7 +173,7 @@ def runs_of(samples: Frame) -> Frame:
     for at in every:
         kind, budget = method_of(at), budget_of(at, method_of(at) == "full")
         namesake = f" {at.get('checkpoint') or ''}" if len(checkpoints[at["model"]]) > 1 else ""
-        is_ours = not at.get("allocator") and not at.get("keeping")
+        is_ours = not any(at.get(key) for key in ("allocator", "reuse", "keeping"))
         rows.append(
             {
                 "task": at["shown_task"],

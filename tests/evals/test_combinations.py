@@ -23,6 +23,7 @@ COMMANDS = [
     *("method=pyramidinfer prefill=minference", "method=snapkv compose_order=quantise_first"),
     *("method=snapkv compose=snapkv", "method=sparq compose=kivi", "method=pqcache compose=think"),
     "method=pqcache compose=kivi compose_order=quantise_first",
+    *("method=magicpig reuse=every", "method=quest memory=1/2 comm=null reuse=every reuse.comm_counts=mean"),
     *("method=snapkv budget_counts=mean", "method=snapkv weights=random", f"method=h2o_decode budget=200 {TURNS}"),
     "method=snapkv task=pg19 task.source=embedded compression_scope=context_only",
     f"method=snapkv {TURNS} task.mode=independent task.budget_base=conversation",

@@ -22,6 +22,7 @@ from kvbench.engine.model import Model
 from kvbench.engine.passes import replay
 from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.prefill import prefill
+from kvbench.engine.selection import Behind, Reuse
 from kvbench.evals.overrides import config_groups
 from kvbench.kernels.pq_fit import Fit, pq_fit
 from kvbench.methods.base import SelectiveAttention, Variant
@@ -192,3 +193,27 @@ def test_rows_that_keep_what_they_fetched_stand_beside_others(machine: Machine) 
     )
     assert ids == expected
     assert [x.store.ledger.entries for x in rows] == [x.store.ledger.entries for x in theirs]
+
+
+RETRIEVING = ("quest", "infllm", "sparq", "clusterkv", "pqcache", "double_sparsity", "loki", "shadowkv")
+
+
+@pytest.mark.parametrize("name", ["oracle", *(pytest.param(x, marks=pytest.mark.slow) for x in RETRIEVING)])
+def test_layers_that_take_over_a_choice_answer_as_on_a_cpu(machine: Machine, name: str) -> None:
+    """Without graphs, and beside a row whose layers all search for themselves, which is planned as ever."""
+    given = conformance.ours(name)
+    one = replace(given, params=replace(given.params, full_layers=0)) if given.kind.traits.skips else given
+    usual = conformance.variant(one, "0.3")
+    mapped = Reuse((0, 1), (Behind(2, 1, (1, 0)),))
+    variants = [replace(usual, reuse=Reuse((0,), (Behind(1, 0), Behind(2, 0)), all_too=(0,))), usual]
+    variants += [replace(usual, reuse=mapped)] if name in ("oracle", "quest") else []
+    seen = list[Decoded]()
+
+    def answered(model: Model) -> tuple[list[list[int]], list[list[Entry]]]:
+        with model.hooked():
+            trace, rows = conformance.trace_and_rows(variants, N_NEW, model)
+            seen.append(decode(model, trace, rows, max_new_tokens=N_NEW))
+        return [x.ids for x in seen[-1].answers], [x.store.ledger.entries for x in rows]
+
+    assert answered(moved(conformance.model(), "cuda:0")) == answered(conformance.model())
+    assert seen[0].by_graphs == 0 and "attend to what another one chose (reuse)" in (seen[0].why_no_graphs or "")

@@ -138,7 +138,7 @@ def test_each_query_head_keeps_at_least_the_mass_of_a_shared_selection() -> None
 def test_all_aggregates_agree_without_groups() -> None:
     q, k, v = random_tokens(3, 3, 60)
     sets = []
-    for agg in AGGREGATES:
+    for agg in (agg for agg in AGGREGATES if not agg.startswith("layer_")):  # which have one set for all heads
         row = row_of(Oracle, replace(PARAMS, agg=agg), trace_of(k, v, 3, 59), request(tokens=20))
         step(row, q[:, :, 59:], k[:, :, 59:], v[:, :, 59:])
         sets.append(row.store.attended(0))
