@@ -97,9 +97,9 @@ INLINE vf looked_up(const float *table, vi code) {
 #endif
 }
 
-// Floats of 8 bits as float16: e5m2 is its upper half. An e4m3 moved to its place lacks a bit of the exponent, and so is
-// 2^8 too small; the bit is that of its sign, to be cleared, but for the code of no number, whose exponent is to be full:
-// adding one to the code carries into it.
+// Floats of 8 bits as float16: e5m2 is its upper half. An e4m3 moved to its place lacks a bit of the exponent, and so
+// is 2^8 too small; the bit is that of its sign, to be cleared, but for the code of no number, whose exponent is to be
+// full: adding one to the code carries into it.
 template <Code CODE>
 INLINE vf of_floats(const uint8_t *p) {
     vb x;
@@ -225,8 +225,8 @@ void by_channel(const uint8_t *rows, int64_t row_bytes, int64_t d, const float *
     }
 }
 
-// Logits of tokens whose keys are packed one by one; queries lie as the codes come out of their loads. Floats of a token
-// with one scale are multiplied by it when they are one logit.
+// Logits of tokens whose keys are packed one by one; queries lie as the codes come out of their loads. Floats of a
+// token with one scale are multiplied by it when they are one logit.
 template <int G, class L, bool IS_LATE>
 void by_token(const Side &k, const uint8_t *codes, const char *scales, const char *zeros, int64_t start, int n,
               int64_t d, const float *turned, float (*logits)[CHUNK]) {
