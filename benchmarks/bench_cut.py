@@ -22,7 +22,7 @@ from kvbench.engine.prefill import prefill
 from kvbench.evals.settings import from_words, load_class
 from kvbench.tests.vectors import built
 
-METHODS = "rkv,snapkv_decode,streamingllm_decode,h2o_decode,tova_decode,random_decode_unprotected,triattention"
+METHODS = "rkv,snapkv_decode,streamingllm_decode,h2o_decode,tova_decode,random_decode_unprotected,vase,triattention"
 
 
 def llama_layers(n_layers: int, device: torch.device) -> Model:

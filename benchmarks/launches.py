@@ -75,7 +75,7 @@ ABOVE = {
     "dms": Cost(44, 3, 1),  # it scores the current token, and notes which heads drop it
     "think": Cost(43, 2, 1),  # each row asks thin keys by a query of its own
     # Their latest queries are written to where they stay.
-    **dict.fromkeys(("rkv", "snapkv_decode", "tova_decode"), Cost(41, 0, 1)),
+    **dict.fromkeys(("rkv", "snapkv_decode", "tova_decode", "vase"), Cost(41, 0, 1)),
 }
 
 

@@ -115,6 +115,7 @@ class Delayed(Ragged):
 
     stays: "Tensor" = field(kw_only=True)
     delay: int = field(kw_only=True)
+    queries: "Queries | None" = field(default=None, kw_only=True)
 
     def size(self, s: int, n_new: int) -> Size:
         n_window = self.stays.shape[1]
@@ -225,9 +226,13 @@ class Stay(Change):
 
 @dataclass(frozen=True, eq=False)
 class Judged(Change):
-    """Which KV heads drop the current token of a `Delayed` layer once it is old, (h_kv,) bool; the others keep it."""
+    """Which KV heads drop a token of a `Delayed` layer once it is old, (h_kv,) bool; the others keep it for good.
+
+    `age` newer tokens are there: 0 for the current one. Every token is judged once, in turn.
+    """
 
     goes: "Tensor"
+    age: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,6 +64,14 @@ class ScoringMethod(SelectiveAttention):
         keys = keys.transpose(0, 2)
         return (self.worth(layer, keys) if self.trace.shape.is_latent else self.score(keys))[0].mT
 
+    def scores_at(self, layer: int, positions: Tensor, draw: int) -> Tensor:
+        """Scores of tokens at positions (n,) of prompt or answer, where these alone say it: (h_kv, n)."""
+        raise NotImplementedError
+
+    def votes(self, layer: int, q: Tensor, keys: Tensor, heads: slice) -> Tensor:
+        """Scores by the queries (1, g, w, d_h) of some heads of keys (1, 1, n, d_h) but the last `w`: (n - w,)."""
+        raise NotImplementedError
+
     @classmethod
     def is_by_keys(cls) -> bool:
         """Whether what a token is worth follows from the keys that are there."""

@@ -39,7 +39,8 @@ class Traits:
     # "set": all heads of a layer keep one set of tokens
     allocator: Allocator | None = None  # how the method itself divides its budget over layers and heads; None: alike
     by_keys: bool = False  # what a token is worth follows from the keys that are there
-    judges: Literal["", "keys", "input"] = ""  # by what it scores a single new token; "": it cannot
+    # By what it scores a single new token: its key, its input, its place, or the queries behind it; "": it cannot.
+    judges: Literal["", "keys", "input", "place", "queries"] = ""
     weighs_values: bool = False  # the norms of values are in its numbers
     is_query_wide: bool = False  # every query head may keep tokens of its own, so that a KV head holds more
     asks_question: bool = False  # it has to know where in the prompt the question begins

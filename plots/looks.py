@@ -71,6 +71,7 @@ SHAPES: dict[str, Polygon] = {
     "square": ((-0.8, 0.8), (0.8, 0.8), (0.8, -0.8), (-0.8, -0.8)),
     "diamond": DIAMOND,
     "thin diamond": tuple((0.55 * x, 1.1 * y) for x, y in DIAMOND),
+    "kite": ((0, 1), (0.8, 0.3), (0, -1.1), (-0.8, 0.3)),
     "up": UP,
     "left": turned(UP, 1),
     "down": turned(UP, 2),
@@ -79,6 +80,7 @@ SHAPES: dict[str, Polygon] = {
     "hourglass": turned(BOWTIE, 1),
     "bar": BAR,
     "pillar": turned(BAR, 1),
+    "slant": ((-0.45, 0.8), (1.1, 0.8), (0.45, -0.8), (-1.1, -0.8)),
     "plus": PLUS,
     "cross": tuple((HALF * (x - y), HALF * (x + y)) for x, y in PLUS),
     "star": star(5, 0.42),
@@ -108,6 +110,7 @@ DASHES = ("-", "--", ":", "-.")
 FAMILIES = (  # panels of figures that show one family each
     "drop after the prompt, by its last queries",
     "drop while decoding",
+    "skip while decoding",
     "drop for any question",
     "drop by keys and values",
     "drop by place or chance",

@@ -18,6 +18,10 @@ prompt's K and V as an ordinary pass left them, and the variant's own K and V of
     output_error  |out - exact| / |exact| over all heads of the layer
     kl            KL(full || variant) of the next token in nats; full attention reads the same tokens in the same batch
     agreement     share of steps where both find the same token the likeliest
+    acceptance    share of a drafter's tokens that full attention would take, and what follows from it by length of the
+                  draft: `tasks/acceptance.py`. The variant lives on its own K and V of all fed tokens, while a drafter
+                  gets full attention's at each verification: a lower reading of long feeds
+    by_head       output_error of each head alone, mean over the steps
 
 A sample's score is its recall: the mean over query heads, layers and steps. The first three figures are means over the
 layers that the method compresses; a layer that it leaves whole on purpose would be perfect without any merit. To
@@ -33,25 +37,29 @@ Feed    the text's own continuation; full attention's greedy answer where there 
         `task.continuation=greedy`
 Cost    the time of a step includes exact attention of every row and layer, so `s/token` is no figure of speed here
 
-Not here: ranks of single tokens (`benchmarks/needle_ranks.py`).
+Not here: full attention's K and V for tokens that a draft's verification read; ranks of single tokens
+(`benchmarks/needle_ranks.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import fsum
+from math import fsum, inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvbench.engine.declared import Count, PathText
+from kvbench.engine.declared import Count, Once, PathText
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.foreign import write_csv
 from kvbench.engine.passes.trace import Trace
+from kvbench.engine.sampling.spec import Sampling, Temperature, TopP
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.methods.base import SelectiveAttention
+from kvbench.results.intervals import interval
+from kvbench.tasks.acceptance import alphas, chances, drafts, expected_length
 from kvbench.tasks.base import Sample
 from kvbench.tasks.checks import OnBadRow
 from kvbench.tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch, Outcome, distinct
@@ -67,8 +75,12 @@ from kvbench.tasks.texts import (
 )
 
 BY_LAYER = ("recall", "mass", "output_error")
-BY_STEP = ("kl", "agreement")
+BY_STEP = ("kl", "agreement", "alpha")
 DIGITS = 6  # of the figures in a line
+FORCED = (
+    "forced: greedy_length, rate and per_position of a text that full attention did not write itself are no engine's; "
+    "task.continuation=greedy makes them so"
+)
 
 
 @dataclass(frozen=True)
@@ -80,18 +92,23 @@ class Params:
     continuation: Literal["auto", "text", "greedy"]
     k: Count | None
     skip_layers: tuple[int, ...] | None
+    draft: Annotated[tuple[Count, ...], Once()]
+    temperature: Temperature
+    top_k: Count | None
+    top_p: TopP
     on_bad_row: OnBadRow
 
 
 class Fidelity(ForcedTask):
     name = "fidelity"
-    version = 1
+    version = 2
     metric = "recall"
     wants_full = True
     Params = Params
 
     def __init__(self, params: Params, data_dir: str | None, seed: int) -> None:
         self.params = params
+        self.sampling = Sampling(params.temperature, params.top_p, params.top_k)
         file = None if params.path is None else given_file(params.path)
         self.file = file if file is not None and file.suffix == ".jsonl" else None
         self.rows, self.corpus = None, None
@@ -103,6 +120,8 @@ class Fidelity(ForcedTask):
             self.corpus = embedded() if file is None else read_files([file])
             self.dataset, self.data_source = self.corpus.name, self.corpus.data_source
             self.data_digest = self.corpus.digest
+        if self.sampling.is_greedy and params.continuation != "greedy":
+            self.notes = [*self.notes, FORCED]
 
     def check(self, shape: ModelShape) -> None:
         n = self.params.prompt_tokens + self.params.steps + 1
@@ -176,10 +195,14 @@ class Fidelity(ForcedTask):
     def watch(
         self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]
     ) -> ForcedWatch:
-        return Comparison(continuation.truth(), rows, len(continuation.feed), self.params)
+        is_own = sample.forced is None
+        return Comparison(continuation.truth(), rows, len(continuation.feed), self.params, self.sampling, is_own)
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-        """`layers.csv`: the figures of each layer, means over the samples."""
+        """`layers.csv`: the figures of each layer, means over the samples; `heads.csv`: the error of each head.
+
+        Heads have 95 % intervals over the samples, of errors and so without an upper bound.
+        """
         ok = [row for row in rows if row["status"] == "ok"]
         if not ok:
             return
@@ -191,6 +214,18 @@ class Fidelity(ForcedTask):
             [layer, *(round(mean, DIGITS) for mean in each)] for layer, each in zip(ok[0]["layers"], means, strict=True)
         )
         write_csv(folder / "layers.csv", ["layer", *BY_LAYER], lines)
+        write_csv(folder / "heads.csv", ["layer", "head", "output_error", "low", "high", "n"], by_head(ok))
+
+
+def by_head(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Any]]:
+    """Layer, head, mean error and its interval; of the samples of version 1, which have none, nothing."""
+    rows = [row for row in rows if "by_head" in row]
+    for i, layer in enumerate(rows[0]["layers"] if rows else ()):
+        for head in range(len(rows[0]["by_head"]["output_error"][i])):
+            errors = [row["by_head"]["output_error"][i][head] for row in rows]
+            spread = interval(errors, (0.0, inf))
+            ends = [None, None] if spread is None else [round(end, DIGITS) for end in (spread.low, spread.high)]
+            yield [layer, head, round(fsum(errors) / len(errors), DIGITS), *ends, len(errors)]
 
 
 def read_prompts(file: Path, on_bad_row: str) -> Rows:
@@ -208,11 +243,17 @@ def read_prompts(file: Path, on_bad_row: str) -> Rows:
 class Comparison:
     """Compares each variant with exact attention of its own queries, and with full attention's next tokens."""
 
-    def __init__(self, truth: Trace, rows: Sequence[SelectiveAttention], n_steps: int, params: Params) -> None:
+    def __init__(
+        self, truth: Trace, rows: Sequence[SelectiveAttention], n_steps: int, params: Params,
+        sampling: Sampling | None = None, is_own: bool = False,
+    ) -> None:  # fmt: skip
+        """`sampling` is what drafts are drawn by; `is_own` says whether full attention wrote what is fed."""
         self.truth, self.rows, self.params = truth, rows, params
+        self.sampling, self.is_own = sampling or Sampling(), is_own
         self.layers = list(truth.shape.attention_layers)
         shape, n = truth.shape, len(rows)
         self.by_layer = {name: torch.zeros(len(self.layers), n_steps, n, dtype=torch.float64) for name in BY_LAYER}
+        self.by_head = torch.zeros(len(self.layers), n, shape.h, dtype=torch.float64)  # sums over the steps
         self.by_step = {name: torch.zeros(n_steps, n, dtype=torch.float64) for name in BY_STEP}
         self.step = 0
         # Every variant's own K and V of the fed tokens: a method may drop them, exact attention needs them.
@@ -243,8 +284,10 @@ class Comparison:
         }
         for name, each in figures.items():
             self.by_layer[name][i, self.step, rows] = each.double().cpu()
+        self.by_head[i, rows] += relative_error(out[places, :, 0], exact).double().cpu()
 
     def predicted(self, order: Sequence[int], logits: Tensor) -> None:
+        assert len(self.rows) in order, "there is no row of full attention: the task has to say wants_full"
         places, rows = variants(order, len(self.rows))
         guesses = logits.log_softmax(-1)
         full, own = guesses[list(order).index(len(self.rows))], guesses[places]
@@ -252,12 +295,17 @@ class Comparison:
         kl = torch.where(full.exp() > 0, full.exp() * (full - own), 0.0).sum(-1).clamp(min=0)
         self.by_step["kl"][self.step, rows] = kl.double().cpu()
         self.by_step["agreement"][self.step, rows] = (own.argmax(-1) == full.argmax(-1)).double().cpu()
+        p, q = chances(full, self.sampling), chances(own, self.sampling)
+        self.by_step["alpha"][self.step, rows] = alphas(p, q).double().cpu()
         self.step += 1
 
     def outcomes(self) -> list[Outcome]:
         return [self._outcome(i, row) for i, row in enumerate(self.rows)]
 
     def _outcome(self, i: int, row: SelectiveAttention) -> Outcome:
+        lost = self.by_step["kl"][:, i].isnan().nonzero()
+        if len(lost):
+            return Outcome(0.0, {}, lost_at=int(lost[0]) + 1)
         skipped = self.params.skip_layers
         left_out = set(row.skipped if skipped is None else skipped)
         # A method that leaves every layer whole is judged on all of them.
@@ -265,21 +313,38 @@ class Comparison:
         counted = counted or list(range(len(self.layers)))
         by_layer = {name: each[:, :, i].mean(1) for name, each in self.by_layer.items()}
         by_step = {name: each[:, i] for name, each in self.by_step.items()}
-        measures = {name: each[counted].mean().item() for name, each in by_layer.items()}
-        measures |= {name: each.mean().item() for name, each in by_step.items()}
-        score = min(1.0, measures["recall"])
+        measures: dict[str, float | None] = {name: each[counted].mean().item() for name, each in by_layer.items()}
+        score = min(1.0, measures["recall"] or 0.0)
+        measures |= {name: by_step[name].mean().item() for name in ("kl", "agreement")}
+        taken, more = self._taken(by_step["alpha"], by_step["agreement"].bool().tolist())
         fields = {
             "steps": self.step,
-            "measures": {name: round(value, DIGITS) for name, value in measures.items()},
+            "measures": {
+                name: None if value is None else round(value, DIGITS) for name, value in (measures | taken).items()
+            },
             "layers": self.layers,
             "layers_skipped": sorted(left_out & set(self.layers)),
             "by_layer": {name: rounded(each) for name, each in by_layer.items()},
+            "by_head": {"output_error": [rounded(each) for each in self.by_head[:, i] / self.step]},
             "by_step": {
                 "recall": rounded(self.by_layer["recall"][counted, :, i].mean(0)),
                 **{name: rounded(each) for name, each in by_step.items()},
             },
         }
-        return Outcome(round(score, DIGITS), fields)
+        return Outcome(round(score, DIGITS), fields | more)
+
+    def _taken(self, alpha: Tensor, agrees: Sequence[bool]) -> tuple[dict[str, float | None], dict[str, Any]]:
+        """Measures and columns of what full attention would take of drafts; None where the feed has no whole draft."""
+        lengths = self.params.draft
+        measures: dict[str, float | None] = {"acceptance": alpha.mean().item()}
+        measures |= {f"expected_length_{gamma}": expected_length(alpha, gamma) for gamma in lengths}
+        if not self.sampling.is_greedy:
+            return measures, {}
+        counts = {gamma: drafts(agrees, gamma) for gamma in lengths}
+        measures |= {f"rate_{gamma}": each.rate for gamma, each in counts.items()}
+        measures |= {f"greedy_length_{gamma}": each.length for gamma, each in counts.items()}
+        by_position = {str(gamma): each.per_position for gamma, each in counts.items()}
+        return measures, {"forced": not self.is_own, "per_position": by_position}
 
 
 def variants(order: Sequence[int], n: int) -> tuple[list[int], list[int]]:
@@ -335,6 +400,6 @@ def recall(logits: Tensor, seen: Tensor, k: int | None) -> Tensor:
 
 
 def relative_error(out: Tensor, exact: Tensor) -> Tensor:
-    """|out - exact| / |exact| of each row."""
+    """|out - exact| / |exact| over the last dimension."""
     norm = exact.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
     return (out.float() - exact).norm(dim=-1) / norm

@@ -39,6 +39,7 @@ class Outcome:
 
     score: float
     fields: dict[str, Any]  # columns of its line in samples.jsonl; `measures` among them are averaged in result.json
+    lost_at: int | None = None  # the first step whose logits, the variant's or full attention's, are no numbers
 
 
 class ForcedWatch(Watch, Protocol):

@@ -68,6 +68,7 @@ FITTED = {  # to so short a prompt, and to a model without a tokenizer
     "duo_attention": ["method.heads=drawn", "method.n_sink=8", "method.n_recent=16"],
     "kivi": ["method.group=8", "method.residual=16"],
     "hf_quantized_cache": ["method.group=8"],
+    "kvarn": ["method.group=64"],
     "attention_matching": ["method.first_ids=[7,5,9]"],
     "shadowkv": ["method.local_chunks=1"],
     "turboquant_vllm": ["method.boundary_layers=1"],
@@ -77,6 +78,9 @@ FITTED = {  # to so short a prompt, and to a model without a tokenizer
     "h2o_decode": ["method.interval=4"],
     "tova_decode": ["method.interval=4"],
     "random_decode": ["method.interval=4", "method.window=3", "method.protect=none"],
+    "vase": ["method.interval=4", "method.window=3"],
+    "append_only": ["method.window=2"],
+    "append_only_budget": ["method.expect=10"],
     "triattention": ["method.interval=4", "method.protect_prompt=false"],
     "simlayerkv_paper": ["method.n_recent=40", "method.threshold=0.3"],
     "simlayerkv_kvpress": ["method.n_recent=40", "method.threshold=0.3"],
@@ -209,9 +213,12 @@ def variant(one: Subject, ratio: str) -> Variant:
         )
     except ConfigError as error:
         advice = re.search(r"ratio=(0\.\d+) or more", str(error))
-        if advice is None or Fraction(advice[1]) <= Fraction(ratio):
+        least = advice and Fraction(advice[1])
+        if one.kind.traits.of_answers and (tokens := re.search(r"budget=(\d+) or more$", str(error))):
+            least = Fraction(int(tokens[1]), S + N_NEW)  # of a method that keeps any prompt whole
+        if least is None or least <= Fraction(ratio):
             raise Refused(str(error)) from None
-        return variant(one, advice[1])
+        return variant(one, str(least))
 
 
 def accepted(one: Subject, ratios: Sequence[str]) -> list[str]:

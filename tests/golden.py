@@ -20,7 +20,7 @@ from kvbench.tests.engine import test_budget, test_entries, test_post_processing
 from kvbench.tests.engine.caches import test_blocks
 from kvbench.tests.engine.passes import test_latents
 from kvbench.tests.engine.sparse import test_rules
-from kvbench.tests.methods.decoding import test_random_decode, test_schedule
+from kvbench.tests.methods.decoding import test_random_decode, test_schedule, test_vase
 from kvbench.tests.methods.dropping import (
     test_h2o,
     test_pyramidinfer,
@@ -29,6 +29,7 @@ from kvbench.tests.methods.retrieving import (
     test_oracle,
 )
 from kvbench.tests.tasks import (
+    test_acceptance,
     test_agent_traces,
     test_babilong,
     test_graphwalks,
@@ -63,6 +64,8 @@ NEWER = (
 )  # tests of tasks with the runners of their own files
 
 RUNNERS: dict[str, Runner] = {
+    "acceptance/blocks_*.json": test_acceptance.run_blocks,
+    "acceptance/*.npz": test_acceptance.run_vectors,
     "attention_kinds/mla_*.npz": test_latents.run_vectors,
     "attention_kinds/s*.npz": test_softmax.run_vectors,
     "key_rerotation/*.npz": test_post_processing.run_rotation_vectors,
@@ -71,6 +74,7 @@ RUNNERS: dict[str, Runner] = {
     "decode_time/*.npz": test_schedule.run_vectors,
     "decode_time/prulong_footprint.json": test_entries.run_vectors,
     "random_decode/survival.json": test_random_decode.run_survival,
+    "vase/inclusion.json": test_vase.run_inclusion,
     "pqcache/h2o_*.npz": test_h2o.run_weight_vectors,
     "pqcache/cache_*.npz": test_blocks.run_vectors,
     "pqcache/budget_*.npz": test_budget.run_vectors,

@@ -46,7 +46,7 @@ KEYS = {  # with values that are right
     "cache.k_cache": ("1", "32"), "cache.policy": ("lfu", "lru"), "compression_scope": ("full_prompt", "context_only"),
     "seed": ("1", "9223372036854775807"), "limit": ("1", "null"), "trace": ("true",), "accesses": ("true",),
     "sweep.max_variants": ("auto", "3"), "sweep.refused": ("skip", "stop"),
-    "compose": ("null", "kivi", "kivi_2bit", "hf_quantized_cache", "turboquant"),
+    "compose": ("null", "kivi", "kivi_2bit", "kvarn", "hf_quantized_cache", "turboquant"),
     "compose_order": ("drop_first", "quantise_first"), "memory": ("1/2", "0.4", "1", "64KB", "1GB"),
     "out": ("x", "runs/a[/b]c", "~/x"), "dtype": ("float32", "auto"),
     "device": ("cpu",), "kernels": ("auto", "torch"), "weights": ("trained",), "data_dir": ("null",),

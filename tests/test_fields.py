@@ -19,7 +19,12 @@ from kvbench.evals.settings import Choice, load_class
 from kvbench.tests.test_conf import composed
 
 FREE = {"gate", "heads", "marker"}  # texts that name a file or stand in an answer
-UNBOUNDED = {"layers", "dms.threshold", "attention_matching.drop_below"}  # a rule between two, logarithms
+UNBOUNDED = {
+    "layers",
+    "dms.threshold",
+    "append_only.threshold",
+    "attention_matching.drop_below",
+}  # a rule between two, logarithms
 
 
 FILES = {

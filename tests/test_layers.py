@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "engine": {"kernels", "engine"},
     "methods": {"kernels", "engine", "methods"},
     "results": {"engine.budget", "engine.declared", "engine.errors", "engine.foreign", "engine.terminal", "results"},
-    "tasks": {"engine", "methods", "tasks"},
+    "tasks": {"engine", "methods", "results.intervals", "tasks"},
     "evals.studies": {
         *("engine", "methods", "results", "evals.studies"),
         *("evals.models", "evals.overrides", "evals.settings"),

@@ -161,6 +161,7 @@ class DelayedView(RaggedView):
     takes_feeds = False
     stays: Tensor  # (1, h_kv, capacity) bool: the KV heads that keep a token of the window once it is old
     n_first: int  # tokens of the window when the prompt ended
+    n_judged: int  # of the window
     delay: int
 
     @classmethod
@@ -169,7 +170,8 @@ class DelayedView(RaggedView):
         assert isinstance(layer, DelayedView)
         _, n, capacity = placement.size(home.s_prompt, home.n_new)
         layer.memory = home.memory([home.latest(n)], capacity - n)
-        layer.n_window, layer.n_first, layer.start, layer.delay = n, n, home.s_prompt - n, placement.delay
+        layer.n_window = layer.n_first = layer.n_judged = n
+        layer.start, layer.delay = home.s_prompt - n, placement.delay
         layer.stays = torch.nn.functional.pad(placement.stays, (0, capacity - n)).unsqueeze(0)
         return layer
 
@@ -198,8 +200,23 @@ class DelayedView(RaggedView):
     def change(self, change: Change) -> Layer:
         if not isinstance(change, Judged):
             return super().change(change)
-        torch.logical_not(change.goes, out=self.stays[0, :, self.n_window - 1])
+        at = self.n_window - 1 - change.age
+        assert at == self.n_judged and change.age <= self.delay, (
+            f"layer {self.index}: token {at} of the window is judged, and {self.n_judged} of them are: each is judged "
+            "once, before it is old, so that none leaves that was kept"
+        )
+        torch.logical_not(change.goes, out=self.stays[0, :, at])
+        self.n_judged += 1
         return self
+
+    def keys(self) -> Tensor:
+        """Keys of all tokens that came, those that left included; heads keep as many of the prompt's."""
+        n_kept, window = self.view.k.shape[2] // self.stays.shape[1], self.memory.part(0, self.n_window)
+        return torch.cat([self.view.k.view(*window.k.shape[:2], n_kept, -1), window.k], 2)
+
+    def judged(self) -> Tensor:
+        """Which KV heads keep each token that is judged, those of the prompt included: (h_kv, n) bool."""
+        return torch.cat([self.positions_kept()[0] >= 0, self.stays[0, :, : self.n_judged]], 1)
 
     def close(self, step: int) -> Entry:
         self.meter.hold(-(-self.meter.shape.h_kv * self.n_window // 8))

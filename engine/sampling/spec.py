@@ -28,12 +28,16 @@ class ZeroOr:
         return value == 0 or value >= self.least
 
 
+Temperature = Annotated[float, ZeroOr(LOWEST), Is(f"0 (the likeliest token) or at least {LOWEST}")]
+TopP = Annotated[float, Gt(0), Le(1), Is("a probability above 0 and at most 1")]
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How answers are drawn; the keys of conf/config.yaml."""
 
-    temperature: Annotated[float, ZeroOr(LOWEST), Is(f"0 (the likeliest token) or at least {LOWEST}")] = 0.0
-    top_p: Annotated[float, Gt(0), Le(1), Is("a probability above 0 and at most 1")] = 1.0
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
     top_k: Count | None = None
     n_answers: Count = 1  # for each prompt
 

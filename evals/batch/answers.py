@@ -59,7 +59,9 @@ def answers(
     outcomes = [None] * n if watch is None else watch.outcomes()
     is_sound = all(answer.is_finite for answer in decoded.answers[n:])
     for cell, row, answer, outcome in zip(wave.cells, wave.rows, decoded.answers[:n], outcomes, strict=True):
-        if answer.is_finite and is_sound:
+        if outcome is not None and outcome.lost_at is not None:
+            yield Reply(cell, lost=("failed", why_lost(outcome.lost_at, "fed")))
+        elif answer.is_finite and is_sound:
             yield Reply(cell, row, answer, decoded, wave.prefill_s, outcome)
         else:
             yield Reply(cell, lost=("failed", why_lost(len(answer.ids))))

@@ -60,7 +60,8 @@ def sheet(done: Done) -> Sheet:
     measures = measured(results)
     pairs = SPARSE if any(result.prefill_share is not None for result in results) else {}
     about = ANSWERS if any(result.budget_counts or result.sampling for result in results) else {}
-    heads = ["method", *TEXTS, score_name(results), "95 %", "n", *pairs, *measures, *about, *NUMBERS]
+    narrow_names = (name.replace("_length", "\nlength") for name in measures)
+    heads = ["method", *TEXTS, score_name(results), "95 %", "n", *pairs, *narrow_names, *about, *NUMBERS]
     rows = [
         [
             label(result, results), *texts(result), *score(result), *figures(result, pairs),
@@ -263,9 +264,11 @@ def of_answers(results: Sequence[RunResult]) -> list[str]:
     lines, counted = [], [result for result in results if result.budget_counts]
     for result in counted:
         if result.reached_answers is not None and result.reached_answers < 1:
+            skips_before = not result.reached_answers and result.effective_ratio != 1  # a budget that is never reached
+            others = "" if skips_before else "; the others are full attention's"
             lines.append(
                 f"{result.method_label}, {result.asked}: {result.reached_answers:.0%} of the answers grew to the "
-                "budget; the others are full attention's"
+                f"budget{others}"
             )
     by_budget: dict[int | None, list[float]] = {}
     for result in counted:

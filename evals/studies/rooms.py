@@ -31,10 +31,12 @@ ELEMENT_BYTES = 2  # of K and V
 def variant_of(name: str, shape: ModelShape, s: int, ratio: Fraction) -> Variant:
     kind, params = method_of(name)
     request = BudgetRequest(ratio, None, Fraction(1, 64)) if kind.traits.has_budget else EVERYTHING
+    tokens = floor(ratio * s)
     if issubclass(kind, DecodingRules) and (protects := kind.beside_prompt(params)):
         params = replace(params, **protects[2])  # it would keep the whole prompt, whatever the ratio
+        tokens = tokens if protects[2] else s + protects[0]
     if kind.traits.of_answers:  # prompt and answer share as many tokens as others keep of a prompt
-        request = BudgetRequest(None, floor(ratio * s), Fraction(0))
+        request = BudgetRequest(None, tokens, Fraction(0))
     return kind.variant_for(params, request, shape, s)
 
 

@@ -8,7 +8,8 @@ Not here: any order.
 """
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from kvbench.engine.placement import Kept, Placement, Queries, Stay, Whole
 from kvbench.kernels.topk import top_stable_ref
 from kvbench.methods.base import SelectiveAttention
 from kvbench.methods.decoding.schedule import DecodingRules, Schedule
+from kvbench.methods.ranking.random import numbers_at
 
 
 class CuttingMethod(DecodingRules, SelectiveAttention):
@@ -89,6 +91,26 @@ class CuttingMethod(DecodingRules, SelectiveAttention):
 
     def n_seen(self) -> int:
         return self.store[self.trace.shape.attention_layers[0]].n_seen
+
+
+class DrawingMethod(CuttingMethod):
+    """A method whose cuts draw: what it draws hangs on the number of the cut, and on the answer's among its draws."""
+
+    n_cuts: Counter[int]  # of each layer, so far
+
+    def setup(self) -> None:
+        self.n_cuts = Counter()
+
+    def cut_by(self) -> Hashable:
+        return super().cut_by(), self.draw
+
+    def reorder(self, layer: int, slots: Tensor) -> None:
+        self.n_cuts[layer] += 1
+
+    def drawn(self, layer: int, positions: Tensor, heads: Iterable[int], is_fresh: bool = True) -> Tensor:
+        """Numbers from 0 to 1 for tokens (1, heads, n), anew at each cut or one for life: float32."""
+        cut = self.n_cuts[layer] + 1 if is_fresh else 0
+        return numbers_at(self.trace, positions, self.params.seed, layer, heads, self.draw, cut)
 
 
 def best_first(scores: Tensor, n: int) -> Tensor:

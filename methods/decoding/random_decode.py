@@ -20,8 +20,6 @@ Fails     as it should, on what was said many cuts ago, though of 8 heads one or
 Figures   drop by place or chance: #7B82A1, bar, -.
 """
 
-from collections import Counter
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,11 +27,9 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.declared import Index, Tokens
-from kvbench.kernels.jit import upload
 from kvbench.kernels.topk import top_stable
-from kvbench.methods.decoding.cutting import CuttingMethod, in_place, with_last
+from kvbench.methods.decoding.cutting import DrawingMethod, in_place, with_last
 from kvbench.methods.decoding.schedule import WhenToCut
-from kvbench.methods.ranking.random import FIRST, SECOND, STEP, even, keys_of, marks, mixed, wrapped
 
 N_SINK = 4  # of `protect: sinks`
 
@@ -46,7 +42,7 @@ def kept(u: Tensor, n_protected: int, target: int, w: int) -> Tensor:
     return with_last(in_place(top_stable(numbers, target - w)), n, w)
 
 
-class RandomDecode(CuttingMethod):
+class RandomDecode(DrawingMethod):
     title = "Random while decoding"
 
     @dataclass(frozen=True)
@@ -60,10 +56,6 @@ class RandomDecode(CuttingMethod):
         seed: Index
 
     params: Params
-    n_cuts: Counter[int]  # of each layer, so far
-
-    def setup(self) -> None:
-        self.n_cuts = Counter()
 
     @classmethod
     def least(cls, params: Params) -> tuple[int, str]:
@@ -89,25 +81,14 @@ class RandomDecode(CuttingMethod):
         first = {"prompt": self.trace.s_prompt, "sinks": N_SINK, "none": 0}[self.params.protect]
         return min(first, self.plan.target - self.params.window - 1)
 
-    def cut_by(self) -> Hashable:
-        return super().cut_by(), self.draw
-
     def order(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
         # Slots are in the order of positions: the prompt's are, and a cut leaves them so.
         return kept(self.numbers(layer, positions), self.n_protected, self.plan.target, self.params.window)
 
     def numbers(self, layer: int, positions: Tensor) -> Tensor:
         """A number from 0 to 1 for each of these tokens, (1, h_kv, n) float32."""
-        trace, params, h_kv = self.trace, self.params, positions.shape[1]
-        prompt = trace.once(("marks of tokens",), lambda: marks(trace.ids, trace.s_prompt))[-1]
-        cut = self.n_cuts[layer] + 1 if params.draws == "fresh" else 0
-        of_cut = mixed(prompt + wrapped(self.draw * FIRST + cut * SECOND))
-        keys = keys_of(params.seed, layer, range(h_kv) if params.per == "head" else [-1] * h_kv)
-        of_heads = upload((keys ^ of_cut).tolist(), positions.device)
-        return even((positions + 1) * wrapped(STEP) ^ of_heads.view(1, -1, 1))
-
-    def reorder(self, layer: int, slots: Tensor) -> None:
-        self.n_cuts[layer] += 1
+        h_kv, is_fresh = positions.shape[1], self.params.draws == "fresh"
+        return self.drawn(layer, positions, range(h_kv) if self.params.per == "head" else [-1] * h_kv, is_fresh)
 
     def protected(self, layer: int) -> list[int]:
         first = range(min(self.n_protected, self.n_seen()))

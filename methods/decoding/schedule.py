@@ -91,7 +91,7 @@ class DecodingRules(Rules):
     @classmethod
     def beside_prompt(cls, params: Any) -> tuple[int, str, dict[str, Any]] | None:
         """Tokens that a target needs besides a prompt that never leaves: how many, and their words in an error; and the
-        parameter that lets the prompt compete. None: it competes."""
+        parameter that lets the prompt compete, if there is one. None: it competes."""
         return None
 
     @classmethod
@@ -139,10 +139,11 @@ class DecodingRules(Rules):
         most = cls.schedule(params, target).most(s_prompt)
         n_more, what, instead = cls.beside_prompt(params) or (target - s_prompt, "", {})
         if target < s_prompt + n_more:
-            ((key, value),) = instead.items()
+            others = "".join(f", or method.{key}={word(value)}" for key, value in instead.items())
+            more = f" and {what} more" if n_more else ""
             raise ConfigError(
-                f"budget={tokens} does not hold a protected prompt of {s_prompt} tokens and {what} more; use "
-                f"budget={s_prompt + n_more + tokens - target} or more, or method.{key}={word(value)}"
+                f"budget={tokens} does not hold a protected prompt of {s_prompt} tokens{more}; use "
+                f"budget={s_prompt + n_more + tokens - target} or more{others}"
             )
         if counts != "target" and most > target + params.interval:
             raise ConfigError(

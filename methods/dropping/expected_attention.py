@@ -48,6 +48,7 @@ from kvbench.engine.declared import Count, Is, Share, Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.model import Model
 from kvbench.engine.observe import Observation, QueryStatistics
+from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
 from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.engine.softmax import Softmax
@@ -84,6 +85,26 @@ def average_rotation(turn: Turn | None, d_h: int, start: int, n: int, device: to
         turned = turn(unit[None, :, None].expand(-1, -1, len(positions), -1), positions[None])  # (1, d_h, n, d_h)
         total += turned[0].sum(1, dtype=total.dtype)
     return (total / n).float().T  # a unit vector's image is a column
+
+
+def refuse_unturned(rotary: str, shape: ModelShape, can_turn: bool) -> None:
+    """ConfigError where `method.rotary=model` asks for a rotation that the model does not have."""
+    if rotary == "model" and not can_turn:
+        raise ConfigError(
+            f"the model {shape.name!r} has no rotary positions of the known kind, by which "
+            "method.rotary=model could turn its queries; use method.rotary=none"
+        )
+
+
+def rotation_ahead(trace: Trace, layer: int, n: int, rotary: str) -> Tensor:
+    """The average over the next positions, the same for all layers that turn alike."""
+    refuse_unturned(rotary, trace.shape, trace.turn is not None)
+    turn = None if trace.turn is None or rotary != "model" else trace.turn[layer]
+    device = trace.device_of(layer)
+    return trace.once(
+        ("average rotation", n, turn, device),
+        lambda: average_rotation(turn, trace.shape.d_h, trace.s_prompt, n, device),
+    )
 
 
 def turned_statistics(statistics: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,11 +197,7 @@ class ExpectedAttention(ScoringMethod):
 
     @classmethod
     def check_model(cls, params: Params, model: Checkpoint) -> None:
-        if params.rotary == "model" and not model.n_rotary:
-            raise ConfigError(
-                f"the model {model.shape.name!r} has no rotary positions of the known kind, by which "
-                "method.rotary=model could turn its queries; use method.rotary=none"
-            )
+        refuse_unturned(params.rotary, model.shape, bool(model.n_rotary))
         if params.stats_file is None:
             return
         made_of = (header_of(params.stats_file).get("__metadata__") or {}).get("model_digest")
@@ -225,19 +242,7 @@ class ExpectedAttention(ScoringMethod):
         return expected_scores(logits, values, self.params.eps, self.params.value_norm, trace.softmax[layer])
 
     def rotation(self, layer: int) -> Tensor:
-        """The average over the next positions, the same for all layers that turn alike."""
-        trace, n = self.trace, self.params.n_future
-        if self.params.rotary == "model" and trace.turn is None:
-            raise ConfigError(
-                f"the model {trace.shape.name!r} has no rotary positions of the known kind, by which "
-                "method.rotary=model could turn its queries; use method.rotary=none"
-            )
-        turn = None if trace.turn is None or self.params.rotary != "model" else trace.turn[layer]
-        device = trace.device_of(layer)
-        return trace.once(
-            ("average rotation", n, turn, device),
-            lambda: average_rotation(turn, trace.shape.d_h, trace.s_prompt, n, device),
-        )
+        return rotation_ahead(self.trace, layer, self.params.n_future, self.params.rotary)
 
     def statistics(self, layer: int) -> Tensor:
         """Mean and covariance of the queries before rotary embedding, (h, 1 + d_h, d_h)."""

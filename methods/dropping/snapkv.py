@@ -92,7 +92,8 @@ class SnapKV(WindowVotes):
 
     @classmethod
     def traits_of(cls, params: Params) -> Traits:
-        return replace(super().traits_of(params), extends=params.reduce != "query_head")
+        is_wide = params.reduce == "query_head"
+        return replace(super().traits_of(params), extends=not is_wide, judges="" if is_wide else "queries")
 
     @classmethod
     def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> Plan:
@@ -103,14 +104,21 @@ class SnapKV(WindowVotes):
 
     def extend(self, layer: int, q: Tensor, grown: Variant) -> Stay | None:
         """The feed's last queries vote for all that is held before them; neighbours are those in the cache."""
-        at, store, plan, params = self.store[layer], self.store, grown.plan, self.params
+        at, store, plan = self.store[layer], self.store, grown.plan
         window, keys = min(plan.window, q.shape[2]), at.keys()
         n = keys.shape[2]
         if n <= plan.cap:
             return None
-        voted = window_scores(q[:, :, -window:], keys, self.trace.softmax[layer])
-        scores = pool_scores(reduce_group(voted, self.trace.shape.h_kv, params.reduce), params.kernel, params.pooling)
+        scores = self.voted(window_scores(q[:, :, -window:], keys, self.trace.softmax[layer]))
         best = keep_top(scores, plan.cap - window)
         last = torch.arange(n - window, n, device=best.device).expand(*best.shape[:2], -1)
         room = store.n_new - (at.n_seen - self.trace.s_prompt)
         return Stay(torch.cat([best, last], -1), room, cost=Cost(rebuilt_bytes=n * key_bytes(self.trace.shape, 1)))
+
+    def votes(self, layer: int, q: Tensor, keys: Tensor, heads: slice) -> Tensor:
+        return self.voted(window_scores(q, keys, self.trace.softmax[layer].of(heads)), 1)[0, 0]
+
+    def voted(self, votes: Tensor, h_kv: int | None = None) -> Tensor:
+        """Votes of query heads, (1, h, n), as scores of so many KV heads, by default the model's."""
+        reduced = reduce_group(votes, h_kv or self.trace.shape.h_kv, self.params.reduce)
+        return pool_scores(reduced, self.params.kernel, self.params.pooling)

@@ -57,6 +57,7 @@ def projections(keys: Tensor, filters: Tensor) -> Tensor:
 class QFilters(NeedsCalibration, ScoringMethod):
     calibration = KIND
     title = "Q-Filters"
+    judges = "keys"
     comparable = "none"  # directions of two heads have two lengths
 
     @dataclass(frozen=True)
@@ -108,6 +109,9 @@ class QFilters(NeedsCalibration, ScoringMethod):
 
     def worth(self, layer: int, keys: Tensor) -> Tensor:
         return projections(keys, self.filters(layer))
+
+    def scores_of(self, layer: int, keys: Tensor, inputs: Tensor | None) -> Tensor:
+        return self.worth(layer, keys.transpose(0, 2))[0].mT
 
     def place(self, layer: int, best: Tensor) -> Placement:
         """Keep, with `evict: always`, window and chosen tokens alike, with room until the first one has to leave."""

@@ -16,7 +16,7 @@ Figures   drop by place or chance: #84909C, plus, :
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -25,8 +25,11 @@ from torch import Tensor
 from kvbench.engine.budget import Budget, BudgetRequest
 from kvbench.engine.declared import Index, Tokens
 from kvbench.engine.errors import ConfigError
+from kvbench.engine.passes.trace import Trace
 from kvbench.engine.shapes import ModelShape
+from kvbench.kernels.jit import upload
 from kvbench.methods.scoring import ScoringMethod
+from kvbench.methods.traits import Traits
 
 BITS = 64
 
@@ -78,6 +81,19 @@ def drawn(of_tokens: Tensor, seed: int, layer: int, head: int) -> Tensor:
     return even(of_tokens ^ keys_of(seed, layer, [head]))
 
 
+def numbers_at(
+    trace: Trace, positions: Tensor, seed: int, layer: int, heads: Iterable[int], draw: int = 0, cut: int = 0
+) -> Tensor:
+    """A number from 0 to 1 for each token of (1, heads, n) by its position, prompt or answer: float32.
+
+    It hangs on the prompt, the answer's number among its draws, and the number of the cut, where it is drawn anew.
+    """
+    prompt = trace.once(("marks of tokens",), lambda: marks(trace.ids, trace.s_prompt))[-1]
+    of_cut = mixed(prompt + wrapped(draw * FIRST + cut * SECOND))
+    of_heads = upload((keys_of(seed, layer, heads) ^ of_cut).tolist(), positions.device)
+    return even((positions + 1) * wrapped(STEP) ^ of_heads.view(1, -1, 1))
+
+
 class Random(ScoringMethod):
     title = "Random tokens"
     no_growth = "draws its tokens of the context once"
@@ -113,6 +129,10 @@ class Random(ScoringMethod):
         return Random.Plan(min(params.n_sink, budget.tokens // 4), window)
 
     @classmethod
+    def traits_of(cls, params: Params) -> Traits:
+        return replace(super().traits_of(params), judges="place" if params.draws == "counter" else "")
+
+    @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
         notes = [] if params.per == "head" else [f"one set per {params.per}"]
         notes += ["with ends"] * bool(params.n_sink or params.window) + ["kvpress"] * (params.draws == "kvpress")
@@ -122,6 +142,11 @@ class Random(ScoringMethod):
     def scores(self, layer: int) -> Tensor:
         n_first, n_last = self.ends()
         return self.numbers(layer)[..., n_first : self.trace.s_prompt - n_last]
+
+    def scores_at(self, layer: int, positions: Tensor, draw: int) -> Tensor:
+        h_kv, per, seed = self.trace.shape.h_kv, self.params.per, self.params.seed
+        heads = range(h_kv) if per == "head" else [-1] * h_kv
+        return numbers_at(self.trace, positions.view(1, 1, -1), seed, -1 if per == "prompt" else layer, heads, draw)[0]
 
     def numbers(self, layer: int) -> Tensor:
         """Random numbers of all tokens: (1, h_kv, s) float32, (1, 1, s) where all heads agree."""

@@ -169,7 +169,7 @@ def parts_of(samples: Frame, cuts: Sequence[str], value: Value = VALUES["score"]
     samples["looked"] = column_of(samples, value.column) / (samples[value.per] if value.per else 1) / value.scale
     narrow = samples[[name for name in dict.fromkeys([*by, *PLACE, *weights, "looked"]) if name in samples]]
     scores = places(narrow, by)
-    looked = scores if value == VALUES["score"] else places(narrow, by, "looked", ANYWHERE)
+    looked = scores if value == VALUES["score"] else places(narrow, by, "looked", value.limits or ANYWHERE)
     every = dict.fromkeys([*VALUES.values(), value])
     numbers = {name: column_of(samples, name).to_numpy(float, na_value=nan) for one in every for name in one.columns}
     datasets = samples["dataset"].astype(str).to_numpy(object)
@@ -273,7 +273,7 @@ def pivot_of(parts: Frame, rows: Names, columns: Names, value: Value, against: s
     if against is not None:
         cells = {key: as_difference(cell) for key, cell in cells.items()}
     elif not is_score:
-        cells = {key: replace(c, mean=c.of["means"][value.column], low=None, high=None) for key, c in cells.items()}
+        cells = {key: as_value(cell, value) for key, cell in cells.items()}
     where = shared(parts, {*rows, *columns})
     return Pivot(
         value, rows, columns, in_rows(cells, rows), in_columns(cells), cells, where, percent, notes, left_out, against
@@ -362,6 +362,14 @@ def is_called(of: Mapping[str, Any], name: str) -> bool:
     if name == FULL:
         return of["kind"] == "full" and of["prefill"] in (EXACT, ANY)
     return of["method"] == name
+
+
+def as_value(cell: Cell, value: Value) -> Cell:
+    """A cell of what is no score: its mean, and an interval where bounds are known, over the prompts that have one."""
+    if value.limits is None:
+        return replace(cell, mean=cell.of["means"][value.column], low=None, high=None)
+    low, high = ends_of(cell.place.interval)
+    return replace(cell, mean=cell.place.mean, low=low, high=high, n=cell.place.n)
 
 
 def as_difference(cell: Cell) -> Cell:

@@ -78,7 +78,7 @@ def explanation(pivot: Pivot) -> list[str]:
     """The sentences below a table."""
     cells, n, is_score = pivot.cells.values(), pivot.n, pivot.value.column == "score"
     sentences: list[str] = []
-    if is_score or pivot.against is not None:
+    if is_score or pivot.against is not None or pivot.value.limits is not None:
         count = f"{n} sample{'s' if n != 1 else ''} a cell" if n is not None else "n is the number of samples"
         spread = "in brackets the 95 % interval" if any(cell.low is not None for cell in cells) else ""
         none = "no interval of one sample" if any(cell.n == 1 for cell in cells) else ""

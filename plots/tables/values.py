@@ -6,12 +6,14 @@ The short names have a unit and a title of their own; a figure that a task measu
 Not here: which cells there are (`plots/tables/pivot.py`), their words (`plots/tables/shown.py`).
 """
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from kvbench.plots.read import OLDER_KEYS
 from kvbench.results.frame import declared
+from kvbench.results.intervals import SHARE, Bounds
 
 Frame = Any  # pandas' DataFrame or column, whose annotations know of no columns
 MEASURES = "measures."
@@ -28,6 +30,7 @@ class Value:
     digits: int = 1
     scale: float = 1.0  # of the column's unit
     per: str = ""  # column: the mean is the sum over this one's sum
+    limits: Bounds | None = None  # of what a prompt can have; with them a cell has an interval over prompts
 
     @property
     def columns(self) -> list[str]:
@@ -89,7 +92,15 @@ def value_named(name: str) -> Value:
         return VALUES[name]
     key = declared().get(name)
     unit = key.unit if key is not None else ""
-    return Value(name, name.removeprefix(MEASURES), unit, 0 if unit in COUNTED else 3)
+    return Value(name, name.removeprefix(MEASURES), unit, 0 if unit in COUNTED else 3, limits=limits_of(name))
+
+
+def limits_of(name: str) -> Bounds | None:
+    """The bounds of what full attention takes of drafts: of shares, and of tokens that one of N tokens yields."""
+    found = re.fullmatch(r"measures\.(?:(acceptance|rate_\d+)|\w+_length_(\d+))", name)
+    if found is None:
+        return None
+    return SHARE if found[1] else (1.0, 1.0 + int(found[2]))
 
 
 def sayable(samples: Frame) -> dict[str, str]:

@@ -249,6 +249,7 @@ BILLIONS = {
     "glm-4.7-flash": 29.943, "gpt-oss-120b": 116.829, "gpt-oss-20b": 20.915, "llama-3.2-1b-instruct": 1.236,
     "llama-3.3-70b-instruct": 70.554, "ministral-3-8b-instruct": 8.490, "mistral-small-3.2-24b-instruct": 23.572,
     "olmo-3-7b-instruct": 7.298, "phi-4": 14.660, "qwen3-0.6b": 0.596, "qwen3-30b-a3b": 30.532, "qwen3-8b": 8.191,
+    "qwen3-14b": 14.768, "qwen3-32b": 32.762, "deepseek-r1-distill-qwen-7b": 7.616, "phi-4-reasoning": 14.660,
     "qwen3-next-80b-a3b-instruct": 79.674, "smollm3-3b": 3.075, "smollm2-135m": 0.1345,
 }  # fmt: skip
 

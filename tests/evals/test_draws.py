@@ -38,6 +38,8 @@ def test_draws_are_the_same_alone_and_beside_others(model: str, tmp_path: Path) 
         ["method=h2o_decode", *SMALL],
         ["method=streamingllm_decode", *SMALL, "budget_counts=peak"],
         ["method=random_decode_unprotected", *SMALL],
+        ["method=vase", *SMALL, "method.window=8"],
+        ["method=append_only", "method.scorer=random"],
     ]
     together = sweep(words(model), variants, tmp_path / "together")
     for i, (result, rows) in enumerate(together):
@@ -45,7 +47,7 @@ def test_draws_are_the_same_alone_and_beside_others(model: str, tmp_path: Path) 
         assert [row.id for row in rows] == [row.id for row in alone_rows]
         assert [row.prediction for row in rows] == [row.prediction for row in alone_rows]
         assert result.score == alone.score and result.pass_at_k == alone.pass_at_k
-    (full, full_rows), (rkv, rkv_rows), _, (peak, _), _ = together
+    (full, full_rows), (rkv, rkv_rows), _, (peak, _), *_ = together
     assert [row.fields["draw"] for row in full_rows] == [0, 1, 2] * 2
     assert len({row.sample_id for row in full_rows}) == 2 and len({row.prediction for row in full_rows}) == 6
     assert full.footprint == full.footprint_vs_full == 1
@@ -126,7 +128,7 @@ def test_pass_at_k_is_without_bias() -> None:
         (["method=rkv", "budget=8"], "budget=8 is too small"),
         (["method=triattention", "budget=200"], "does not hold a protected prompt of"),
         (["method=snapkv", "budget=64", "budget_counts=mean"], "use method=snapkv_decode"),
-        (["method=knorm", "budget=64", "budget_counts=peak"], "use one of full_stopped, h2o_decode"),
+        (["method=knorm", "budget=64", "budget_counts=peak"], "use one of append_only_budget, full_stopped"),
         (["method=rkv", "budget=64", "budget_counts=most"], "use target, mean or peak"),
         (["method=full", "temperature=-1"], "temperature=-1 is out of range"),
         (["method=full", "temperature=1", "top_p=0"], "top_p=0 is out of range"),

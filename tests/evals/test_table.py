@@ -115,6 +115,13 @@ def test_pass_at_k_says_the_budget_that_it_is_of() -> None:
     ]
 
 
+def test_answers_below_a_budget_are_full_attentions_unless_they_skipped_tokens() -> None:
+    counted = {"method": "rkv", "budget": 96, "ratio": None, "budget_counts": "target", "reached_answers": 0.0}
+    full, skipped = (remarks([result(**counted, effective_ratio=ratio)])[0] for ratio in (1.0, 0.8))
+    assert full.endswith("0% of the answers grew to the budget; the others are full attention's")
+    assert skipped.endswith("0% of the answers grew to the budget")
+
+
 def sweep(n: int, root: Path) -> list[tuple[Path, RunResult]]:
     """As a sweep leaves it: long labels, every number as large as they get."""
     labels = ("StreamingLLM (C)", "Quest (matched)", "PQCache", "Full")

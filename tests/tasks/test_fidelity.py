@@ -192,7 +192,9 @@ def test_full_attention_and_the_whole_prompt_are_perfect_and_less_is_not(checkpo
     for result, rows in done[:3]:
         assert result.metric == "recall" and result.score == 1
         measures = result.measures or {}
-        assert measures == pytest.approx({"recall": 1, "mass": 1, "output_error": 0, "kl": 0, "agreement": 1}, abs=1e-5)
+        perfect = {"recall": 1, "mass": 1, "output_error": 0, "kl": 0, "agreement": 1, "acceptance": 1}
+        perfect |= {"expected_length_4": 5, "expected_length_6": 7}
+        assert measures == pytest.approx(perfect, abs=1e-5)
         assert len(rows) == 2
     for result, rows in done[3:]:
         assert result.score == pytest.approx(number(result, "recall"))
@@ -375,6 +377,9 @@ def test_ids_that_meet_are_refused(checkpoint: Path, tmp_path: Path) -> None:
         ({"continuation": "none"}, "task.continuation"),
         ({"on_bad_row": "drop"}, "task.on_bad_row"),
         ({"prompt_tokens": 1000}, "give 991 or fewer"),
+        ({"draft": [4, 0]}, "task.draft"),
+        ({"draft": [4, 4]}, "task.draft"),
+        ({"top_p": 0}, "task.top_p=0 is out of range"),
         ({"skip_layers": [3]}, "must leave some of the compressed layers"),
         ({"skip_layers": [0, 1, 2]}, "must leave some of the compressed layers"),
     ],

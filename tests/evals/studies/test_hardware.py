@@ -170,10 +170,11 @@ REFUSED = {
     "pyramidinfer_paper": "shortens its own prefill",
     "turboquant_vllm": "leaves first and last layers whole",
     **dict.fromkeys(("dms", "dms_kvzap", "dms_kvzap_kvpress", "simlayerkv_kvpress", "simlayerkv_paper"), "asks for"),
+    **dict.fromkeys(("append_only", "append_only_random"), "asks for"),
 }
 BUDGETS = {
     "double_sparsity_paper": ("budget=512", "comm=1/16"),
-    **dict.fromkeys(("random_decode", "triattention", "triattention_class"), ("budget=2200",)),
+    **dict.fromkeys(("append_only_budget", "random_decode", "triattention", "triattention_class"), ("budget=2200",)),
 }
 
 

@@ -16,26 +16,15 @@ from kvbench.engine.errors import ConfigError
 from kvbench.evals.settings import from_words
 from kvbench.methods.base import reported
 from kvbench.methods.decoding.random_decode import RandomDecode, kept
-from kvbench.methods.decoding.schedule import Schedule
 from kvbench.methods.decoding.streamingllm_decode import StreamingLLMDecode
 from kvbench.methods.ranking.random import BASE, FIRST, SECOND, STEP
-from kvbench.tests.methods.decoding.traces import held, on, read_trace, replay, same, start, take
+from kvbench.tests.methods.decoding.traces import OfEntries, held, on, read_trace, replay, same, start, take
 from kvbench.tests.vectors import Check, built, differs, first, load, request, row_for, trace_of
 
 PARAMS = RandomDecode.Params(8, "position", True, 6, "prompt", "refuse", "fresh", "head", 0)
 GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "random_decode").glob("*.npz"))
 CASES = json.loads((Path(__file__).parents[2] / "golden" / "random_decode" / "survival.json").read_text())["cases"]
 N_TRIALS, FEW, N_HEADS, AT_ONCE = 2_000, 500, 8, 500
-
-
-class OfEntries(Schedule):
-    """The authors' rule, which we have where the interval divides the budget."""
-
-    def is_due(self, n: int, n_seen: int, s_prompt: int) -> bool:
-        return n > self.target and n % self.interval == 0
-
-    def room(self, s_prompt: int) -> int:
-        return 1 << 10
 
 
 def run_vectors(path: Path) -> list[Check]:

@@ -18,6 +18,16 @@ from kvbench.methods.decoding.schedule import Schedule
 from kvbench.tests.vectors import built, differs, first, request, step, trace_of
 
 
+class OfEntries(Schedule):
+    """The rule of VaSE and of Random Attention, which we have where the interval divides the budget."""
+
+    def is_due(self, n: int, n_seen: int, s_prompt: int) -> bool:
+        return n > self.target and n % self.interval == 0
+
+    def room(self, s_prompt: int) -> int:
+        return 1 << 10
+
+
 def read_trace(q: Tensor, k: Tensor, v: Tensor, s: int, n_queries: int) -> Trace:
     """A trace of the first `s` tokens of (1, heads, T, d_h), with what decode-time methods observe."""
     trace = trace_of(k, v, q.shape[1], s)
