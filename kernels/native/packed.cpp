@@ -30,6 +30,9 @@ struct Side {
     const float *table;               // BY_TABLE, BY_UNIT_TABLE, floats of 4 bits: 16 numbers
     const float *scale_table;         // 256 numbers, where scales are bytes
     int64_t exponent;                 // bits of it in a float of 8
+    const f16 *others;                // of tiles: (kv, tiles, tokens) of keys, (kv, tiles, d) of values; may be null
+    int64_t others_stride;            // numbers from head to head
+    int64_t tile;                     // tokens
 };
 
 // What numbers are made of codes by.
@@ -381,6 +384,12 @@ void logits_of(const Side &k, int64_t owner, int64_t d, int64_t start, int n, co
             if constexpr (L::CODE == UNIFORM)
                 by_channel<G, L>(codes + at * d * key_bytes, key_bytes, d, factors, base, logits, t);
         });
+        if (k.others) {
+            alignas(64) float others[CHUNK];
+            floats_of((const char *)(k.others + owner * k.others_stride), start + t, k.group, FLOAT16, others);
+            for (int g = 0; g < G; g++)
+                for (int64_t i = 0; i < k.group; i++) logits[g][t + i] *= others[i];
+        }
     }
 }
 
@@ -413,6 +422,22 @@ void sums_with(const Side &v, int64_t owner, int64_t d, int64_t start, int n, co
     }
 }
 
+// The same of values in tiles, whose channels have one more scale each.
+template <int G>
+void sums_of_tiles(const Side &v, int64_t owner, int64_t d, int64_t start, int n, const float (*given)[CHUNK],
+                   float *out, int64_t stride) {
+    alignas(64) float weights[G][CHUNK], sums[G][MOST_D], others[MOST_D];
+    for (int t = 0; t < n; t += v.tile) {
+        memset(sums, 0, sizeof sums);
+        for (int g = 0; g < G; g++) memcpy(weights[g], given[g] + t, v.tile * sizeof(float));
+        sums_with<G>(v, owner, d, start + t, v.tile, weights, sums[0], MOST_D);
+        const f16 *mine = v.others + owner * v.others_stride + (start + t) / v.tile * d;
+        floats_of((const char *)mine, 0, d, FLOAT16, others);
+        for (int g = 0; g < G; g++)
+            for (int64_t c = 0; c < d; c++) out[g * stride + c] += sums[g][c] * others[c];
+    }
+}
+
 // G query heads of a KV head over tokens start to stop, start being the first of a group.
 template <class T, int G>
 Partial *heads_over(const Side &k, const Side &v, int64_t owner, int64_t d, int64_t start, int64_t stop,
@@ -435,7 +460,8 @@ Partial *heads_over(const Side &k, const Side &v, int64_t owner, int64_t d, int6
         for (int g = 0; g < G; g++) bend(logits[g], n, cap);
     for (int g = 0; g < G; g++) partials[g * partial_stride] = soften(logits[g], n);
     for (int g = 0; g < G; g++) memset(out + g * stride, 0, d * sizeof(float));
-    if (n_v) sums_with<G>(v, owner, d, start, n_v, logits, out, stride);
+    if (n_v && v.others) sums_of_tiles<G>(v, owner, d, start, n_v, logits, out, stride);
+    if (n_v && !v.others) sums_with<G>(v, owner, d, start, n_v, logits, out, stride);
     const T *values = (const T *)(v.exact + owner * v.exact_stride);
     for (int t = n_v; t < n; t++) {
         const T *row = values + (start + t - v.n) * d;

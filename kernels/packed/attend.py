@@ -51,6 +51,8 @@ class Side(NamedTuple):
     rebuild: Callable[[], Tensor] | None = None  # (h_kv, n, d_h), where it is not by groups of codes
     scale_table: Tensor | None = None  # (256,) float32, where a float's scale is a byte that is looked up
     exponent: int = 4  # bits of it in a float of 8: e4m3 or e5m2; floats of 4 bits are e2m1
+    others: Tensor | None = None  # float16, (h_kv, tiles, tokens) of keys, (h_kv, tiles, d_h) of values: scales besides
+    tile: int = 0  # tokens, where there are `others`
 
     def rebuilt(self, n: int) -> Tensor:
         """What attention sees of the first `n` tokens, (1, h_kv, n, d_h)."""
@@ -83,14 +85,16 @@ class Side(NamedTuple):
         codes, scales, zeros = self.packed
         assert codes[0].is_contiguous() and scales.stride() == zeros.stride(), (codes.stride(), scales.stride())
         assert self.kind != BY_CHANNEL or scales[0].is_contiguous(), scales.stride()
+        assert self.others is None or self.others[0].is_contiguous(), self.others.stride()
         assert self.exact.stride()[2:] == (self.exact.shape[3], 1), self.exact.stride()
         table, scale_table = (0 if x is None else x.data_ptr() for x in (self.table, self.scale_table))
+        others = (0, 0) if self.others is None else (self.others.data_ptr(), self.others.stride(0))
         scale_type = dtypes()[scales.dtype] if self.scale_table is None else BYTE
         return (
             self.kind, self.bits, self.group, self.n, codes.data_ptr(), scales.data_ptr(), zeros.data_ptr(),
             codes.stride(0), scales.stride(0) * scales.element_size(), *scales.stride()[1:], scale_type,
             self.exact.data_ptr(), self.exact.stride(1) * self.exact.element_size(), table,
-            scale_table, self.exponent,
+            scale_table, self.exponent, *others, self.tile,
         )  # fmt: skip
 
 

@@ -37,8 +37,8 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.placement import Quantize
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
-from kvbench.kernels.packed.attend import Packed, Side
-from kvbench.kernels.packed.codes import BY_TABLE, Quantised, pack, unpack
+from kvbench.kernels.packed.attend import Packed, Side, attend_packed
+from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TABLE, BY_TOKEN, Quantised, pack, unpack
 from kvbench.methods.quantising import codebooks
 from kvbench.methods.quantising.base import QuantisingMethod
 from kvbench.methods.quantising.kivi import bits_words
@@ -127,16 +127,6 @@ def rebuilt(tiles: Tiles, bits: int) -> Tensor:
     return (codes * scales + zeros) * tiles.others.float().unsqueeze(-2)
 
 
-def product(x: Tensor, tiles: Tiles, bits: int) -> Tensor:
-    """x (tiles, g, rows) times the tiles of one head, (tiles, g, columns), without their numbers."""
-    codes, scales, zeros, others = tiles
-    scaled = x * scales.float().unsqueeze(1)
-    # Codes that lie in one byte are columns next to each other.
-    places = [scaled @ ((codes >> shift) & (2**bits - 1)).float() for shift in range(0, 8, bits)]
-    found = torch.stack(places, -1).flatten(-2) + x @ zeros.float().unsqueeze(-1)
-    return found * others.float().unsqueeze(1)
-
-
 class KVarNCache(QuantizedCache):
     """The sink, tiles of whole blocks, and exact tokens of the block that is not full yet."""
 
@@ -199,25 +189,36 @@ class KVarNCache(QuantizedCache):
         keys, values = (Tiles(*(x[:, : self.n_tiles] for x in tiles)) for tiles in (self.keys, self.values))
         return keys, values
 
+    def turned_keys(self) -> Tensor:
+        """Coded tokens in the frame that they lie in, (h_kv, tokens, d_h) float32."""
+        return rebuilt(self.filled()[0], self.plan.key_bits).mT.flatten(1, 2)
+
+    def turned_values(self) -> Tensor:
+        return rebuilt(self.filled()[1], self.plan.value_bits).flatten(1, 2)
+
     def rebuilt_keys(self) -> Tensor:
         """What attention sees of coded tokens, (h_kv, tokens, d_h) float32."""
-        return rebuilt(self.filled()[0], self.plan.key_bits).mT.flatten(1, 2) @ self.turn
+        return self.turned_keys() @ self.turn
 
     def rebuilt_values(self) -> Tensor:
-        return rebuilt(self.filled()[1], self.plan.value_bits).flatten(1, 2) @ self.turn
+        return self.turned_values() @ self.turn
 
     def attended(self, q: Tensor, softmax: Softmax) -> Partial:
-        """Attention to coded tokens in their own frame, head by head: what is made of codes stays in a CPU's cache."""
-        plan = self.plan
-        turned = (q.float() @ self.turn).unflatten(1, (self.h_kv, -1)).squeeze(-2)[0]  # (h_kv, g, d_h)
-        outs, sums = [], []
-        for head, asks in enumerate(turned):
-            keys, values = (Tiles(*(x[head] for x in tiles)) for tiles in self.filled())
-            logits = softmax.bent(product(asks.expand(self.n_tiles, -1, -1), keys, plan.key_bits))
-            sums.append(logits.transpose(0, 1).flatten(1).logsumexp(-1))
-            weights = (logits - sums[-1].unsqueeze(-1)).exp()  # (tiles, g, tokens)
-            outs.append(product(weights, values, plan.value_bits).sum(0))
-        return (torch.stack(outs) @ self.turn).to(q.dtype).unsqueeze(0), torch.stack(sums).unsqueeze(0)
+        """Attention to coded tokens in their own frame, where codes are read as they lie."""
+        plan, n, nothing = self.plan, self.n_tiles * self.plan.group, self.nothing.float()
+        codes, *numbers, others = self.keys
+        keys = Side(
+            BY_CHANNEL, plan.key_bits, plan.group, n, Quantised(codes, *numbers), nothing, rebuild=self.turned_keys,
+            others=others, tile=plan.group,
+        )  # fmt: skip
+        codes, *numbers, others = self.values
+        by_token = Quantised(codes.flatten(1, 2), *(x.flatten(1, 2).unsqueeze(-1) for x in numbers))
+        values = Side(
+            BY_TOKEN, plan.value_bits, self.d_h, n, by_token, nothing, rebuild=self.turned_values, others=others,
+            tile=plan.group,
+        )  # fmt: skip
+        out, sums = attend_packed(q.float() @ self.turn, Packed(keys, values, n), softmax.scale, softmax.cap)
+        return (out @ self.turn).to(q.dtype), sums
 
     def part(self) -> Part:
         """The coded tokens."""

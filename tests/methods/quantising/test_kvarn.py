@@ -311,6 +311,7 @@ def test_too_little_memory_names_the_least_and_a_composition() -> None:
         (["method=pqcache", "ratio=0.2", "compose=kvarn"], "KVarN makes no codes of single tokens"),
         (["method=clusterkv", "ratio=0.2", "compose=kvarn"], "KVarN makes no codes of single tokens"),
         (["method=sparq", "ratio=0.2", "compose=kvarn"], "SPARQ drops no tokens"),
+        (["method=quest", "ratio=0.2", "compose=kvarn"], "KVarN makes no codes of single tokens"),
         (["method=pyramidkv", "ratio=0.2", "compose=kvarn"], "other numbers of tokens"),
         (["method=adakv", "ratio=0.2", "compose=kvarn"], "other numbers of tokens"),
         (["method=snapkv_paper", "ratio=0.2", "compose=kvarn"], "each query head keeps tokens of its own"),
