@@ -7,7 +7,7 @@ query head chose its own tokens.
 Not here: choosing tokens (`methods`), moving them (`engine/layouts`), the prompt's own pass (`engine/causal.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -55,6 +55,8 @@ class Part:
     is_pseudo: bool = False  # each stands for tokens that are not attended to, and counts as none
     packed: Packed | None = None  # in place of k and v, which have no tokens
     asked: Asked | None = None  # how queries are made for it, which are its `q` then
+    # Attention to `packed` by who packed it, where no kernel reads such codes: as `partial`, without rebuilt numbers.
+    by_codes: Callable[[Tensor, Softmax], Partial] | None = None
     # What `tokens` made: a part that a layer holds is asked at every step, when it is complete.
     made: Tokens | None = field(default=None, init=False)
 
@@ -266,6 +268,8 @@ def partial(q: Tensor, part: Part, softmax: Softmax) -> tuple[Tensor, Tensor]:
     n, h, _, d_h = q.shape
     if part.packed is not None and takes_packed(q, part.packed):
         return attend_packed_native(q, part.packed, softmax.scale, softmax.cap)
+    if part.packed is not None and part.by_codes is not None:
+        return part.by_codes(q, softmax)
     part = part.gathered()
     heads = part.k.shape[1]
     q = q.reshape(n, heads, h // heads, d_h)  # the group's query heads become queries of one KV head: no repeated K

@@ -97,7 +97,8 @@ class Model:
         """What is known of the model before it is loaded, and whether its layers do turn as its modules let expect."""
         n_rotary = 0 if self.turn is None else rotary_dims(self.hf)
         unturned = tuple(layer for layer, turn in (self.turn or {}).items() if turn is unmoved)
-        return Checkpoint(self.shape, (self.digest, *self.other_digests), n_rotary, unturned)
+        where = str(getattr(self.hf, "name_or_path", ""))
+        return Checkpoint(self.shape, (self.digest, *self.other_digests), n_rotary, unturned, where)
 
     def device_of(self, layer: int) -> torch.device:
         """Where a layer's weights lie, and with them its K and V."""

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Seen = Callable[[Any], "Tensor"]  # what was observed of a layer
-# A quantized cache of K and V (1, h_kv, n, d_h), for so many more tokens.
+# A quantized cache of K and V (1, h_kv, n, d_h), for so many more tokens. Where tokens are coded singly, `of_heads`
+# makes one of a K and a V (1, 1, n, d_h) for each KV head.
 Quantize = Callable[["Tensor", "Tensor", int, Seen], Any]
 
 
@@ -186,12 +187,17 @@ class Made(Placement):
 
 @dataclass(frozen=True, eq=False)
 class Coded(Placement):
-    """Only the `chosen` tokens, ascending, stay (None: all), in the form that `make` gives them."""
+    """Only the `chosen` tokens, ascending, stay (None: all), in the form that `make` gives them.
+
+    They are positions (1, h_kv, n), or those of each KV head (n,), as many as they are.
+    """
 
     make: Quantize
-    chosen: "Tensor | None" = None
+    chosen: "Tensor | Sequence[Tensor] | None" = None
 
     def size(self, s: int, n_new: int) -> Size:
+        if isinstance(self.chosen, Sequence):
+            return Size(max(map(len, self.chosen)), 0, n_new)
         return Size(s if self.chosen is None else self.chosen.shape[-1], 0, n_new)
 
 

@@ -84,6 +84,7 @@ class Checkpoint:
     digests: tuple[str, ...]  # names of what its files hold, its own first
     n_rotary: int  # dimensions of a head that its positions turn by a formula that is known; 0: none
     unturned: tuple[int, ...] = ()  # compressed layers that turn none all the same, once weights have shown it
+    where: str = ""  # folder or hub name of its files; empty: it has none
 
     @property
     def is_drawn(self) -> bool:

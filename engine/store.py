@@ -167,6 +167,8 @@ class Store:
         s, (_, n_window, capacity) = self.trace.s_prompt, placement.size(self.trace.s_prompt, self.n_new)
         if isinstance(placement, Whole):
             return Coded(quantize)
+        if type(placement) is Ragged and placement.rolls is None:
+            return Coded(quantize, [head.sort().values for head in placement.chosen])
         assert isinstance(placement, Kept), f"layer {layer} cannot become codes"
         assert capacity >= n_window + self.n_new, f"layer {layer} has a window that slides"
         every = torch.arange(s, device=self.trace.device_of(layer)).expand(1, self.shape.h_kv, -1)

@@ -50,6 +50,11 @@ class Case:
         """Whether nothing says that it may choose before it has seen the whole prompt."""
         return self.traits.unreadable is None and not self.traits.by_keys
 
+    @property
+    def spans_tokens(self) -> bool:
+        """Whether codes are of several tokens at once, of which all layers and heads have to keep as many."""
+        return self.quantizer is None or not self.quantizer.rules.traits.codes_singly
+
     def of_parts(self, trait: str) -> Iterator[str]:
         """Why not, of the methods that are asked at once: this one, its scorer, who makes codes."""
         scorer = getattr(self.params, "scorer", None)
@@ -132,7 +137,8 @@ def refuse(rows: Sequence[Row], case: Case, stage: str | None = None) -> None:
 # --- reasons: why what a method keeps cannot be packed, changed, or chosen while a prompt is read -
 
 UNCODABLE: Reasons = (
-    (lambda c: c.is_divided, "allocator={allocator.name} gives layers or heads other numbers of tokens"),
+    (lambda c: c.spans_tokens and c.is_divided,
+     "allocator={allocator.name} gives layers or heads other numbers of tokens"),
     (lambda c: c.traits.changes, "{title} makes codes itself, and nothing is packed twice"),
     (lambda c: not c.traits.drops and not c.traits.packs_host,
      "{title} drops no tokens, and has no host tier that could hold codes"),
@@ -141,8 +147,9 @@ UNCODABLE: Reasons = (
     (lambda c: c.traits.drops and c.traits.skips and c.params.full_layers,
      "method.full_layers={params.full_layers} leaves layers whole; use 0 with it"),
     (lambda c: c.traits.drops and c.traits.is_query_wide, "each query head keeps tokens of its own"),
-    (lambda c: c.traits.allocator is not None and c.traits.allocator.name != "uniform",
+    (lambda c: c.spans_tokens and c.traits.allocator is not None and c.traits.allocator.name != "uniform",
      "{title} keeps other numbers of tokens in each layer or head"),
+    (lambda c: c.spans_tokens and c.traits.uneven, "{why}"),
     (lambda c: c.traits.evicts or c.traits.uncodable, "{why}"),
 )
 UNCHANGEABLE: Reasons = (
@@ -249,6 +256,8 @@ COMPOSITION = (
     Row(lambda c: c.quantizer and not c.quantizer.rules.traits.composes,
         "compose={compose.name} makes no codes of what another method keeps; use compose=kivi"),
     Row(lambda c: c.quantizer, UNCOMPOSED + "{why}", reasons=UNCODABLE),
+    Row(lambda c: c.quantizer and getattr(c.quantizer.params, "skip_layers", ()),
+        UNCOMPOSED + "method {quantizer.rules.title} would leave layers whole; use compose.skip_layers=[] with it"),
     Row(lambda c: c.quantizer and not c.traits.drops and c.quantizer.token_code() is None,
         UNCOMPOSED + "{quantizer.rules.title} makes no codes of single tokens, which a step could fetch"),
     Row(lambda c: c.quantizer and c.quantizer.first and not c.traits.drops,

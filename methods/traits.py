@@ -57,10 +57,12 @@ class Traits:
     # Codes.
     changes: bool = False  # what it keeps is not what the model made, such as codes
     composes: bool = False  # it can make codes for another method (`compose=`)
+    codes_singly: bool = False  # nothing spans tokens, so that layers and heads may keep other numbers of them
     packs_host: bool = False  # what it fetches may lie on the host as codes; it searches elsewhere
 
     # Why not, as the end of a sentence; "": it can.
     evicts: str = ""  # why all heads have to keep equal counts, where it goes on dropping tokens
+    uneven: str = ""  # how its layers or heads differ in tokens, where no allocator says so
     uncodable: str = ""  # why what it keeps cannot become codes, in addition to what follows from the others
     unchangeable: str | None = None  # why what it keeps stays as it is; None: what follows from the others
     unreadable: str | None = None  # why it cannot read a prompt in chunks with eviction between them; None: likewise

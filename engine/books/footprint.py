@@ -10,12 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
+from typing import Any
 
 from kvbench.engine.budget import Budget, at_least, show, token_bytes
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 
 DIGITS = 10_000  # a smallest share is named in so many parts, rounded up
+SIMPLE = 64  # parts of a share that is named as it is
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def held(
     """
     of_token, s = token_bytes(shape), budget.s_prompt
     kv_bytes = min(tokens, s) * of_token + min(cached, s - min(tokens, s)) * far_bytes(budget, shape)
+    kv_bytes += 0 if budget.host_code is None else budget.host_code.shared_bytes(shape.h_kv)
     return Footprint(kv_bytes, index_bytes, min(fetched, s) * of_token, n_whole)
 
 
@@ -87,7 +90,10 @@ def too_small(budget: Budget, title: str, smallest: Fraction, instead: str = "")
     """The error where no plan fits: it names the smallest share that does."""
     assert budget.memory is not None
     named = Fraction(ceil(smallest * DIGITS), DIGITS)
-    least = float(named) if budget.given is None else at_least(budget.given, budget.memory, smallest)
+    if budget.given is not None:
+        least: Any = at_least(budget.given, budget.memory, smallest)
+    else:
+        least = show(smallest) if smallest.denominator <= SIMPLE else float(named)
     use = f"use memory={least} or more" if named < 1 else "use memory=1, which is full attention"
     return TooSmall(
         f"memory={show(budget.given or budget.memory)} of a prompt of {budget.s_prompt} tokens is less than {title} "

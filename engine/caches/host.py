@@ -43,6 +43,10 @@ class Host:
         """Bytes of a token of one KV head, of which K and V have `of_token`, and V alone `of_value`."""
         return of_token if self.has_keys else of_value
 
+    def near_bytes(self) -> int:
+        """Bytes on the device that all its tokens share."""
+        return 0
+
     def held_bytes(self) -> int:
         """Bytes of all tokens, and of the room for generated ones."""
         return bytes_of_both(self.k, self.v) + bytes_of_both(*self.late)

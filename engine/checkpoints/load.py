@@ -134,7 +134,7 @@ def read_checkpoint(name: str, id: str, *, revision: str | None = None, trust_re
     digests = digests_of(where, revision)
     if not Path(where).is_dir() or getattr(config, "quantization_config", None) is not None:
         with quiet(), _explained(id, where):
-            return Checkpoint(shape, digests, rotary_dims(empty_model(config, trust_remote_code)))
+            return Checkpoint(shape, digests, rotary_dims(empty_model(config, trust_remote_code)), where=where)
     with quiet(), _explained(id, where):
         model_and_info: Any = auto_class(config).from_pretrained(
             where, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True,
@@ -142,7 +142,7 @@ def read_checkpoint(name: str, id: str, *, revision: str | None = None, trust_re
         )  # fmt: skip
     hf, info = model_and_info
     refuse_drawn(id, info)
-    return Checkpoint(shape, digests, rotary_dims(hf))
+    return Checkpoint(shape, digests, rotary_dims(hf), where=where)
 
 
 def drawn_checkpoint(name: str, config: Any) -> Checkpoint:

@@ -74,6 +74,8 @@ class Fetching(Slots):
         self.meter.lie_far(
             host.far_bytes(self.meter.token_bytes, self.meter.value_bytes), not host.is_near, host.is_packed
         )
+        if near := host.near_bytes():
+            self.meter.hold_beside(near)
         self.n_gone = self.s_prompt - host.n_prompt  # tokens that a tier with some alone lacks
         self.is_far = host.device != self.device  # the host is another memory
         self.packs = host.is_packed

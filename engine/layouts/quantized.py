@@ -3,6 +3,10 @@
 Not here: how a method packs (`methods/quantising`), what packed bytes look like (`kernels/packed`).
 """
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from kvbench.engine.attend import Part
@@ -11,7 +15,9 @@ from kvbench.engine.caches.quantized import QuantizedCache
 from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.layouts.home import Home
 from kvbench.engine.layouts.layer import Layer
+from kvbench.engine.layouts.whole import OFFSET_BYTES
 from kvbench.engine.placement import Coded
+from kvbench.kernels.gather import move_both
 from kvbench.kernels.rows.append import Place
 
 
@@ -27,9 +33,11 @@ class QuantizedLayer(Layer):
 
     @classmethod
     def of(cls, home: Home, placement: Coded) -> Layer:
-        k, v = home.prompt(slice(None) if placement.chosen is None else placement.chosen)
-        quantized = placement.make(k, v, home.n_new, lambda what: home.trace.observed(what, home.layer))
-        return cls(home, quantized, placement.chosen)
+        chosen, seen = placement.chosen, lambda what: home.trace.observed(what, home.layer)
+        if isinstance(chosen, Sequence):
+            return RaggedQuantizedLayer.of_heads(home, placement, chosen)
+        k, v = home.prompt(slice(None) if chosen is None else chosen)
+        return cls(home, placement.make(k, v, home.n_new, seen), chosen)
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         self.advance(k_new, v_new)
@@ -58,3 +66,31 @@ class QuantizedLayer(Layer):
 
     def allocated_bytes(self) -> int:
         return sum(x.nbytes for x in self.quantized.tensors())
+
+
+class RaggedQuantizedLayer(QuantizedLayer):
+    """A layer in which each KV head has coded tokens of its own number."""
+
+    counts: Sequence[int]  # of the prompt's tokens that heads keep
+
+    @classmethod
+    def of_heads(cls, home: Home, placement: Coded, chosen: Sequence[Tensor]) -> Layer:
+        pairs = [
+            move_both(lambda x, at=at, head=head: x[:, head : head + 1, at], *home.prompt())
+            for head, at in enumerate(chosen)
+        ]
+        make: Any = placement.make
+        quantized = make.of_heads(pairs, home.n_new, lambda what: home.trace.observed(what, home.layer))
+        positions = torch.nn.utils.rnn.pad_sequence([*chosen], batch_first=True, padding_value=-1).unsqueeze(0)
+        layer = cls(home, quantized, positions)
+        layer.counts = [len(at) for at in chosen]
+        layer.n_spare = layer.n_kept * len(chosen) - sum(layer.counts)
+        layer.n_hidden = layer.meter.shape.g * layer.n_spare
+        return layer
+
+    def kept_counts(self) -> list[int]:
+        return [*self.counts]
+
+    def close(self, step: int) -> Entry:
+        self.meter.hold(OFFSET_BYTES * (self.meter.shape.h_kv + 1))
+        return super().close(step)

@@ -105,7 +105,7 @@ def half_up(x: Fraction) -> int:
 
 class DuoAttention(SelectiveAttention):
     title = "DuoAttention"
-    uncodable = "DuoAttention keeps other numbers of tokens in each head"
+    uneven = "DuoAttention keeps other numbers of tokens in each head"
     no_growth = "divides heads before it reads, so that its budget follows from them"
     no_latents = "divides heads into those that keep all and those that stream: here they share all they have"
     drops = True

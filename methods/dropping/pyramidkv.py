@@ -43,7 +43,7 @@ def fit_schedule(s: int, n_tokens: int, window: int, beta: int, n_layers: int) -
 
 class PyramidKV(WindowVotes):
     title = "PyramidKV"
-    uncodable = "PyramidKV keeps other numbers of tokens in each layer"
+    uneven = "PyramidKV keeps other numbers of tokens in each layer"
     no_growth = "gives layers numbers of tokens of their own, which follow from the context's length"
     is_scorer = False  # its own division of the budget is what it is
 

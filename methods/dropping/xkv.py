@@ -103,7 +103,7 @@ def average_shares(reports: Sequence[dict[str, Any]], seed: int, share: Fraction
 
 class XKV(ScoringMethod):
     title = "XKV"
-    uncodable = "XKV keeps other numbers of tokens in each layer"
+    uneven = "XKV keeps other numbers of tokens in each layer"
     no_growth = "divides layers by what they attend to in the context"
     is_scorer = False  # its own division of the budget is what it is
     comparable = "heads"

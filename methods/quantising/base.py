@@ -58,8 +58,15 @@ class QuantisingMethod(QuantisingRules, SelectiveAttention):
             if held.fits(budget, shape):
                 return budget, plan
             shares.append(held.share(shape, budget.s_prompt))
+        smaller = f", {words}" if (words := cls.smaller(params, shape)) else ""
         composed = f", or method=snapkv compose={cls.named()}" if cls.traits.composes else ""
-        raise too_small(budget, cls.title, min(shares, default=Fraction(1)), composed)
+        asked = BudgetRequest(None, None, Fraction(0), memory=budget.memory)
+        raise too_small(budget, cls.label(params, asked), min(shares, default=Fraction(1)), smaller + composed)
+
+    @classmethod
+    def smaller(cls, params: Any, shape: ModelShape) -> str:
+        """Words for another method that needs fewer bytes than the least of this one, such as `method=nvfp4`; or ""."""
+        return ""
 
     @classmethod
     def named(cls) -> str:

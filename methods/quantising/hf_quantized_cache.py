@@ -25,7 +25,7 @@ from torch import Tensor
 from kvbench.engine.attend import Part
 from kvbench.engine.budget import Budget, BudgetRequest
 from kvbench.engine.caches.quantized import QuantizedCache
-from kvbench.engine.caches.token_code import TokenCode
+from kvbench.engine.caches.token_code import RangeCode, TokenCode
 from kvbench.engine.declared import Count, Is, Window
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.growing import Growing
@@ -149,7 +149,7 @@ class HFQuantizedCache(QuantisingMethod):
 
     @classmethod
     def token_code(cls, params: Params) -> TokenCode:
-        return TokenCode(params.bits, params.bits, params.group)
+        return RangeCode(params.bits, params.bits, params.group)
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:

@@ -27,7 +27,7 @@ from torch import Tensor
 from kvbench.engine.attend import Part
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
 from kvbench.engine.caches.quantized import LatestTokens, Packing, Packings, QuantizedCache
-from kvbench.engine.caches.token_code import TokenCode
+from kvbench.engine.caches.token_code import RangeCode, TokenCode
 from kvbench.engine.declared import Count, Window
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.growing import Growing
@@ -244,7 +244,7 @@ class KIVI(QuantisingMethod):
     @classmethod
     def token_code(cls, params: Params) -> TokenCode:
         """Keys too in groups of channels: the tokens of a block of keys could not be fetched one by one."""
-        return TokenCode(params.key_bits, params.value_bits, params.group)
+        return RangeCode(params.key_bits, params.value_bits, params.group)
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:

@@ -51,7 +51,7 @@ def lazy_share(weights: Tensor, n_sink: int, n_recent: int, n_cut: int) -> float
 
 class SimLayerKV(SelectiveAttention):
     title = "SimLayerKV"
-    uncodable = "SimLayerKV keeps other numbers of tokens in each layer"
+    uneven = "SimLayerKV keeps other numbers of tokens in each layer"
     no_growth = "divides layers by what they attend to in the context"
     drops = True
 

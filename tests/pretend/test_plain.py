@@ -16,7 +16,7 @@ from kvbench.engine.batch import Batch
 from kvbench.engine.books.ledger import Entry
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.caches.blocks import BlockCacheSpec
-from kvbench.engine.caches.token_code import TokenCode
+from kvbench.engine.caches.token_code import RangeCode, TokenCode
 from kvbench.engine.decode import decode
 from kvbench.engine.model import Model
 from kvbench.kernels import build, fast, scratch
@@ -93,7 +93,7 @@ def test_a_cache_of_blocks_without_its_kernel_counts_the_same(
 
 
 @pytest.mark.parametrize(("name", "cache"), [("pqcache", CACHE), ("retroinfer", CACHE), ("pqcache", None)])
-@pytest.mark.parametrize("code", [None, TokenCode(4, 4, 8)])
+@pytest.mark.parametrize("code", [None, RangeCode(4, 4, 8)])
 def test_what_is_fetched_is_counted_as_on_a_cpu(
     machine: Machine, plain: None, name: str, cache: BlockCacheSpec | None, code: TokenCode | None
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.caches.packed_host import PackedHost, host_of
-from kvbench.engine.caches.token_code import TokenCode
+from kvbench.engine.caches.token_code import RangeCode, TokenCode
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.turns.state import fork_of
 from kvbench.evals.cells import cell_without_task
@@ -37,7 +37,7 @@ def composed(name: str, quantizer: Quantizer | None, asked: BudgetRequest, **par
 
 @pytest.mark.parametrize("d_h, bits, group, expected", [(128, 4, 32, 160), (128, 2, 32, 96), (64, 4, 64, 72)])
 def test_a_token_counts_its_codes_and_scales(d_h: int, bits: int, group: int, expected: int) -> None:
-    assert TokenCode(bits, bits, group).token_bytes(d_h, d_h) == expected
+    assert RangeCode(bits, bits, group).token_bytes(d_h, d_h) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -46,7 +46,7 @@ def test_rows_rebuild_to_what_the_quantiser_makes(bits: int, dtype: torch.dtype)
     torch.manual_seed(0)
     k, v = torch.randn(2, 1, 2, 40, 16, dtype=dtype)
     trace = trace_of(k, v, 4)
-    code = TokenCode(bits, bits, 8)
+    code = RangeCode(bits, bits, 8)
     host = built_host(trace, code)
     idx = torch.randint(0, 40, (1, 4, 7))
     part = host.tokens(idx, None, late=False)
