@@ -256,8 +256,6 @@ COMPOSITION = (
     Row(lambda c: c.quantizer and not c.quantizer.rules.traits.composes,
         "compose={compose.name} makes no codes of what another method keeps; use compose=kivi"),
     Row(lambda c: c.quantizer, UNCOMPOSED + "{why}", reasons=UNCODABLE),
-    Row(lambda c: c.quantizer and getattr(c.quantizer.params, "skip_layers", ()),
-        UNCOMPOSED + "method {quantizer.rules.title} would leave layers whole; use compose.skip_layers=[] with it"),
     Row(lambda c: c.quantizer and not c.traits.drops and c.quantizer.token_code() is None,
         UNCOMPOSED + "{quantizer.rules.title} makes no codes of single tokens, which a step could fetch"),
     Row(lambda c: c.quantizer and c.quantizer.first and not c.traits.drops,

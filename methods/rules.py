@@ -185,6 +185,11 @@ def planned(
 ) -> tuple[Budget, Any, BlockCacheSpec | None]:  # fmt: skip
     """Budget, integers and block cache for prompts of `s_prompt` tokens; `ConfigError` where nothing fits."""
     refuse(KINDS, Case(rules, params, shape=shape, quantizer=quantizer))
+    if quantizer is not None and (whole := quantizer.rules.whole_layers(quantizer.params, shape)):
+        raise ConfigError(
+            f"{quantizer.rules.title} leaves layer {whole[0]} whole, and would code all of what {rules.title} keeps; "
+            "name no layers in what it is composed with"
+        )
     request = request.on(shape, s_prompt)
     if request.compensates:
         request = replace(request, key_share=shape.key_share)

@@ -17,7 +17,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 
 DIGITS = 10_000  # a smallest share is named in so many parts, rounded up
-SIMPLE = 64  # parts of a share that is named as it is
+SIMPLE = 64  # parts of a share that can be named as it is
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,16 @@ class TooSmall(ConfigError):
         self.smallest = smallest  # share of the full cache that is enough
 
 
-def too_small(budget: Budget, title: str, smallest: Fraction, instead: str = "") -> TooSmall:
-    """The error where no plan fits: it names the smallest share that does."""
+def too_small(
+    budget: Budget, title: str, smallest: Fraction, instead: str = "", holds_always: bool = False
+) -> TooSmall:  # fmt: skip
+    """The error where no plan fits: it names the smallest share that does, as a fraction where it `holds_always`."""
     assert budget.memory is not None
     named = Fraction(ceil(smallest * DIGITS), DIGITS)
     if budget.given is not None:
         least: Any = at_least(budget.given, budget.memory, smallest)
     else:
-        least = show(smallest) if smallest.denominator <= SIMPLE else float(named)
+        least = show(smallest) if holds_always and smallest.denominator <= SIMPLE else float(named)
     use = f"use memory={least} or more" if named < 1 else "use memory=1, which is full attention"
     return TooSmall(
         f"memory={show(budget.given or budget.memory)} of a prompt of {budget.s_prompt} tokens is less than {title} "

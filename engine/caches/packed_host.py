@@ -12,9 +12,8 @@ from torch import Tensor
 
 from kvbench.engine.attend import Part
 from kvbench.engine.caches.host import Host
-from kvbench.engine.caches.token_code import Codec, RangeCode, TokenCode
+from kvbench.engine.caches.token_code import Codec, TokenCode
 from kvbench.engine.passes.trace import Trace
-from kvbench.kernels.packed.codes import Quantised, quantise_tokens, rebuild_tokens
 from kvbench.kernels.rows.values import fetch_values
 
 
@@ -57,27 +56,6 @@ class PackedHost(Host):
 
     def keys(self, start: int, stop: int) -> Tensor:
         return self.codec.rebuilt(self.rows[:, start:stop])[0]
-
-
-class RangeCodec:
-    """Codes of K and V, then their scales and zero points in the cache's dtype."""
-
-    def __init__(self, code: RangeCode, dtype: torch.dtype, widths: tuple[int, int]) -> None:
-        self.code, self.dtype, self.widths = code, dtype, widths
-
-    def rows(self, k: Tensor, v: Tensor) -> Tensor:
-        code = self.code
-        keys, values = quantise_tokens(k, code.key_bits, code.group), quantise_tokens(v, code.value_bits, code.group)
-        return joined(keys.codes, values.codes, keys.scales, keys.zeros, values.scales, values.zeros)
-
-    def rebuilt(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        code, (d_h, d_v) = self.code, self.widths
-        keys, values = d_h * code.key_bits // 8, d_v * code.value_bits // 8
-        of_key, of_value = (width // code.group * self.dtype.itemsize for width in self.widths)
-        codes_k, codes_v, *numbers = rows.split([keys, values, of_key, of_key, of_value, of_value], -1)
-        scale_k, zero_k, scale_v, zero_v = (x.contiguous().view(self.dtype) for x in numbers)
-        k = rebuild_tokens(Quantised(codes_k, scale_k, zero_k), code.key_bits, code.group)
-        return k, rebuild_tokens(Quantised(codes_v, scale_v, zero_v), code.value_bits, code.group)
 
 
 def joined(*each: Tensor) -> Tensor:

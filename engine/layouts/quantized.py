@@ -12,6 +12,7 @@ from torch import Tensor
 from kvbench.engine.attend import Part
 from kvbench.engine.books.ledger import Entry
 from kvbench.engine.caches.quantized import QuantizedCache
+from kvbench.engine.errors import NotFiniteError
 from kvbench.engine.layouts.growing import Growing
 from kvbench.engine.layouts.home import Home
 from kvbench.engine.layouts.layer import Layer
@@ -37,6 +38,7 @@ class QuantizedLayer(Layer):
         if isinstance(chosen, Sequence):
             return RaggedQuantizedLayer.of_heads(home, placement, chosen)
         k, v = home.prompt(slice(None) if chosen is None else chosen)
+        refuse_nan(home.layer, k, v)
         return cls(home, placement.make(k, v, home.n_new, seen), chosen)
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
@@ -68,6 +70,14 @@ class QuantizedLayer(Layer):
         return sum(x.nbytes for x in self.quantized.tensors())
 
 
+def refuse_nan(layer: int, k: Tensor, v: Tensor) -> None:
+    """Raise `NotFiniteError` for a key or value that is no number, which no code stands for; infinity saturates."""
+    for name, x in (("key", k), ("value", v)):
+        if x.shape[2] and x.amax().isnan():
+            token = int(x.isnan().any(-1).any(1).nonzero()[0, 1])
+            raise NotFiniteError(f"layer {layer}: the {name} of token {token} of those that are packed is NaN")
+
+
 class RaggedQuantizedLayer(QuantizedLayer):
     """A layer in which each KV head has coded tokens of its own number."""
 
@@ -79,6 +89,8 @@ class RaggedQuantizedLayer(QuantizedLayer):
             move_both(lambda x, at=at, head=head: x[:, head : head + 1, at], *home.prompt())
             for head, at in enumerate(chosen)
         ]
+        for pair in pairs:
+            refuse_nan(home.layer, *pair)
         make: Any = placement.make
         quantized = make.of_heads(pairs, home.n_new, lambda what: home.trace.observed(what, home.layer))
         positions = torch.nn.utils.rnn.pad_sequence([*chosen], batch_first=True, padding_value=-1).unsqueeze(0)

@@ -32,12 +32,16 @@ class Format(NamedTuple):
     bits: int
     top: float  # the largest value
     largest_exponent: int  # floor(log2(top))
+    kind: str = ""  # torch's name, where torch has it
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.kind)
 
 
-E4M3 = Format("e4m3", 8, 448.0, 8)
-E5M2 = Format("e5m2", 8, 57_344.0, 15)
+E4M3 = Format("e4m3", 8, 448.0, 8, "float8_e4m3fn")
+E5M2 = Format("e5m2", 8, 57_344.0, 15, "float8_e5m2")
 E2M1 = Format("e2m1", 4, 6.0, 2)
-CASTS = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 CASTING = ("cpu", "cuda")  # devices whose casts round to the nearest, ties to even
 HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1
 NO_EXPONENT = 255  # of e8m0: NaN
@@ -78,8 +82,8 @@ class FloatCode(NamedTuple):
 @cache
 def values(format: Format, device: torch.device) -> Tensor:
     """What each code reads as, (2**bits,) float32."""
-    if (kind := CASTS.get(format)) is not None:
-        return torch.arange(256, dtype=torch.uint8).view(kind).float().to(device)
+    if format.kind:
+        return torch.arange(256, dtype=torch.uint8).view(format.dtype).float().to(device)
     sizes = torch.tensor(HALVES)
     return torch.cat([sizes, -sizes]).to(device)
 
@@ -110,8 +114,8 @@ def encode(x: Tensor, format: Format) -> Tensor:
 
     The clamp comes first: torch's casts make other things of what is too large, by format and version.
     """
-    if (kind := CASTS.get(format)) is not None and x.device.type in CASTING:
-        return x.clamp(-format.top, format.top).to(kind).view(torch.uint8)
+    if format.kind and x.device.type in CASTING:
+        return x.clamp(-format.top, format.top).to(format.dtype).view(torch.uint8)
     size = torch.bucketize(x.abs(), bounds(format, x.device), out_int32=True).to(torch.uint8)
     return size | (x.signbit().to(torch.uint8) << (format.bits - 1))
 
@@ -176,21 +180,21 @@ def with_floats(blocks: Tensor, largest: Tensor, code: FloatCode, shared: Tensor
     return codes, scales
 
 
-def scale_table(code: FloatCode, shared: Tensor) -> Tensor | None:
-    """What a block's byte reads as, (256,) float32, the shared scale included; None where scales are no bytes."""
+def tables(code: FloatCode, shared: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What codes read as, float32, and bytes of scales; with those of e4m3 the shared scale is within the codes'."""
+    found = values(code.format, shared.device)
     if code.scale == "e8m0":
-        return powers(shared.device)
-    return values(E4M3, shared.device) * shared.flatten() if code.scale == "e4m3" else None
+        return found, powers(shared.device)
+    return (found * shared.flatten(), values(E4M3, shared.device)) if code.scale == "e4m3" else (found, None)
 
 
 def rebuild_floats(packed: Quantised, code: FloatCode, shared: Tensor) -> Tensor:
     """What attention sees of coded tokens, (h_kv, n, d_h) float32."""
     codes, scales, _ = packed
-    table, bits = values(code.format, codes.device), code.format.bits
+    (table, of_bytes), bits = tables(code, shared), code.format.bits
     numbers = table[unpack(codes, bits, codes.shape[-1] * 8 // bits).int()]
     if code.scale == "none":
         return numbers if code.shared == "one" else numbers * shared
-    of_bytes = scale_table(code, shared)
     real = scales if of_bytes is None else of_bytes[scales.int()]
     return (numbers.unflatten(-1, (scales.shape[-1], -1)) * real.unsqueeze(-1)).flatten(-2)
 

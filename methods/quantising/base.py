@@ -61,7 +61,8 @@ class QuantisingMethod(QuantisingRules, SelectiveAttention):
         smaller = f", {words}" if (words := cls.smaller(params, shape)) else ""
         composed = f", or method=snapkv compose={cls.named()}" if cls.traits.composes else ""
         asked = BudgetRequest(None, None, Fraction(0), memory=budget.memory)
-        raise too_small(budget, cls.label(params, asked), min(shares, default=Fraction(1)), smaller + composed)
+        title, least = cls.label(params, asked), min(shares, default=Fraction(1))
+        raise too_small(budget, title, least, smaller + composed, holds_always=cls.traits.codes_singly)
 
     @classmethod
     def smaller(cls, params: Any, shape: ModelShape) -> str:

@@ -40,8 +40,7 @@ from kvbench.kernels.packed.floats import (
     measured,
     quantise_floats,
     rebuild_floats,
-    scale_table,
-    values,
+    tables,
 )
 from kvbench.kernels.select_attend import Spans
 from kvbench.methods.quantising.base import QuantisingMethod
@@ -131,9 +130,9 @@ class CodedSide:
         return rebuild_floats(filled, self.code, self.shared)
 
     def side(self) -> Side:
-        """What attention reads: value(code) * scale, of which either may be looked up."""
-        code, table = self.code, values(self.code.format, self.nothing.device)
-        of_bytes, width = scale_table(code, self.shared), code.width(self.nothing.shape[3])
+        """What attention reads: a number of a table times a scale, which may be looked up too."""
+        code, (table, of_bytes) = self.code, tables(self.code, self.shared)
+        width = code.width(self.nothing.shape[3])
         return Side(
             BY_FLOAT, code.format.bits, width, self.n, self.packed, self.exact, table, self.rebuilt, of_bytes
         )  # fmt: skip
@@ -156,7 +155,8 @@ class FloatCache(QuantizedCache):
 
     def __init__(self, plan: FloatPlan, k: Tensor, v: Tensor, n_new: int, scales: Sequence[Tensor]) -> None:
         """`scales` are what K's and V's tokens share."""
-        self.plan, self.n, self.nothing, self.joint = plan, k.shape[2], Part(k[:, :, :0], v[:, :, :0]), is_within(k, v)
+        self.plan, self.nothing, self.joint = plan, Part(k[:, :, :0], v[:, :, :0]), is_within(k, v)
+        self.n = self.n_prompt = k.shape[2]
         self.sides = [
             CodedSide(code, x, shared, plan.residual, n_new)
             for code, x, shared in zip((plan.key, plan.value), [k] if self.joint else [k, v], scales, strict=False)
@@ -171,6 +171,14 @@ class FloatCache(QuantizedCache):
         sides = [side.side() for side in self.sides]
         packed = Packed(sides[0], sides[-1], self.n, self.joint, grows=(1, 1))
         return Part(self.nothing.k, self.nothing.v, packed=packed, asked=self.asked)
+
+    def parts(self) -> list[Part]:
+        """While nothing is packed, the prompt and what follows it, as full attention has them."""
+        if any(side.n for side in self.sides):
+            return [self.part()]
+        k, v = self.sides[0].exact, self.sides[-1].exact[..., : self.nothing.v.shape[3]]
+        halves = (slice(0, self.n_prompt), slice(self.n_prompt, None))
+        return [Part(k[:, :, half], v[:, :, half], asked=self.asked) for half in halves]
 
     @property
     def asked(self) -> CodedQueries | None:

@@ -27,7 +27,8 @@ from torch import Tensor
 from kvbench.engine.attend import Part
 from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
 from kvbench.engine.caches.quantized import LatestTokens, Packing, Packings, QuantizedCache
-from kvbench.engine.caches.token_code import RangeCode, TokenCode
+from kvbench.engine.caches.range_code import RangeCode
+from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.declared import Count, Window
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.growing import Growing

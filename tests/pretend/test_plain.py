@@ -16,7 +16,8 @@ from kvbench.engine.batch import Batch
 from kvbench.engine.books.ledger import Entry
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.caches.blocks import BlockCacheSpec
-from kvbench.engine.caches.token_code import RangeCode, TokenCode
+from kvbench.engine.caches.range_code import RangeCode
+from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.decode import decode
 from kvbench.engine.model import Model
 from kvbench.kernels import build, fast, scratch

@@ -10,7 +10,8 @@ import torch
 from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.caches.packed_host import PackedHost, host_of
-from kvbench.engine.caches.token_code import RangeCode, TokenCode
+from kvbench.engine.caches.range_code import RangeCode
+from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.turns.state import fork_of
 from kvbench.evals.cells import cell_without_task
