@@ -70,19 +70,25 @@ INLINE vf load(const bf16 *p) {
 #endif
 }
 
-INLINE vf load(const f16 *p) {
+INLINE vf widen(vh halves) {
 #if defined(__AVX512F__)
-    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+    return (vf)_mm512_cvtph_ps((__m256i)halves);
 #elif defined(__F16C__)
-    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+    return (vf)_mm256_cvtph_ps((__m128i)halves);
 #else
     // Exponent and fraction moved to their places, the bias made good by a product, which also normalises subnormals.
-    const vi x = load_u16(p), magnitude = x & 0x7fff;
+    const vi x = __builtin_convertvector(halves, vi), magnitude = x & 0x7fff;
     const vf scaled = bits_as_float(magnitude << 13) * splat(0x1p112f);
     const vi special = (vi)(magnitude >= 0x7c00);  // infinite, or not a number
     const vi out = float_as_bits(scaled) | (special & 0x7f800000) | ((x & 0x8000) << 16);
     return bits_as_float(out);
 #endif
+}
+
+INLINE vf load(const f16 *p) {
+    vh x;
+    memcpy(&x, p, sizeof x);
+    return widen(x);
 }
 
 INLINE void store(float *p, vf x) { memcpy(p, &x, sizeof x); }

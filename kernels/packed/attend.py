@@ -33,6 +33,7 @@ from kvbench.kernels.packed.codes import (
 
 CHUNK = 256  # tokens, as soften.h has it: groups of tokens lie within one
 MOST_D = 512  # dimensions that the C++ has room for
+BYTE = 3  # of scales that are looked up, as packed.cpp counts it after the types of numbers
 FEWEST_BYTES = 4  # of a group, so that a load holds codes of one group alone
 
 
@@ -48,6 +49,7 @@ class Side(NamedTuple):
     table: Tensor | None = None  # (16,) float32, of kinds that look numbers up; of floats (2**bits,)
     rebuild: Callable[[], Tensor] | None = None  # (h_kv, n, d_h), where it is not by groups of codes
     scale_table: Tensor | None = None  # (256,) float32, where a float's scale is a byte that is looked up
+    exponent: int = 4  # bits of it in a float of 8: e4m3 or e5m2; floats of 4 bits are e2m1
 
     def rebuilt(self, n: int) -> Tensor:
         """What attention sees of the first `n` tokens, (1, h_kv, n, d_h)."""
@@ -67,8 +69,9 @@ class Side(NamedTuple):
     def is_native(self, d_h: int) -> bool:
         """Whether the C++ knows this kind of code."""
         of_group = self.group * self.bits // 8
+        if self.kind == BY_FLOAT:
+            return self.bits in (4, 8) and self.group % 16 == 0 and d_h % self.group == 0 and d_h <= MOST_D
         fits = self.bits in (2, 4, 8) and (self.kind < BY_TABLE or self.bits < 8) and d_h <= MOST_D
-        fits = fits and self.kind != BY_FLOAT  # rebuilt so far
         whole = CHUNK % self.group == 0 if self.kind == BY_CHANNEL else d_h % self.group == 0
         # A load may repeat a group's bytes until every lane has a code, and never more often than a byte has codes.
         even = self.group & (self.group - 1) == 0 and of_group % FEWEST_BYTES == 0
@@ -80,11 +83,13 @@ class Side(NamedTuple):
         assert codes[0].is_contiguous() and scales.stride() == zeros.stride(), (codes.stride(), scales.stride())
         assert self.kind != BY_CHANNEL or scales[0].is_contiguous(), scales.stride()
         assert self.exact.stride()[2:] == (self.exact.shape[3], 1), self.exact.stride()
-        table = 0 if self.table is None else self.table.data_ptr()
+        table, scale_table = (0 if x is None else x.data_ptr() for x in (self.table, self.scale_table))
+        scale_type = dtypes()[scales.dtype] if self.scale_table is None else BYTE
         return (
             self.kind, self.bits, self.group, self.n, codes.data_ptr(), scales.data_ptr(), zeros.data_ptr(),
-            codes.stride(0), scales.stride(0) * scales.element_size(), *scales.stride()[1:], dtypes()[scales.dtype],
+            codes.stride(0), scales.stride(0) * scales.element_size(), *scales.stride()[1:], scale_type,
             self.exact.data_ptr(), self.exact.stride(1) * self.exact.element_size(), table,
+            scale_table, self.exponent,
         )  # fmt: skip
 
 
@@ -130,7 +135,7 @@ def takes_packed(q: Tensor, packed: Packed) -> bool:
     if q.device.type != "cpu" or q.dtype not in dtypes() or len(q) != 1 or native() is None:
         return False
     d_h = q.shape[-1]
-    if (sides := packed.sides_of_width(d_h)) is None or sides[1].kind != BY_TOKEN:
+    if (sides := packed.sides_of_width(d_h)) is None or sides[1].kind not in (BY_TOKEN, BY_FLOAT):
         return False
     return all(side.is_native(d_h) and side.exact.dtype == q.dtype for side in sides)
 

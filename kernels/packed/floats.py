@@ -32,6 +32,7 @@ class Format(NamedTuple):
     bits: int
     top: float  # the largest value
     largest_exponent: int  # floor(log2(top))
+    exponent_bits: int
     kind: str = ""  # torch's name, where torch has it
 
     @property
@@ -39,9 +40,9 @@ class Format(NamedTuple):
         return getattr(torch, self.kind)
 
 
-E4M3 = Format("e4m3", 8, 448.0, 8, "float8_e4m3fn")
-E5M2 = Format("e5m2", 8, 57_344.0, 15, "float8_e5m2")
-E2M1 = Format("e2m1", 4, 6.0, 2)
+E4M3 = Format("e4m3", 8, 448.0, 8, 4, "float8_e4m3fn")
+E5M2 = Format("e5m2", 8, 57_344.0, 15, 5, "float8_e5m2")
+E2M1 = Format("e2m1", 4, 6.0, 2, 2)
 CASTING = ("cpu", "cuda")  # devices whose casts round to the nearest, ties to even
 HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1
 NO_EXPONENT = 255  # of e8m0: NaN

@@ -8,7 +8,8 @@ Shapes    as in `kernels/packed/attend.py`.
 Checks    tests/kernels/test_packed_rows.py, `python -m kvbench.kernels.aot`.
 
 Keys that are packed by channel have one scale per channel and group: it is multiplied into the query, and the product
-with the tensor cores is that with the codes. All others become numbers first.
+with the tensor cores is that with the codes. All others become numbers first; floats with a scale per token by
+themselves, and the logits of keys get the scale.
 
 Not here: packing (`kernels/packed/tokens.py`), forms that only their method can read (`Side.rebuilt`).
 """
@@ -27,9 +28,9 @@ from torch import Tensor
 from kvbench.kernels.capped import bend
 from kvbench.kernels.clock import Since, steps_since
 from kvbench.kernels.fast import takes
-from kvbench.kernels.jit import INTERPRETED, cdiv, distance, jit, power_of_2, tl
+from kvbench.kernels.jit import INTERPRETED, architecture, cdiv, distance, jit, power_of_2, tl
 from kvbench.kernels.packed.attend import Packed, Side
-from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TOKEN, BY_UNIT_TABLE
+from kvbench.kernels.packed.codes import BY_CHANNEL, BY_FLOAT, BY_TOKEN, BY_UNIT_TABLE
 from kvbench.kernels.select_attend import RECORD, STAGES, Piece, Table, Tokens, elements, find_item
 
 EXACT = -1  # in addition to the kinds of codes: not packed
@@ -40,7 +41,9 @@ WIDE_ROWS, PART, LOOKED_UP_PART, WIDE_TILE = 16, 128, 64, 16
 EXACT_PART, EXACT_TILE, EXACT_LOOKED_UP_TILE = 32, 64, 32
 TILE = 64  # tokens that a program attends to at once; of keys by channel no more than a group
 LEAST_GROUP = 16  # of keys by channel, so that a tile is one for the tensor cores
-READABLE = {BY_CHANNEL: (2, 4, 8), BY_TOKEN: (2, 3, 4, 8), BY_UNIT_TABLE: (2, 3, 4)}  # bits by kind
+READABLE = {BY_CHANNEL: (2, 4, 8), BY_TOKEN: (2, 3, 4, 8), BY_UNIT_TABLE: (2, 3, 4), BY_FLOAT: (4, 8)}  # bits by kind
+BLOCKS = (16, 32)  # numbers that share a byte of e4m3, of e8m0
+READS_FLOATS = 89  # the first architecture that makes numbers of e4m3 by itself
 
 
 class Form(NamedTuple):
@@ -50,6 +53,7 @@ class Form(NamedTuple):
     bits: int = 8
     group: int = 1
     dtype: torch.dtype | None = None  # of scales
+    exponent: int = 0  # bits of it, of floats
 
 
 class Stretch(NamedTuple):
@@ -66,7 +70,7 @@ class Stretch(NamedTuple):
 def takes_codes(q: Tensor, packed: Packed) -> bool:
     """Whether the kernel can read these."""
     sides = packed.sides_of_width(q.shape[3])
-    if not takes("codes", q.device) or sides is None or sides[1].kind != BY_TOKEN:
+    if not takes("codes", q.device) or sides is None or sides[1].kind not in (BY_TOKEN, BY_FLOAT):
         return False
     return all(is_readable(side, q) for side in sides)
 
@@ -75,6 +79,8 @@ def is_readable(side: Side, q: Tensor) -> bool:
     d_h, group = q.shape[3], side.group
     even = group & (group - 1) == 0  # tiles have such lengths
     fits = even and group >= LEAST_GROUP if side.kind == BY_CHANNEL else group == d_h or (even and d_h % group == 0)
+    if side.kind == BY_FLOAT:
+        fits = fits and (group == d_h if side.scale_table is None else group in BLOCKS)
     return side.bits in READABLE.get(side.kind, ()) and fits and side.exact.dtype == q.dtype
 
 
@@ -124,13 +130,16 @@ class CodedRows:
         g, whole = h // self.h_kv, power_of_2(d_h, 16)
         for kernel, ((k, v), some) in enumerate(self.by_form.items(), 1):
             (packed_k, packed_v), lanes = some[0].packed[:2], 16 if self.even[kernel - 1] else 1
-            base, form = q if packed_k.table is None else packed_k.table, launch_form(k, v, g, d_h, q.element_size())
+            form = launch_form(k, v, g, d_h, q.element_size())
+            bases = (q if side.table is None else side.table for side in (packed_k, packed_v))
             attend_codes[(cdiv(g, form.n_heads) * form.parts, table.n_items[kernel], self.h_kv)](
                 q, packed_k.packed.codes, packed_v.packed.codes, packed_k.packed.scales, packed_v.packed.scales,
-                base, table.numbers, sums, lses, *since, scale, cap, table.n_pieces, table.n_rows, elements(q),
+                *bases, table.numbers, sums, lses, *since, scale, cap, table.n_pieces, table.n_rows, elements(q),
                 table.split, kernel, self.h_kv, d_h, row_bytes(k, d_h), row_bytes(v, d_h),
                 g, form.n_heads, form.width, form.parts, form.tile, RECORD,
-                k.kind, k.bits, wide_group(k, d_h, whole), v.kind, v.bits, wide_group(v, d_h, whole),
+                k.kind, k.bits, wide_group(k, d_h, whole), k.exponent,
+                v.kind, v.bits, wide_group(v, d_h, whole), v.exponent,
+                not INTERPRETED and architecture(q.device) >= READS_FLOATS,
                 lanes, max(1, lanes // q.element_size()), cap > 0, INTERPRETED,
                 num_warps=form.n_warps, num_stages=form.n_stages,
             )  # fmt: skip
@@ -170,7 +179,10 @@ def tile_of(k: Form, v: Form) -> int:
 
 def form_of(side: Side, last: int) -> Form:
     """The form of the tokens in front of `last`."""
-    return Form(EXACT) if side.n < last else Form(side.kind, side.bits, side.group, side.packed.scales.dtype)
+    if side.n < last:
+        return Form(EXACT)
+    exponent = 0 if side.kind != BY_FLOAT else 2 if side.bits == 4 else side.exponent
+    return Form(side.kind, side.bits, side.group, side.packed.scales.dtype, exponent)
 
 
 def row_bytes(form: Form, d_h: int) -> int:
@@ -195,8 +207,11 @@ def record_of(q: Tensor, each: Stretch, base: Packed) -> tuple[int, ...]:
         assert side.kind != BY_CHANNEL or scales[0].is_contiguous(), scales.stride()
         away = distance(scales, there.packed.scales), distance(zeros, there.packed.scales)
         found += [distance(codes, there.packed.codes), codes.stride(0), *away, *scales.stride()]
-    table = each.packed.k.table
-    found += [*exact, 0 if table is None else distance(table, base.k.table), each.moves[0]]  # type: ignore[arg-type]
+    tables = [
+        0 if side.table is None or there.table is None else distance(side.table, there.table)
+        for side, there in zip(each.packed[:2], base[:2], strict=True)
+    ]
+    found += [*exact, tables[0], each.moves[0], tables[1]]
     return (*found, *[0] * (RECORD - len(found)))
 
 
@@ -221,7 +236,7 @@ def spread(x, BITS: tl.constexpr):
 
 @jit
 def codes_of(codes, token, real, left, d_h, row_bytes, BITS: tl.constexpr, WIDTH: tl.constexpr):
-    """The codes from channel `left` on of some tokens packed one by one, (tokens, WIDTH) float32."""
+    """The codes from channel `left` on of some tokens packed one by one, (tokens, WIDTH)."""
     rows = codes + token.to(tl.int64)[:, None] * row_bytes
     if BITS == 3:  # a code may lie in two bytes
         channel = left + tl.arange(0, WIDTH)
@@ -230,37 +245,67 @@ def codes_of(codes, token, real, left, d_h, row_bytes, BITS: tl.constexpr, WIDTH
         low = tl.load(rows + byte[None], real[:, None] & inside[None], other=0).to(tl.int32)
         behind = real[:, None] & (inside & (byte + 1 < row_bytes))[None]
         high = tl.load(rows + byte[None] + 1, behind, other=0).to(tl.int32)
-        return (((low | (high << 8)) >> (first % 8)[None]) & 7).to(tl.float32)
+        return ((low | (high << 8)) >> (first % 8)[None]) & 7
     else:
         byte = left * BITS // 8 + tl.arange(0, WIDTH * BITS // 8)
         x = tl.load(rows + byte[None], real[:, None] & (byte < row_bytes)[None], other=0)
-        return spread(x, BITS).to(tl.float32)
+        return spread(x, BITS)
+
+
+@jit
+def of_floats(x, EXPONENT: tl.constexpr, READS: tl.constexpr):
+    """Floats of 8 or 4 bits, with so many of an exponent, as float32."""
+    if EXPONENT == 4 and READS:
+        return x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        # As float16, whose bias is another.
+        BITS: tl.constexpr = 4 if EXPONENT == 2 else 8
+        code, sign = x.to(tl.int32), x.to(tl.int32) >> (BITS - 1)
+        half = (sign << 15) | ((code & ((1 << (BITS - 1)) - 1)) << (11 - BITS + EXPONENT))
+        number = half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * (1 << (16 - (1 << (EXPONENT - 1))))
+        if EXPONENT == 4:
+            number = tl.where((code & 127) == 127, float("nan"), number)
+        return number
+
+
+@jit
+def of_powers(x):
+    """Bytes of e8m0 as float32."""
+    bits = x.to(tl.int32) << 23
+    return tl.where(x == 0, 1 << 22, tl.where(x == 255, -1, bits)).to(tl.float32, bitcast=True)
 
 
 @jit
 def scaled(
-    x, scales, zeros, token, real, left, d_h, token_step, group_step,
-    TILE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+    x, scales, zeros, unit, token, real, left, d_h, token_step, group_step,
+    TILE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, EXPONENT: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
     """Codes of tokens with groups of channels as numbers; a group may be wider than they are."""
     GROUPS: tl.constexpr = WIDTH // GROUP if WIDTH > GROUP else 1
     group = left // GROUP + tl.arange(0, GROUPS)
     at = token.to(tl.int64)[:, None] * token_step + group[None] * group_step
     there = real[:, None] & (group * GROUP < d_h)[None]
-    scale = tl.load(scales + at, there, other=0.0).to(tl.float32)
-    zero = tl.load(zeros + at, there, other=0.0).to(tl.float32)
-    x = tl.reshape(x, (TILE, GROUPS, WIDTH // GROUPS)) * scale[:, :, None] + zero[:, :, None]
+    if EXPONENT == 0:
+        scale = tl.load(scales + at, there, other=0.0).to(tl.float32)
+        zero = tl.load(zeros + at, there, other=0.0).to(tl.float32)
+        x = tl.reshape(x.to(tl.float32), (TILE, GROUPS, WIDTH // GROUPS)) * scale[:, :, None] + zero[:, :, None]
+    else:
+        scale = tl.load(scales + at, there, other=0)
+        if scales.dtype.element_ty == tl.uint8:
+            scale = of_floats(scale, 4, READS) if GROUP == 16 else of_powers(scale)
+        x = tl.reshape(of_floats(x, EXPONENT, READS), (TILE, GROUPS, WIDTH // GROUPS)) * (scale * unit)[:, :, None]
     return tl.reshape(x, (TILE, WIDTH))
 
 
 @jit(unspecialized=("start", "n_pieces", "n_rows", "here", "split", "kernel"))
 def attend_codes(
-    q, k_codes, v_codes, k_scales, v_scales, entries, table, sums, lses, clock, start, scale, cap, n_pieces, n_rows,
-    here, split, kernel, h_kv, d_h, k_bytes, v_bytes,
+    q, k_codes, v_codes, k_scales, v_scales, k_entries, v_entries, table, sums, lses, clock, start, scale, cap,
+    n_pieces, n_rows, here, split, kernel, h_kv, d_h, k_bytes, v_bytes,
     G: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
     RECORD: tl.constexpr,
-    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_GROUP: tl.constexpr,
-    V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_GROUP: tl.constexpr,
+    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_EXPONENT: tl.constexpr,
+    V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_GROUP: tl.constexpr, V_EXPONENT: tl.constexpr,
+    READS: tl.constexpr,  # e4m3 by itself
     LANES: tl.constexpr, EXACT_LANES: tl.constexpr, CAPPED: tl.constexpr,
     WIDE: tl.constexpr,  # float32 products, for the interpreter takes bfloat16 for its bits
 ):  # fmt: skip
@@ -268,7 +313,7 @@ def attend_codes(
 
     Those of wide heads are several programs', side by side, and each gives one of PARTS of the values. Kinds are
     those of `kernels/packed/codes.py`: -1 exact, 0 by channel, 1 by token, 3 a token's entries of a table brought to
-    length 1.
+    length 1, 4 floats.
     """
     age = steps_since(clock, start)
     is_there, piece, item, n, _, begin = find_item(tl.program_id(1), table, n_pieces, split, kernel, age)
@@ -294,7 +339,15 @@ def attend_codes(
     v_step, v_group_step = tl.load(at + 12), tl.load(at + 13)
     exact_at = q + tl.multiple_of(tl.load(at + 14) + head * tl.load(at + 15) - here, EXACT_LANES)
     first_exact = tl.load(at + 16).to(tl.int32)
-    entries += tl.load(at + 17)
+    k_entries += tl.load(at + 17)
+    v_entries += tl.load(at + 19)
+    # Entries of e2m1 are its numbers times one, which its third number is.
+    k_unit, v_unit = 1.0, 1.0
+    if K_EXPONENT == 2:
+        k_unit = tl.load(k_entries + 2)
+    if V_EXPONENT == 2:
+        v_unit = tl.load(v_entries + 2)
+    IS_LATE: tl.constexpr = K_KIND == 4 and k_scales.dtype.element_ty != tl.uint8
     first, last = (skipped + begin).to(tl.int32), (skipped + tl.minimum(begin + split, n)).to(tl.int32)
     last = tl.where(is_there, last, 0)  # another kernel's piece lies elsewhere
     highest = tl.full((ROWS,), -1e30, tl.float32)  # finite: nothing minus nothing would be no number
@@ -332,16 +385,23 @@ def attend_codes(
             else:
                 x = codes_of(keys_at, token, real, left, d_h, k_bytes, K_BITS, WIDTH)
                 if K_KIND == 3:
-                    x = tl.where(there, tl.load(entries + x.to(tl.int32)), 0.0)
+                    x = tl.where(there, tl.load(k_entries + x.to(tl.int32)), 0.0)
                     squares += tl.sum(x * x, 1)
+                elif IS_LATE:
+                    x = of_floats(x, K_EXPONENT, READS)
                 else:
-                    x = scaled(x, k_scale, k_zero, token, real, left, d_h, k_step, k_group_step, TILE, K_GROUP, WIDTH)
+                    x = scaled(
+                        x, k_scale, k_zero, k_unit, token, real, left, d_h, k_step, k_group_step, TILE, K_GROUP, WIDTH,
+                        K_EXPONENT, READS,
+                    )  # fmt: skip
                 logits = tl.dot(asking, tl.trans(x.to(product)), logits, input_precision="ieee")
         if K_KIND == 0:
             logits += base[:, None]
         if K_KIND == 3:
             norm = tl.load(k_scale + token.to(tl.int64) * k_step, real, other=0.0).to(tl.float32)
             logits *= (norm / tl.sqrt(squares + 1e-16))[None]
+        if IS_LATE:
+            logits *= tl.load(k_scale + token.to(tl.int64) * k_step, real, other=0.0)[None]
         seen = mine[:, None] & real[None]
         logits *= scale
         if CAPPED:
@@ -355,7 +415,10 @@ def attend_codes(
             values = tl.load(where, real[:, None] & in_value[None], other=0.0)
         else:
             x = codes_of(values_at, token, real, own, d_h, v_bytes, V_BITS, WIDTH)
-            values = scaled(x, v_scale, v_zero, token, real, own, d_h, v_step, v_group_step, TILE, V_GROUP, WIDTH)
+            values = scaled(
+                x, v_scale, v_zero, v_unit, token, real, own, d_h, v_step, v_group_step, TILE, V_GROUP, WIDTH,
+                V_EXPONENT, READS,
+            )  # fmt: skip
         acc = acc * shrink[:, None] + tl.dot(weights.to(product), values.to(product), input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         highest = higher

@@ -6,9 +6,11 @@ precision. Nothing spans tokens: a token's codes depend on no other, but for a s
 Not here: the formats (`kernels/packed/floats.py`), which of them a method takes (`fp8.py`, `nvfp4.py`).
 """
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import gcd
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from annotated_types import Gt
 from torch import Tensor
 
 from kvbench.engine.attend import Part
-from kvbench.engine.budget import ELEMENT_BYTES
+from kvbench.engine.budget import ELEMENT_BYTES, Budget
 from kvbench.engine.caches.asked import Make
 from kvbench.engine.caches.packed_host import joined
 from kvbench.engine.caches.quantized import LatestTokens, QuantizedCache
@@ -134,7 +136,8 @@ class CodedSide:
         code, (table, of_bytes) = self.code, tables(self.code, self.shared)
         width = code.width(self.nothing.shape[3])
         return Side(
-            BY_FLOAT, code.format.bits, width, self.n, self.packed, self.exact, table, self.rebuilt, of_bytes
+            BY_FLOAT, code.format.bits, width, self.n, self.packed, self.exact, table, self.rebuilt, of_bytes,
+            code.format.exponent_bits,
         )  # fmt: skip
 
     def counted_bytes(self) -> int:
@@ -266,7 +269,21 @@ class FloatMethod(QuantisingMethod):
     codes_singly = True
 
     plan: FloatPlan
-    params: Any  # with `skip_layers` and `source`
+    params: Any  # with `skip_layers`, `source`, `residual` and `query`
+
+    @classmethod
+    @abstractmethod
+    def codes(cls, params: Any) -> tuple[FloatCode, FloatCode]:
+        """Codes of K and of V."""
+
+    @classmethod
+    def plan_for(cls, params: Any, budget: Budget, shape: ModelShape) -> FloatPlan:
+        return FloatPlan(*cls.codes(params), params.residual, params.query == "fp8")
+
+    @classmethod
+    def candidates(cls, params: Any, budget: Budget, shape: ModelShape) -> Iterable[FloatPlan]:
+        """The one that is asked for: a scale is never changed to meet a budget."""
+        yield cls.plan_for(params, budget, shape)
 
     @classmethod
     def code_bytes(cls, plan: FloatPlan, n: int, shape: ModelShape) -> int:
@@ -287,6 +304,13 @@ class FloatMethod(QuantisingMethod):
                 f"method.skip_layers names layer {strange[0]}, which is none that methods compress of {shape.name!r}; "
                 f"use some of {layers[0]} to {layers[-1]}, or sliding"
             )
+        width, block = gcd(shape.d_h, shape.d_v), max(code.group for code in cls.codes(params))
+        if block and width % block:
+            heads = f"{shape.d_h}{'' if shape.d_v == shape.d_h else f' and {shape.d_v}'}"
+            raise ConfigError(
+                f"{cls.title} has blocks of {block} channels, and {shape.name!r} has heads of {heads}, which is no "
+                "multiple; use method=fp8"
+            )
         if len(cls.whole_layers(params, shape)) >= len(shape.attention_layers):
             raise ConfigError(f"method.skip_layers leaves no layer of {shape.name!r} to code; name fewer")
 
@@ -297,11 +321,19 @@ class FloatMethod(QuantisingMethod):
 
     @classmethod
     def check_model(cls, params: Any, model: Checkpoint) -> None:
-        if params.source == "file" and not cache_scales(model.where):
+        if params.source == "prompt":
+            return
+        found, name, h_kv = cache_scales(model.where), repr(model.shape.name), model.shape.h_kv
+        if not found and params.source == "file":
             raise ConfigError(
-                f"method.source=file reads k_scale and v_scale of the checkpoint, and {model.shape.name!r} has none; "
-                "use method.source=prompt"
+                f"scales are to be those of the checkpoint, k_scale and v_scale, and {name} has none; use prompt in "
+                "place of file"
             )
+        counts = {len(scales) for both in found.values() for scales in both}
+        if counts - {1, h_kv}:
+            raise ConfigError(f"{name} has {max(counts)} scales for {h_kv} KV heads; use prompt in place of its own")
+        if counts - {1} and any(code.shared == "layer" for code in cls.codes(params)):
+            raise ConfigError(f"{name} has a scale for each KV head; use method=fp8 with method.scale=head")
 
     @classmethod
     def observations(cls, params: Any, plan: FloatPlan) -> tuple[Observation, ...]:

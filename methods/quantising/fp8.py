@@ -17,18 +17,17 @@ Fails     `scale: one` where keys pass 448 in single channels (Qwen2.5), or wher
 Figures   keep fewer bits, or made keys: #6A4FBF, square, -
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-from kvbench.engine.budget import Budget, BudgetRequest
+from kvbench.engine.budget import BudgetRequest
 from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.declared import Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.packed.floats import E4M3, E5M2, FloatCode
-from kvbench.methods.quantising.floats import FloatMethod, FloatPlan, HostFloats, Reach, Skipped
+from kvbench.methods.quantising.floats import FloatMethod, HostFloats, Reach, Skipped
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 SHARED: dict[str, Literal["one", "layer", "head"]] = {
@@ -67,13 +66,12 @@ class FP8(FloatMethod):
     params: Params
 
     @classmethod
-    def plan_for(cls, params: Params, budget: Budget, shape: ModelShape) -> FloatPlan:
-        return FloatPlan(*codes_of(params), params.residual, params.query == "fp8")
-
-    @classmethod
-    def candidates(cls, params: Params, budget: Budget, shape: ModelShape) -> Iterable[FloatPlan]:
-        """The one that is asked for: a scale is never changed to meet a budget."""
-        yield cls.plan_for(params, budget, shape)
+    def codes(cls, params: Params) -> tuple[FloatCode, FloatCode]:
+        form = FORMATS[params.format]
+        reach = (form.top, form.top) if params.range == "top" else params.range
+        scale: Literal["none", "float"] = "float" if params.scale == "token_head" else "none"
+        k, v = (FloatCode(form, 0, scale, SHARED[params.scale], most, params.source != "prompt") for most in reach)
+        return k, v
 
     @classmethod
     def smaller(cls, params: Params, shape: ModelShape) -> str:
@@ -81,7 +79,7 @@ class FP8(FloatMethod):
 
     @classmethod
     def token_code(cls, params: Params) -> TokenCode:
-        return HostFloats("fp8", *codes_of(params))
+        return HostFloats("fp8", *cls.codes(params))
 
     @classmethod
     def label(cls, params: Params, request: BudgetRequest) -> str:
@@ -94,12 +92,3 @@ class FP8(FloatMethod):
             notes.append(words if params.source == "prompt" else words.replace("a scale", "the checkpoint's scale"))
         notes += ["queries too"] if params.query == "fp8" else []
         return f"{cls.title} ({', '.join(notes)})" if notes else cls.title
-
-
-def codes_of(params: FP8.Params) -> tuple[FloatCode, FloatCode]:
-    """Codes of K and of V."""
-    form = FORMATS[params.format]
-    reach = (form.top, form.top) if params.range == "top" else params.range
-    scale: Literal["none", "float"] = "float" if params.scale == "token_head" else "none"
-    k, v = (FloatCode(form, 0, scale, SHARED[params.scale], most, params.source != "prompt") for most in reach)
-    return k, v

@@ -67,6 +67,7 @@ class LabelSearch(Indexed):
     """A method that fetches the tokens with the largest products of label and query."""
 
     ops = ("logits", "topk")
+    packs_host = True
     index: dict[int, Labels]  # a variant's own where generated tokens compete
     now: Budget  # of the context, or of the conversation as it was last held within one
 

@@ -89,6 +89,7 @@ class Quest(Indexed):
     no_growth = "has pages of the context alone; method.page_generated=true pages what follows, and grows"
     skips = True
     pads = True
+    packs_host = True
     ops = ("pages", "topk")
 
     @dataclass(frozen=True)

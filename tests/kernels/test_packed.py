@@ -7,6 +7,7 @@ from torch import Tensor
 from kvbench.kernels.packed.attend import Packed, Side, attend_packed_native, attend_packed_ref, native, takes_packed
 from kvbench.kernels.packed.codes import (
     BY_CHANNEL,
+    BY_FLOAT,
     BY_TABLE,
     BY_TOKEN,
     BY_UNIT_TABLE,
@@ -19,12 +20,44 @@ from kvbench.kernels.packed.codes import (
     rebuild_tokens,
     unpack,
 )
+from kvbench.kernels.packed.floats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    FloatCode,
+    Format,
+    floats_with_room,
+    measured,
+    quantise_floats,
+    rebuild_floats,
+    tables,
+    values,
+)
+from kvbench.tests.kernels.test_floats import CODES, NVFP4
 
 HEADS = [(8, 2), (9, 3), (4, 4), (16, 2), (7, 1)]
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def floats(
+    code: FloatCode, n: int, total: int, h_kv: int, d: int, dtype: torch.dtype, seed: int, room: int = 0
+) -> Side:  # fmt: skip
+    """Tokens as floats, with room for more, and exact ones after them."""
+    x = randn(1, h_kv, total, d, seed=seed, dtype=dtype)
+    return float_side(code, x[0, :, :n].float(), x[:, :, n:].contiguous(), room)
+
+
+def float_side(code: FloatCode, x: Tensor, exact: Tensor, room: int = 0) -> Side:
+    shared = measured(x, code)
+    packed, (table, of_bytes) = quantise_floats(x, code, shared), tables(code, shared)
+    wide, of = floats_with_room(packed, code, x.shape[1] + room), code.format
+    return Side(
+        BY_FLOAT, of.bits, code.width(x.shape[2]), x.shape[1], wide, exact, table,
+        lambda: rebuild_floats(packed, code, shared), of_bytes, of.exponent_bits,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
@@ -129,6 +162,45 @@ def test_whatever_is_packed(n_k: int, n_v: int, total: int) -> None:
     k = side(BY_CHANNEL, 4, 32, n_k, total, 2, 64, torch.float32, 1)
     v = side(BY_TOKEN, 4, 32, n_v, total, 2, 64, torch.float32, 2)
     check(k, v, total, 4, 64, torch.float32)
+
+
+@pytest.mark.skipif(native() is None, reason="no compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize(("h", "h_kv", "d"), [(8, 2, 64), (9, 3, 128), (2, 2, 96)])
+def test_floats(code: str, h: int, h_kv: int, d: int, dtype: torch.dtype) -> None:
+    k = floats(CODES[code], 514, 520, h_kv, d, dtype, 1, room=7)
+    for value in (CODES[code], NVFP4):
+        check(k, floats(value, 513, 520, h_kv, d, dtype, 2), 520, h, d, dtype)
+
+
+@pytest.mark.skipif(native() is None, reason="no compiler")
+@pytest.mark.parametrize("form", [E4M3, E5M2, E2M1], ids=lambda form: form.name)
+def test_every_code_of_a_float_is_its_number(form: Format) -> None:
+    """Each as a key of a head of its own, whose logit it is, and as values of the only token; some are no number."""
+    d, n_codes = 32, 2**form.bits
+    codes, none = torch.arange(n_codes, dtype=torch.uint8).view(-1, 1, 1), torch.empty(1, n_codes, 0, d)
+    scales, table = torch.tensor(0.7).expand(n_codes, 1, 1), values(form, torch.device("cpu"))
+    packed = Quantised(pack(codes.expand(-1, 1, d).contiguous(), form.bits), scales, scales)
+    side = Side(BY_FLOAT, form.bits, d, 1, packed, none, table, exponent=form.exponent_bits)
+    q = torch.zeros(1, n_codes, 1, d)
+    q[..., 3] = 1
+    assert takes_packed(q, Packed(side, side, 1))
+    out, lse = attend_packed_native(q, Packed(side, side, 1), 1.0)
+    right = table * 0.7
+    real = right.isfinite()
+    torch.testing.assert_close(lse[0, real, 0], right[real], rtol=1e-6, atol=0)
+    torch.testing.assert_close(out[0, real, 0], right[real].unsqueeze(1).expand(-1, d), rtol=1e-6, atol=0)
+    assert not lse[0, ~real].isfinite().any() and not out[0, ~real].isfinite().any()
+    assert int((~real).sum()) == {"e4m3": 2, "e5m2": 8, "e2m1": 0}[form.name]
+
+
+def test_floats_of_odd_groups_are_rebuilt() -> None:
+    side = floats(CODES["one"], 4, 6, 2, 40, torch.float32, 1)
+    q, packed = randn(1, 4, 1, 40), Packed(side, side, 6)
+    assert not takes_packed(q, packed)
+    keys = side.rebuilt(6).repeat_interleave(2, 1)
+    torch.testing.assert_close(attend_packed_ref(q, packed, 0.1)[0], ((q @ keys.mT) * 0.1).softmax(-1) @ keys)
 
 
 def test_other_groups_take_the_other_path() -> None:

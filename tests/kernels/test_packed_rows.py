@@ -8,6 +8,7 @@ from kvbench.kernels.jit import triton
 from kvbench.kernels.packed.attend import Packed, Side, attend_packed_ref
 from kvbench.kernels.packed.codes import (
     BY_CHANNEL,
+    BY_FLOAT,
     BY_TABLE,
     BY_TOKEN,
     BY_UNIT_TABLE,
@@ -18,11 +19,22 @@ from kvbench.kernels.packed.codes import (
     quantise_tokens,
     with_room,
 )
+from kvbench.kernels.packed.floats import E2M1, E4M3, E5M2, FloatCode, Format, floats_with_room, quantise_floats, values
 from kvbench.kernels.packed.rows import CodedRows, is_readable
-from kvbench.kernels.packed.tokens import Ageing, Book, RangePacking, UnitPacking, packs
+from kvbench.kernels.packed.tokens import (
+    Ageing,
+    Book,
+    FloatPacking,
+    RangePacking,
+    UnitPacking,
+    packs,
+    packs_floats,
+)
 from kvbench.kernels.select_attend import Tokens, attend_rows_triton
 from kvbench.methods.quantising.codebooks import centroids, haar, midpoints
 from kvbench.tests.kernels.test_capped import bent
+from kvbench.tests.kernels.test_floats import CODES, NVFP4
+from kvbench.tests.kernels.test_packed import float_side
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs; on a CPU its interpreter does
 pytestmark = pytest.mark.skipif(triton is None, reason="triton is not installed")
@@ -125,6 +137,41 @@ def test_keys_by_token(kind: int, bits: int, d: int, dtype: torch.dtype) -> None
     check(q, [Packed(k, v, n + 3)], turned=draw(1, 4, 1, d, seed=8, dtype=dtype))
 
 
+def floats(code: FloatCode, n: int, d: int, dtype: torch.dtype, seed: int) -> Side:
+    x = draw(1, 2, n + 3, d, seed=seed, dtype=dtype)
+    return float_side(code, x[0, :, :n].float(), x[:, :, n:].contiguous(), room=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("d", [64, pytest.param(96, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("code", [name for name in CODES if name not in ("nvfp4_one", "4over6")])
+def test_floats(code: str, d: int, dtype: torch.dtype) -> None:
+    """Two rows, whose scales that tokens share differ, and values of the same form and of another."""
+    rows = [
+        Packed(floats(CODES[code], 70 - i, d, dtype, i), floats(value, 69 - i, d, dtype, 5 + i), 72 - i)
+        for i, value in enumerate((CODES[code], NVFP4, CODES[code]))
+    ]
+    check(draw(3, 4, 1, d, seed=7, dtype=dtype), rows)
+
+
+@pytest.mark.parametrize("form", [E4M3, E5M2, E2M1], ids=lambda form: form.name)
+def test_every_code_of_a_float_is_its_number(form: Format) -> None:
+    """Each is the values of a head with one token, and in one of 32 heads a key."""
+    d, n_codes = 32, 2**form.bits
+    codes, none = torch.arange(n_codes, dtype=torch.uint8, device=GPU).view(-1, 1, 1), draw(1, n_codes, 0, d, seed=0)
+    scales, table = torch.tensor(0.7, device=GPU).expand(n_codes, 1, 1), values(form, codes.device)
+    packed = Quantised(pack(codes.expand(-1, 1, d).contiguous(), form.bits), scales, scales)
+    side, coded = Side(BY_FLOAT, form.bits, d, 1, packed, none, table, exponent=form.exponent_bits), CodedRows(1)
+    q = torch.zeros(1, n_codes, 1, d, device=GPU)
+    q[..., 3] = 1
+    assert is_readable(side, q)
+    out, lse = attend_rows_triton(q, [coded.add(0, Packed(side, side, 1), None)], 1.0, others=coded)
+    right, real = table * 0.7, table.isfinite()
+    torch.testing.assert_close(lse[0, real, 0], right[real], rtol=1e-6, atol=0)
+    torch.testing.assert_close(out[0, real, 0], right[real].unsqueeze(1).expand(-1, d), rtol=1e-6, atol=0)
+    assert not out[0, ~real].isfinite().any()
+
+
 @pytest.mark.parametrize("cap", [0.5, 3.0])
 def test_logits_of_codes_and_of_numbers_are_capped(cap: float) -> None:
     k = side(BY_CHANNEL, 4, 32, 64, 101, 2, 64, torch.float32, 1)
@@ -212,3 +259,57 @@ def test_keys_become_norms_and_codes_of_rotated_units(bits: int, d: int, dtype: 
         torch.testing.assert_close(values[i].scales[:, 3:4], scale.half())
         torch.testing.assert_close(values[i].zeros[:, 3:4], low.half())
         assert not keys[i].codes[:, [0, 1, 2, 4]].any() and not values[i].codes[:, [0, 1, 2, 4]].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("d", [64, 96])
+@pytest.mark.parametrize("code", [name for name in CODES if name != "4over6"])
+def test_tokens_become_the_floats_that_torch_makes(code: str, d: int, dtype: torch.dtype) -> None:
+    """Blocks of nothing, of what is too small for a scale and too large, ties; as values those of another form."""
+    forms, n_rows = (CODES[code], NVFP4), 2
+    assert all(packs_floats(form, d) for form in forms) and not packs_floats(CODES["4over6"], d)
+    x = [draw(n_rows, 2, 1, d, seed=i, dtype=dtype) for i in range(2)]
+    for each in x:
+        each[0, 0, 0, :32] = 0
+        each[0, 0, 0, 3] = -0.0
+        each[0, 1] = torch.linspace(-6, 6, 49, device=GPU).repeat(2)[:d] * 2
+        each[1, 0, 0, :16] *= 1e-5
+        each[1, 0, 0, 16:32] *= 1e-38
+        each[1, 1, 0, 5] = 1e5
+    shared = [torch.full((1, 1, 1), g, device=GPU) for g in (0.01, 0.125)]
+    shared = [g if form.shared != "one" else torch.ones_like(g) for form, g in zip(forms, shared, strict=True)]
+    expected = [
+        [quantise_floats(row.float(), *own) for row in each]
+        for each, own in zip(x, zip(forms, shared, strict=True), strict=True)
+    ]
+    found = [
+        [floats_with_room(quantise_floats(torch.ones(2, 4, d, device=GPU), form, g), form, 9) for _ in range(n_rows)]
+        for form, g in zip(forms, shared, strict=True)
+    ]
+    ageing = [
+        [Ageing(each[i : i + 1], to, 3, g) for i, to in enumerate(own)]
+        for each, own, g in zip(x, found, shared, strict=True)
+    ]
+    FloatPacking(*ageing, *forms).pack(*x)
+    for form, side, right in zip(forms, found, expected, strict=True):
+        for mine, theirs in zip(side, right, strict=True):
+            assert torch.equal(mine.codes[:, 3:4], theirs.codes)
+            assert torch.equal(mine.scales[:, 3:4], theirs.scales)
+            ones = quantise_floats(torch.ones(2, 1, d, device=GPU), form, shared[0 if form is forms[0] else 1])
+            assert torch.equal(mine.codes[:, 2:3], ones.codes)
+
+
+@pytest.mark.parametrize("form", [E4M3, E5M2, E2M1], ids=lambda form: form.name)
+def test_every_float_and_all_between_them_are_coded_as_torch_does(form: Format) -> None:
+    sizes = values(form, torch.device(GPU))
+    sizes = sizes[sizes.isfinite()].sort().values
+    middle = (sizes[1:] + sizes[:-1]) / 2
+    near = [torch.nextafter(middle, torch.full_like(middle, end)) for end in (-torch.inf, torch.inf)]
+    numbers = torch.cat([sizes, middle, *near, torch.tensor([1e30, -torch.inf, 1e-30, -1e-30], device=GPU)])
+    x = torch.nn.functional.pad(numbers, (0, -len(numbers) % 64)).view(-1, 1, 1, 64)
+    code, one = FloatCode(form), torch.ones(1, 1, 1, device=GPU)
+    found = [floats_with_room(quantise_floats(row, code, one), code, 1) for row in torch.zeros_like(x)]
+    ageing = [Ageing(x[i : i + 1], to, 0) for i, to in enumerate(found)]
+    FloatPacking(ageing, ageing, code, code).pack(x, x)
+    for mine, row in zip(found, x, strict=True):
+        assert torch.equal(mine.codes, quantise_floats(row, code, one).codes)
