@@ -67,6 +67,7 @@ class Asked:
     # how they compare
     enough: float = 0.0  # of full attention's answers, below which a method is left out
     is_ordered: bool = False  # by what is varied: a column counts when all of it was answered
+    by_kind: bool = False  # a figure tells apart whether bits are fewer, or tokens, or both
     has_tokens: bool = False  # a budget is a number of tokens, of prompt and answer together
 
     @property

@@ -20,7 +20,7 @@ from typing import Any
 import pandas as pd
 
 from kvbench.plots.pages.asked import FULL, HIDDEN, SCOPES, SHOWN, Asked, At, Page, share, size
-from kvbench.plots.pages.methods import fetches
+from kvbench.plots.pages.methods import BITS, BOTH, TOKENS, fetches, kind
 from kvbench.plots.scored import Answer, Scored
 from kvbench.plots.stats import Corrected, Paired, corrected, rank_ranges
 from kvbench.results import few_samples
@@ -311,6 +311,12 @@ def by_all_columns(task: Task) -> list[str]:
     """Methods by their mean over all columns of a task, in which one that it lacks counts as nothing."""
     sums = {name: fsum(c.mean(name) for c in task.columns if name in c.of) for name in task.methods}
     return sorted(sums, key=lambda name: (-sums[name] / len(task.columns), name))
+
+
+def best_of_kinds(column: Column) -> list[str]:
+    """The best of the variants that have fewer bits, fewer tokens, and both; "" of a kind that is not there."""
+    best = sorted(column.methods, key=lambda name: (-column.mean(name), name))
+    return [next((name for name in best if kind(name) == one), "") for one in (BITS, TOKENS, BOTH)]
 
 
 def by_samples(task: Task, protocol: str) -> dict[int, list[str]]:

@@ -12,11 +12,13 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rcParams
 from matplotlib.axes import Axes
 
 from kvbench.plots import style
 from kvbench.plots.pages.asked import SHOWN, page, share
 from kvbench.plots.pages.columns import Column, Task
+from kvbench.plots.pages.methods import BITS, BOTH, TOKENS, kind
 from kvbench.plots.pages.words import label, listed
 from kvbench.plots.style import Canvas, Picture
 
@@ -44,8 +46,17 @@ def picture(task: Task) -> Picture:
         panel(ax, task, columns)
     canvas.axes[-1][0].set_xlabel(style.SCORE)
     notes = page("results").more["notes"]
-    canvas.note(*([notes["both"]] if len(task.protocols) > 1 else []), *longer(task, panels), notes["all"])
+    said = [notes["both"]] if len(task.protocols) > 1 else []
+    said += [notes["kinds"]] if task.asked.by_kind else []
+    canvas.note(*said, *longer(task, panels), notes["all"])
     return canvas.finish(legend=False)
+
+
+def look_of(task: Task, method: str) -> dict[str, Any]:
+    """A method's own look, or that of its kind."""
+    if not task.asked.by_kind:
+        return style.look(method)
+    return style.numbered((BITS, TOKENS, BOTH).index(kind(method))) | {"markersize": rcParams["lines.markersize"]}
 
 
 def at_budget(task: Task, asked: str) -> list[Column]:
@@ -78,7 +89,7 @@ def panel(ax: Axes, task: Task, columns: list[Column]) -> None:
         for y, name in enumerate(names):
             if name not in column.of:
                 continue
-            place, look = column.of[name], style.look(name)
+            place, look = column.of[name], look_of(task, name)
             at, y_at = 100 * column.mean(name), y if is_main else y + 2 * BESIDE
             if (spread := place.interval) is not None:
                 width = 1 if is_main else 0.6

@@ -29,6 +29,16 @@ def fetches(method: str) -> bool:
     return source(method).startswith("methods/retrieving/")
 
 
+BITS, TOKENS, BOTH = "fewer bits", "fewer tokens", "fewer tokens in fewer bits"
+
+
+def kind(method: str) -> str:
+    """What a variant has fewer of than full attention, for the same bytes."""
+    if "+" in method:
+        return BOTH
+    return BITS if source(known(method) or method).startswith("methods/quantising/") else TOKENS
+
+
 def needs(method: str, signs: Mapping[str, str]) -> str:
     """What a method takes, by what its file says."""
     return ", ".join(words for sign, words in signs.items() if sign in source(method)) or ABSENT

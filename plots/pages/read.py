@@ -33,7 +33,7 @@ from kvbench.results.read import parse_samples
 
 Frame = Any  # of pandas, whose own types leave open what a cell is
 KEPT = "scores.csv.gz"
-SOURCES = ("results", "cited", "register")  # that have answers beside them
+SOURCES = ("results", "cited", "register", "formats")  # that have answers beside them
 PLACE = ("set", "column", "model", "protocol", "asked", "method")
 NAMES = (*PLACE, "method_label", "id", "sample", "comm_exact")
 NUMBERS = (
@@ -139,7 +139,7 @@ def label_of(folder: Path, rows: Sequence[SampleRow]) -> str:
 def rows_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow], label: str) -> Iterator[dict[str, str]]:
     """A run's lines of a set; questions that are one answer there, and the turns of a sample, with their means."""
     names = {
-        "set": asked.key, "model": config["model"]["name"], "method": config["method"]["name"], "method_label": label,
+        "set": asked.key, "model": config["model"]["name"], "method": method_of(config), "method_label": label,
         "protocol": asked.scope or config.get("compression_scope") or SHOWN, "asked": budget_of(config),
         "comm_exact": str(config.get("comm") or ""),
     }  # fmt: skip
@@ -155,6 +155,12 @@ def rows_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow], 
     for (part, sample, id), each in together.items():
         numbers = {name: said([row.get(name) for row in each]) for name in NUMBERS if is_kept(name, asked)}
         yield dict.fromkeys(COLUMNS, "") | names | numbers | {"column": part, "sample": sample, "id": id}
+
+
+def method_of(config: Mapping[str, Any]) -> str:
+    """A run's method, with what makes codes of the tokens that it keeps: snapkv+fp8."""
+    codes = config.get("compose") or {}
+    return "+".join([config["method"]["name"], *([codes["name"]] if codes else [])])
 
 
 def is_kept(name: str, asked: Asked) -> bool:

@@ -25,7 +25,14 @@ from kvbench.plots.stats import is_bound
 from kvbench.results.intervals import LEVEL
 from kvbench.results.sheet import plain_markdown
 
-PAGES = {"results": ["results"], "which-method": ["results", "cited"], "cited": ["cited"], "register": ["register"]}
+PAGES = {
+    "results": ["results"],
+    "which-method": ["results", "cited"],
+    "cited": ["cited"],
+    "register": ["register"],
+    "formats": ["formats"],
+}
+FIGURES = ("results", "formats")  # pages with a figure and a table of all numbers for each task
 HEADS = (
     "scope", "share of bytes", "method", "n", "score", "low", "high", "difference to full", "difference low",
     "difference high", "p", "p after Holm", "only below", "compared", "best rank", "worst rank",
@@ -38,7 +45,7 @@ def environment() -> Environment:
         loader=FileSystemLoader(HERE), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
-    made.filters |= {"md": lambda text: plain_markdown(str(text)), "code": words.code}
+    made.filters |= {"md": lambda text: plain_markdown(str(text)), "code": words.code, "kind_of": methods.kind}
     for library in (columns, fixed, methods, queries, words):
         made.globals |= vars(library)
     made.globals |= {"FULL": FULL, "LEVEL": LEVEL, "SCOPES": SCOPES, "at_of": At}
@@ -97,11 +104,11 @@ def write_one(name: str, answers: Answers) -> Iterator[Path]:
     path = answers.out / f"{name}.md"
     path.write_text(text(name, answers), encoding="utf-8")
     yield path
-    if name == "results":
-        yield from beside_results(answers.of(name)[1], answers.out / name)
+    if name in FIGURES:
+        yield from beside(answers.of(name)[1], answers.out / name)
 
 
-def beside_results(every: Sequence[Task], folder: Path) -> Iterator[Path]:
+def beside(every: Sequence[Task], folder: Path) -> Iterator[Path]:
     """A figure and a table of all numbers for each task."""
     with matplotlib.rc_context({**style.RC, **SVG}):
         for task in every:
