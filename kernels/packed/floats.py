@@ -12,17 +12,19 @@ Not here: attention over codes (`kernels/packed/attend.py`), which tokens are pa
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvbench.kernels.build import library, remembered
 from kvbench.kernels.packed.codes import BY_TOKEN, Quantised, by_group, pack, unpack, with_room
 from kvbench.kernels.scratch import finer
 
 LEAST_SCALE = 1e-6  # of a token and head, as vLLM has it: 1 / s of a subnormal s would be infinite
-SCALE_BYTES = {"none": 0, "float": 4, "e4m3": 1, "e8m0": 1}  # of a block
+SCALE_BYTES = {"none": 0, "float": 4, "e4m3": 1, "e8m0": 1}  # of a block, as pack_floats.cpp counts them
 
 
 class Format(NamedTuple):
@@ -214,3 +216,40 @@ def floats_with_room(packed: Quantised, code: FloatCode, room: int) -> Quantised
     wide, many = codes.new_empty(len(codes), room, codes.shape[2]), scales.expand(-1, room, -1)
     wide[:, : codes.shape[1]] = codes
     return Quantised(wide, many, many)
+
+
+# --- a token at a time ----------------------------------------------------------------------------
+
+
+@remembered
+def native() -> Any:
+    """The C function, or None."""
+    lib = library("pack_floats")
+    if lib is None:
+        return None
+    size, pointer = ctypes.c_int64, ctypes.c_void_p
+    lib.pack_floats.argtypes = [
+        size, size, pointer, size, size, size, ctypes.c_float, size, size, size, pointer, size, pointer, size, pointer,
+        size, size,
+    ]  # fmt: skip
+    lib.pack_floats.restype = None
+    return lib.pack_floats
+
+
+def pack_token(x: Tensor, code: FloatCode, shared: Tensor, to: Quantised, at: int) -> None:
+    """Codes of a token x (h_kv, 1, d) float32, and the scales of its blocks, to their place among `to`."""
+    width, (heads, _, d) = code.width(x.shape[2]), x.shape
+    if x.device.type != "cpu" or len(code.tries) > 1 or native() is None:
+        codes, scales, _ = quantise_floats(x, code, shared)
+        to.codes[:, at : at + 1] = codes
+        if code.scale != "none":
+            to.scales[:, at : at + 1] = scales
+        return
+    assert x.stride(2) == 1 and to.codes.stride(2) == 1, (x.stride(), to.codes.stride())
+    form, scales = code.format, to.scales
+    place = scales.data_ptr() + (at * scales.stride(1) * scales.element_size() if code.scale != "none" else 0)
+    native()(
+        heads, d, x.data_ptr(), x.stride(0), form.bits, form.exponent_bits, form.top, form.largest_exponent, width,
+        [*SCALE_BYTES].index(code.scale), shared.data_ptr(), shared.stride(0) if len(shared) > 1 else 0,
+        to.codes.data_ptr() + at * to.codes.stride(1), to.codes.stride(0), place, scales.stride(0), scales.stride(2),
+    )  # fmt: skip

@@ -42,6 +42,7 @@ from kvbench.kernels.packed.floats import (
     FloatCode,
     floats_with_room,
     measured,
+    pack_token,
     quantise_floats,
     rebuild_floats,
     tables,
@@ -121,13 +122,7 @@ class CodedSide:
             if self.late.n <= self.residual:
                 return
             x = self.late.leave(1)
-        self.take(*quantise_floats(x[0].float(), self.code, self.shared)[:2])
-
-    def take(self, codes: Tensor, scales: Tensor) -> None:
-        """Take in what was made of the next token."""
-        self.packed.codes[:, self.n : self.n + 1] = codes
-        if self.code.scale != "none":
-            self.packed.scales[:, self.n : self.n + 1] = scales
+        pack_token(x[0].float(), self.code, self.shared, self.packed, self.n)
         self.n += 1
 
     @property
@@ -176,20 +171,11 @@ class FloatCache(QuantizedCache):
             CodedSide(code, x, shared, plan.residual, n_new)
             for code, x, shared in zip((plan.key, plan.value), [k] if self.joint else [k, v], scales, strict=False)
         ]
-        # What heads of K and then of V share, where a token's are coded at once, which takes half of the calls.
-        self.together: Tensor | None = None
-        if plan.key == plan.value and k.shape[3] == v.shape[3] and not (self.joint or plan.residual):
-            self.together = torch.cat([x.expand(k.shape[1], 1, 1) for x in scales])
 
     def append(self, k_new: Tensor, v_new: Tensor) -> None:
         self.n += 1
-        if self.together is None:
-            for side, x in zip(self.sides, (k_new, v_new), strict=False):
-                side.append(x)
-            return
-        codes, scales, _ = quantise_floats(torch.cat([k_new[0], v_new[0]]).float(), self.plan.key, self.together)
-        for side, *made in zip(self.sides, codes.chunk(2), scales.chunk(2), strict=True):
-            side.take(*made)
+        for side, x in zip(self.sides, (k_new, v_new), strict=False):
+            side.append(x)
 
     @classmethod
     def append_rows(

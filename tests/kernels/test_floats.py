@@ -19,6 +19,8 @@ from kvbench.kernels.packed.floats import (
     encode,
     floats_with_room,
     measured,
+    native,
+    pack_token,
     powers,
     quantise_floats,
     rebuild_floats,
@@ -205,3 +207,22 @@ def test_a_power_of_two_is_read_off_the_exponent() -> None:
     x[0, :, 0] = torch.tensor([4.0, float(np.nextafter(np.float32(4), np.float32(0))), 2.0**-149])
     packed = quantise_floats(x, CODES["mxfp4"], torch.ones(1, 1, 1))
     assert packed.scales.flatten().tolist() == [127, 126, 0]
+
+
+@pytest.mark.skipif(native() is None, reason="the C++ of the ops was not compiled")
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
+def test_a_token_packed_in_cpp_has_the_same_bytes(code: FloatCode) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    for trial in range(60):
+        x = torch.randn(3, 1, 64, generator=drawn) * 10 ** (12 * torch.rand(3, 1, 1, generator=drawn) - 7)
+        x[0] = 0 if trial % 3 == 0 else x[0]
+        x[1, 0, :32] = torch.linspace(-6, 6, 32) / 4 if trial % 5 == 0 else x[1, 0, :32]
+        x[2, 0, :3] = torch.tensor([1e-39, -0.0, 3e4])
+        shared = measured(x, code)
+        wanted = quantise_floats(x, code, shared)
+        to = floats_with_room(quantise_floats(x[:, :0], code, shared), code, 3)
+        to.codes.fill_(99)
+        pack_token(x, code, shared, to, 1)
+        assert torch.equal(to.codes[:, 1:2], wanted.codes) and (to.codes[:, ::2] == 99).all()
+        if code.scale != "none":
+            assert torch.equal(to.scales[:, 1:2], wanted.scales)
