@@ -210,7 +210,7 @@ def test_command_lines_are_prepared_or_refused_in_one_sentence(
         ("method=keydiff_kvpress compose=hf_quantized_cache compose_order=quantise_first memory=1/8", "prepared"),
         ("-m method=snapkv,kivi memory=1/2,1/32 sweep.refused=skip", "prepared"),
         ("-m method=snapkv,kivi memory=1/2,1/32", "refused"),
-        ("method=quest compose=kivi", "refused"),
+        ("method=sparq compose=kivi", "refused"),
         ("method=kivi compose=kivi memory=1/2", "refused"),
         ("method=snapkv compose=rkv", "refused"),
         ("method=snapkv compose_order=quantise_first", "refused"),

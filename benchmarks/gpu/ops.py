@@ -17,6 +17,7 @@ from torch import Tensor
 from kvbench.benchmarks.bench_packed import FLOATS, coded
 from kvbench.benchmarks.gpu.results import Result
 from kvbench.kernels import clusters, kmeans, pages, pq_codes, pq_fit, pq_scores, select_attend
+from kvbench.kernels.jit import INTERPRETED
 from kvbench.kernels.packed.attend import Packed, Side, attend_packed_ref
 from kvbench.kernels.packed.codes import BY_CHANNEL, BY_TOKEN, Quantised, quantise_channels, quantise_tokens
 from kvbench.kernels.packed.rows import CodedRows
@@ -174,11 +175,13 @@ def codes_of(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Result]:
             rows = CodedRows(1)
             return select_attend.attend_rows_triton(q, [rows.add(0, packed, None)], scale, others=rows)[0]
 
-        error = worst(attend(), exact)
+        error, allowed = worst(attend(), exact), 2 * worst(plain, exact) + 1e-5
+        if INTERPRETED:  # which cuts bfloat16 off, where floats' numbers lose nothing before
+            allowed += 2.0**-8 * float(exact.abs().max())
         seconds = seconds_of(attend, q.device)
         memory = {x.data_ptr(): x.untyped_storage().nbytes() for side in sides for x in side.packed}
         yield Result(
-            "attend_codes", f"{form}, {n} tokens", error <= 2 * worst(plain, exact) + 1e-5, error, 1e3 * seconds,
+            "attend_codes", f"{form}, {n} tokens", error <= allowed, error, 1e3 * seconds,
             1e3 * seconds_of(lambda packed=packed: attend_packed_ref(q, packed, scale), q.device),
             sum(memory.values()) / seconds / 1e9,
         )  # fmt: skip

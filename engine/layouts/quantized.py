@@ -81,7 +81,7 @@ def refuse_nan(layer: int, k: Tensor, v: Tensor) -> None:
 class RaggedQuantizedLayer(QuantizedLayer):
     """A layer in which each KV head has coded tokens of its own number."""
 
-    counts: Sequence[int]  # of the prompt's tokens that heads keep
+    of_each: Sequence[int]  # of the prompt's tokens that heads keep
 
     @classmethod
     def of_heads(cls, home: Home, placement: Coded, chosen: Sequence[Tensor]) -> Layer:
@@ -95,13 +95,13 @@ class RaggedQuantizedLayer(QuantizedLayer):
         quantized = make.of_heads(pairs, home.n_new, lambda what: home.trace.observed(what, home.layer))
         positions = torch.nn.utils.rnn.pad_sequence([*chosen], batch_first=True, padding_value=-1).unsqueeze(0)
         layer = cls(home, quantized, positions)
-        layer.counts = [len(at) for at in chosen]
-        layer.n_spare = layer.n_kept * len(chosen) - sum(layer.counts)
+        layer.of_each = [len(at) for at in chosen]
+        layer.n_spare = layer.n_kept * len(chosen) - sum(layer.of_each)
         layer.n_hidden = layer.meter.shape.g * layer.n_spare
         return layer
 
     def kept_counts(self) -> list[int]:
-        return [*self.counts]
+        return [*self.of_each]
 
     def close(self, step: int) -> Entry:
         self.meter.hold(OFFSET_BYTES * (self.meter.shape.h_kv + 1))

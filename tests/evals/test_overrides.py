@@ -98,7 +98,8 @@ def test_what_is_misspelt_is_named_with_near_misses(argv: list[str], begins: str
 
 
 def test_near_misses_are_followed_by_what_lists_all() -> None:
-    assert refused("method=snapvk").endswith("'snapkv_decode'? (all: python run.py --list methods)")
+    found = refused("method=snapvk")
+    assert "did you mean 'snapkv' or " in found and found.endswith("? (all: python run.py --list methods)")
     assert refused("method=zzz") == "no method 'zzz' (all: python run.py --list methods)"
     prefills = sorted(file.stem for file in (CONF / "prefill").glob("*.yaml"))
     assert refused("prefill=zzzz").endswith(f"(all: {', '.join(prefills)})")
