@@ -23,8 +23,8 @@ FORMATS = pytest.mark.parametrize(("name", "form"), [("fp8", E4M3), ("fp8_e5m2",
 
 @pytest.fixture(scope="module")
 def ops() -> Any:
-    from vllm import _custom_ops
-    from vllm.platforms import current_platform
+    from vllm import _custom_ops  # pyright: ignore[reportMissingImports]
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     if not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM's CPU build has FP8 pages on x86 with AVX-512 alone")
