@@ -18,7 +18,7 @@ from annotated_types import Gt
 from torch import Tensor
 
 from kvbench.engine.attend import Part
-from kvbench.engine.budget import ELEMENT_BYTES, Budget
+from kvbench.engine.budget import ELEMENT_BYTES, Budget, BudgetRequest
 from kvbench.engine.caches.asked import Make
 from kvbench.engine.caches.packed_host import joined
 from kvbench.engine.caches.quantized import LatestTokens, Packing, Packings, QuantizedCache
@@ -404,6 +404,14 @@ class FloatMethod(QuantisingMethod):
             raise ConfigError(f"{name} has {max(counts)} scales for {h_kv} KV heads; use prompt in place of its own")
         if counts - {1} and any(code.shared == "layer" for code in cls.codes(params)):
             raise ConfigError(f"{name} has a scale for each KV head; use method=fp8 with method.scale=head")
+
+    @classmethod
+    def token_code(cls, params: Any) -> TokenCode:
+        return HostFloats(cls.title.lower(), *cls.codes(params))
+
+    @classmethod
+    def label(cls, params: Any, request: BudgetRequest) -> str:
+        return cls.title_of(params)
 
     @classmethod
     def observations(cls, params: Any, plan: FloatPlan) -> tuple[Observation, ...]:

@@ -24,14 +24,12 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from kvbench.engine.budget import BudgetRequest
-from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.declared import Tokens
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.layouts.quantized import QuantizedLayer
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.packed.floats import E4M3, E5M2, FloatCode
-from kvbench.methods.quantising.floats import FloatCache, FloatMethod, HostFloats, Reach, Skipped
+from kvbench.methods.quantising.floats import FloatCache, FloatMethod, Reach, Skipped
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 SHARED: dict[str, Literal["one", "layer", "head"]] = {
@@ -81,10 +79,6 @@ class FP8(FloatMethod):
     def smaller(cls, params: Params, shape: ModelShape) -> str:
         return "" if shape.is_latent or gcd(shape.d_h, shape.d_v) % 16 else "method=nvfp4 from 0.2813 on"
 
-    @classmethod
-    def token_code(cls, params: Params) -> TokenCode:
-        return HostFloats("fp8", *cls.codes(params))
-
     def report(self) -> dict[str, Any]:
         """Which shares of each coded layer's numbers stand at the largest value, where more would, and at zero."""
         layers = [x.quantized for x in self.store.layers.values() if isinstance(x, QuantizedLayer)]
@@ -93,10 +87,6 @@ class FP8(FloatMethod):
         top = self.plan.key.format.top_code
         at_top, at_zero = ([share(x == size) for x in sizes] for size in (top, 0))
         return super().report() | {"at_top": at_top, "at_zero": at_zero}
-
-    @classmethod
-    def label(cls, params: Params, request: BudgetRequest) -> str:
-        return cls.title_of(params)
 
     @classmethod
     def title_of(cls, params: Params) -> str:

@@ -17,11 +17,9 @@ Figures   keep floats of fewer bits: #D04726, hexagon, :
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvbench.engine.budget import BudgetRequest
-from kvbench.engine.caches.token_code import TokenCode
 from kvbench.engine.declared import Tokens
 from kvbench.kernels.packed.floats import E2M1, FloatCode
-from kvbench.methods.quantising.floats import FloatMethod, HostFloats, Skipped
+from kvbench.methods.quantising.floats import FloatMethod, Skipped
 
 BLOCK = 32  # channels that share a scale
 
@@ -48,14 +46,6 @@ class MXFP4(FloatMethod):
     def codes(cls, params: Params) -> tuple[FloatCode, FloatCode]:
         code = FloatCode(cls.element, BLOCK, "e8m0")
         return code, code
-
-    @classmethod
-    def token_code(cls, params: Params) -> TokenCode:
-        return HostFloats(cls.title.lower(), *cls.codes(params))
-
-    @classmethod
-    def label(cls, params: Params, request: BudgetRequest) -> str:
-        return cls.title_of(params)
 
     @classmethod
     def title_of(cls, params: Params) -> str:

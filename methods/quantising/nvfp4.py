@@ -20,12 +20,11 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, Literal
 
-from kvbench.engine.budget import Budget, BudgetRequest
-from kvbench.engine.caches.token_code import TokenCode
+from kvbench.engine.budget import Budget
 from kvbench.engine.declared import Tokens
 from kvbench.engine.shapes import ModelShape
 from kvbench.kernels.packed.floats import E2M1, E4M3, FloatCode
-from kvbench.methods.quantising.floats import FloatMethod, FloatPlan, HostFloats, Skipped
+from kvbench.methods.quantising.floats import FloatMethod, FloatPlan, Skipped
 
 BLOCK = 16  # channels that share a scale
 
@@ -66,14 +65,6 @@ class NVFP4(FloatMethod):
     @classmethod
     def smaller(cls, params: Params, shape: ModelShape) -> str:
         return "" if gcd(shape.d_h, shape.d_v) % 32 else "method=mxfp4 from 17/64 on"
-
-    @classmethod
-    def token_code(cls, params: Params) -> TokenCode:
-        return HostFloats(cls.title.lower(), *cls.codes(params))
-
-    @classmethod
-    def label(cls, params: Params, request: BudgetRequest) -> str:
-        return cls.title_of(params)
 
     @classmethod
     def title_of(cls, params: Params) -> str:
