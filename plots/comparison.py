@@ -23,7 +23,7 @@ from kvbench.plots.run_sets import asked
 from kvbench.plots.scored import Scored, compared
 from kvbench.plots.stats import Corrected, scaled
 from kvbench.plots.style import Canvas
-from kvbench.results import METRICS, RunResult, combined_ci95, few_samples
+from kvbench.results import METRICS, RunResult
 from kvbench.results.names import own_tasks, without_length
 from kvbench.results.sheet import Sheet, show
 
@@ -37,6 +37,7 @@ class Row:
     label: str
     method: str
     runs: dict[str, Run]  # by task, as readers call it
+    scores: dict[str, Scored]  # of each run
     against: dict[str, Corrected]  # by task; without those of full attention itself
 
     def device_share(self, full: "Row") -> float | None:
@@ -81,7 +82,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
     rows = []
     for label, own in by_label.items():
         here = {task: found for (name, task), found in tested.items() if name == label}
-        rows.append(Row(label, next(iter(own.values())).method, own, here))
+        rows.append(Row(label, next(iter(own.values())).method, own, {task: places[label, task] for task in own}, here))
     return Comparison(list(dict.fromkeys(run.result.shown_task for run in runs)), rows)
 
 
@@ -129,18 +130,19 @@ def table(found: Comparison) -> Sheet:
 
 
 def has_intervals(found: Comparison, task: str) -> bool:
-    """Whether any difference has one: of a single sample there is none."""
-    return any(task in row.against and row.against[task].paired.difference is not None for row in found.rows)
+    """Whether any difference has one: few samples have none."""
+    return any(task in row.against and not row.against[task].few for row in found.rows)
 
 
 def cells_of(row: Row, task: str) -> tuple[str, str, str]:
-    """Score, difference with a star where the test shows one, and its interval."""
+    """Score, of few samples in hits, difference with a star where the test shows one, and its interval."""
     run, found = row.runs.get(task), row.against.get(task)
     scale = 1 if run is None else METRICS[run.result.metric or "score"].scale
     score = "-" if run is None or run.result.score is None else f"{scale * run.result.score:.1f}"
+    score = score if run is None else row.scores[task].hits or score
     if found is None:
         return score, "", ""
-    spread = scaled(found.paired.difference, scale)
+    spread = None if found.few else scaled(found.paired.difference, scale)
     ends = "-" if spread is None else f"{spread.low:+.1f} to {spread.high:+.1f}"
     return score, f"{scale * found.paired.mean:+.1f} {STAR if found.sign else ' '}", ends
 
@@ -178,9 +180,8 @@ def remarks(found: Comparison) -> list[str]:
         "KV on device, moved /step: keys, values and index, as a share of all keys and values of full attention",
     ]
     for task in found.tasks:
-        tested = [row.against[task] for row in found.rows if task in row.against]
-        if few := next((words for one in tested if (words := few_samples(one.paired.n, one.family))), ""):
-            lines.append(f"{name_of(task)}: {few}")
+        few = dict.fromkeys(row.against[task].few for row in found.rows if task in row.against)
+        lines += [f"{name_of(task)}: {words}" for words in few if words]
     free = [row.label for row in found.rows if any(run.result.bytes_searched_per_step for run in row.runs.values())]
     if free:
         lines.append(f"{', '.join(free)} reads every key to find its tokens: an upper reference, no compression")
@@ -220,7 +221,7 @@ COSTS = "keys and values"
 def draw(found: Comparison, folder: Path, name: str = "comparison") -> Path:
     """A panel of scores per task, and one of what is held and moved: the PNG's path."""
     n, names = len(found.tasks), [row.label for row in found.rows]
-    words = ["score, with its 95 % interval; dotted: full attention" if i == n // 2 else "" for i in range(n)]
+    words = ["score, its 95 % interval from n = 20 on; dotted: full attention" if i == n // 2 else "" for i in range(n)]
     chart = Chart(
         "Scores, and what they cost", Scale(kind="names", names=names),
         [*(Scale(each, "", (-3, 103), (0, 50, 100)) for each in words), SHARES],
@@ -249,10 +250,11 @@ def scores_of(found: Comparison, task: str) -> Iterator[dict[str, Any]]:
         run = row.runs.get(task)
         if run is None or run.result.score is None:
             continue
+        place, scale = row.scores[task], METRICS[run.result.metric or "score"].scale
         # From the samples: folders of earlier runs have intervals of another kind.
-        bounds, scale = combined_ci95(run.rows, run.result.metric), METRICS[run.result.metric or "score"].scale
+        bounds = None if place.few else scaled(place.interval, scale)
         own = {"panel": f"{name_of(task)}, n = {n_of(found, task)}", "y": scale * run.result.score, "look": row.method}
-        ends = {} if bounds is None else {"low": scale * bounds[0], "high": scale * bounds[1]}
+        ends = {} if bounds is None else {"low": bounds.low, "high": bounds.high}
         yield own | ends | {"x": row.label, "mark": "points"}
         if row is found.full:
             yield own | {"mark": "level"}

@@ -23,7 +23,7 @@ from numpy import argsort, diff, flatnonzero, isnan, nan, split
 from kvbench.plots.read import over_budget, prompt, score
 from kvbench.plots.stats import Corrected, Paired, corrected, macro_interval, paired_over_datasets, standings
 from kvbench.results import METRICS, SampleRow
-from kvbench.results.intervals import Bounds, Interval
+from kvbench.results.intervals import Bounds, Interval, few_samples, hits
 from kvbench.results.summary import combined_of, interval_of
 
 if TYPE_CHECKING:
@@ -121,6 +121,17 @@ class Scored:
             return None if ends is None or mean is None else Interval(mean, *ends)
         groups = [[*values.values()] for values in self.values.values()]
         return macro_interval(groups, bounds=self.bounds) if groups else None
+
+    @property
+    def few(self) -> str:
+        """Why readers get no interval of its mean; "" where what that is of is enough."""
+        return few_samples(len(self.values) if len(self.values) > 1 and not self.is_of_result else self.n)
+
+    @property
+    def hits(self) -> str:
+        """The words for a mean of few samples that are all right or wrong; "" of others."""
+        is_share = self.is_score and len(self.values) == 1 and METRICS[self.metric].is_share
+        return hits([*self.samples.values()]) if is_share else ""
 
     @property
     def is_of_result(self) -> bool:
@@ -223,6 +234,8 @@ def best(
             continue
         ids = {str(i): name for i, name in enumerate(members)}
         scores = {i: members[name].samples for i, name in ids.items()}
+        if few_samples(max(place.n for place in members.values())):  # which a table says of its cells
+            continue
         found = standings(scores, kinds.pop(), family=max(map(family, members)))
         marks |= {name: found.marked(i) for i, name in ids.items()}
         why |= {found.why: None} if found.why else {}

@@ -12,9 +12,10 @@ varies is the samples' difficulty and cancels. Randomness comes from a seed, so 
     rank_ranges          of one column: the ranks that each name may have
     front                of points with a cost: which are shown to be better than all that cost no more
     holm                 p-values adjusted for how many were looked at
-    p_words, p_short     a p-value as readers get it: "< 1e-06" where it is only known to be below
+    p_words              a p-value as readers get it: "< 1e-06" where it is only known to be below
 
-What is drawn, coloured or printed bold as better or worse is what `corrected`, `standings` and `front` say. Scores are
+What is drawn, coloured or printed bold as better or worse is what `corrected`, `standings` and `front` say, and of
+so few samples as `few_samples` has it they say nothing. Scores are
 those of result.json, 0 to 1 or a measured number; `scaled` makes percents of an interval.
 
 Not here: reading runs (`results/`), drawing (`plots/*.py`).
@@ -164,18 +165,14 @@ class Corrected:
     @property
     def sign(self) -> int:
         """1 where the variant's score is higher, -1 where it is lower, 0 where no difference was shown: the colour."""
-        if self.p >= LEVEL:
+        if self.p >= LEVEL or self.few:
             return 0
         return 1 if self.paired.mean > 0 else -1
 
     @property
-    def words(self) -> str:
-        """The conclusion for a reader, as a part of a sentence."""
-        test = f"p {p_short(self.p, self.is_bound)}" + (f" after Holm over {self.family}" if self.family > 1 else "")
-        if self.sign:
-            return f"{'higher' if self.sign > 0 else 'lower'} ({test}, n {self.paired.n})"
-        few = few_samples(self.paired.n, self.family)
-        return f"no difference shown ({test}, n {self.paired.n}{f'; {few}' if few else ''})"
+    def few(self) -> str:
+        """Why so few samples show no difference, whatever it is; "" where they are enough."""
+        return few_samples(self.paired.n)
 
 
 def corrected(
@@ -263,7 +260,7 @@ def standings(
     tested = {name: found for name, found in against.items() if found is not None}
     if not tested:
         return _undecided(column, "no sample was answered by the best and another")
-    if few := few_samples(max(n for _, n in tested.values()), n_compared):
+    if few := few_samples(max(n for _, n in tested.values())):
         return _undecided(column, few)
     p = dict(zip(tested, map(float, holm([found for found, _ in tested.values()], n_compared)), strict=True))
     of = {name: WORSE if p.get(name, 1.0) < LEVEL else TIED for name in names}
@@ -284,7 +281,7 @@ def rank_ranges(
     for i, one in enumerate(names):
         for other in names[i + 1 :]:
             against = _against(column[one], column[other], seed)
-            found[one, other] = found[other, one] = 1.0 if against is None else against[0]
+            found[one, other] = found[other, one] = 1.0 if against is None or few_samples(against[1]) else against[0]
     ranges: dict[str, tuple[int, int]] = {}
     for name in names:
         others = [other for other in names if other != name]
@@ -348,9 +345,9 @@ def _against(ours: Mapping[Name, float], theirs: Mapping[Name, float], seed: int
 
 
 def _p_of_gain(ours: Mapping[Name, float], theirs: Mapping[Name, float], sign: float, seed: int) -> float:
-    """The p-value of a difference in our favour; 1 where there is none."""
+    """The p-value of a difference in our favour; 1 where there is none, or samples are few."""
     weighted = _shared(ours, theirs)
-    return sign_flip_p(weighted, seed) if len(weighted) and sign * fsum(weighted) > 0 else 1.0
+    return 1.0 if few_samples(len(weighted)) or sign * fsum(weighted) <= 0 else sign_flip_p(weighted, seed)
 
 
 def _shared(ours: Mapping[Name, float], theirs: Mapping[Name, float]) -> Array:
@@ -438,13 +435,6 @@ def p_words(p: float, is_bound: bool = False) -> str:
     if p < SMALLEST:
         return f"< {SMALLEST:.0e}"
     return f"< {_rounded_up(p, 1 - floor(log10(p))):.2g}" if is_bound else f"{p:.2g}"
-
-
-def p_short(p: float, is_bound: bool = False) -> str:
-    """A p-value with three places: "0.020", or "< 0.001"."""
-    if p < 0.001:
-        return "< 0.001"
-    return f"< {_rounded_up(p, 3):.3f}" if is_bound else f"{p:.3f}"
 
 
 def _rounded_up(p: float, places: int) -> float:

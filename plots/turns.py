@@ -5,7 +5,8 @@
 The table has a row for each method and mode, so that a method's questions inside and outside of what it compressed
 stand below each other, and what its first turn and its later ones score less full attention's on the same samples: a
 method that falls after the first question differs in the later ones alone. The figure has a panel for each mode and a
-line for each method. Intervals (95 %) are over samples: turns of one sample are not independent of each other.
+line for each method. Intervals (95 %) are over samples: turns of one sample are not independent of each other. Few
+samples have none in the table.
 
 Not here: runs whose samples have one question each (`plots/table.py`).
 """
@@ -23,11 +24,11 @@ from kvbench.plots.figures.chart import Chart, Scale, written
 from kvbench.plots.figures.rows import Data, Row
 from kvbench.plots.read import Run
 from kvbench.plots.scored import Scored, joined, places
+from kvbench.plots.stats import scaled
 from kvbench.plots.style import PAGE, SCORE
-from kvbench.results.intervals import interval
+from kvbench.results.intervals import few_samples, interval
 from kvbench.results.sheet import Sheet, as_csv, markdown
 from kvbench.results.sheet import write as write_texts
-from kvbench.results.summary import combined_ci95
 
 MODES = ("query_aware", "independent", "golden", "dialogue")
 MOST_INTERVALS = 8  # of a panel, that can be told apart
@@ -81,7 +82,7 @@ def less_full(run: Run, full: Run | None, is_first: bool) -> Point | None:
     differences = [score - theirs[sample] for sample, score in ours.items() if sample in theirs]
     if not differences:
         return None
-    found = interval(differences, (-1.0, 1.0))
+    found = None if few_samples(len(differences)) else interval(differences, (-1.0, 1.0))
     return fmean(differences), None if found is None else [found.low, found.high]
 
 
@@ -108,9 +109,10 @@ def sheet_of(title: str, runs: Sequence[Run]) -> Sheet:
     head += ["turn 1, Δ vs Full", "later turns, Δ vs Full"]
     lines = []
     for run in runs:
-        found, spread = by_turn(run), combined_ci95(run.rows, run.result.metric)
-        ends = "-" if spread is None else f"{100 * spread[0]:.1f} to {100 * spread[1]:.1f}"
-        score = "-" if run.result.score is None else f"{100 * run.result.score:.1f}"
+        found, place = by_turn(run), Scored.of(run.rows, by_sample=True)
+        spread = None if place.few else scaled(place.interval, 100)
+        ends = "-" if spread is None else f"{spread.low:.1f} to {spread.high:.1f}"
+        score = "-" if run.result.score is None else place.hits or f"{100 * run.result.score:.1f}"
         n = len({row.sample_id for row in run.rows})
         cells = [f"{100 * (found[turn].mean or 0):.1f}" if turn in found else "-" for turn in turns]
         words = [run.result.method_label, budget_of(run) or "-", run.result.protocol, str(n), score, ends, *cells]

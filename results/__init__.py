@@ -27,7 +27,7 @@ from typing import Any
 
 from kvbench.results.config import config_hash, read_config, run_name
 from kvbench.results.folder import RunFolder
-from kvbench.results.intervals import Interval, few_samples, interval, samples_needed, share_interval
+from kvbench.results.intervals import Interval, few_samples, hits, interval, share_interval
 from kvbench.results.ledger import read_ledger
 from kvbench.results.lock import Holder
 from kvbench.results.machine import environment, git_sha, peak_rss_bytes
@@ -65,6 +65,7 @@ __all__ = [
     "environment",
     "few_samples",
     "git_sha",
+    "hits",
     "interval",
     "peak_rss_bytes",
     "prompt_hash",
@@ -74,7 +75,6 @@ __all__ = [
     "read_runs",
     "read_samples",
     "run_name",
-    "samples_needed",
     "share_interval",
     "summarise",
 ]

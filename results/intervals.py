@@ -2,7 +2,8 @@
 
     interval        of a mean: of bounded scores by `bounded_ends`, of others by `student_ends`; None of one sample
     share_interval  of so many hits among so many answers
-    samples_needed  how many samples it takes to show a difference among so many comparisons; `few_samples` in words
+    few_samples     why so few samples say nothing of a difference, in words
+    hits            what tables say of so few that are all right or wrong
 
 Scores of 0 to 1, and differences of such, have Gaffke's interval (Gaffke, 2005; Learned-Miller and Thomas, 2020): the
 mean under all weights that the samples may have (flat over the simplex, as in a Bayesian bootstrap), with one more
@@ -10,6 +11,9 @@ sample at the bound that the end leans to. Nothing is assumed of the scores but 
 Clopper and Pearson's exact interval; of samples that all agree it has the width that so many unseen others allow. One
 formula for every n, so that no width jumps. docs/intervals.md holds what was measured: it covers 95 % or more of every
 shape of scores at every n that was tried, where bootstraps and Student's t cover down to 35 % at n = 8, 66 % at n = 20.
+
+Below `FEW` samples such an interval holds nearly everything: what people read has hits or a plain mean there, no
+interval and no mark of a test, while files for programs keep the numbers.
 
 Samples must be independent: draws of one prompt and turns of one conversation count as one, with their mean.
 
@@ -22,9 +26,10 @@ Not here: tests of differences and corrections for many of them (`plots/stats.py
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, fsum, inf, isfinite, log, log2, sqrt
+from math import fsum, inf, isfinite, log, sqrt
 from typing import Any
 
+FEW = 20  # samples, below which readers get no interval and no test
 LEVEL = 0.05  # of a corrected p-value below which a difference is one; what an interval leaves out
 TAIL = LEVEL / 2
 Z95 = 1.959963984540054  # standard deviations of a normal distribution that 95 % lie within
@@ -226,24 +231,16 @@ def student_reach(n: int) -> float:
     return z + fsum(term / freedom**i for i, term in enumerate(terms, 1))
 
 
-# --- how many samples a difference takes ---
+# --- few samples ---
 
 
-def samples_needed(comparisons: int = 1) -> int:
-    """The fewest samples of which a difference can be shown, among so many comparisons that are made together.
-
-    The smallest p-value of a sign-flip test of n samples is 2 / 2^n, and `comparisons` times that must be below the
-    level. The comparisons of a column are its variants, full attention left out, whoever asks: each is held against
-    one other, full attention or the best of them.
-    """
-    needed = 1 + ceil(log2(max(1, comparisons) / LEVEL))
-    return needed + (2 * comparisons / 2**needed >= LEVEL)
+def few_samples(n: int) -> str:
+    """Why so few samples say nothing of a difference, in words; "" where they are enough."""
+    return "" if n >= FEW else f"{'one sample is' if n == 1 else f'{n} samples are'} too few to compare"
 
 
-def few_samples(n: int, comparisons: int = 1) -> str:
-    """What so few samples cannot show, in words; "" where they can."""
-    needed = samples_needed(comparisons)
-    if n >= needed:
+def hits(samples: Sequence[float]) -> str:
+    """ "9 of 10" where samples are few and all of them right or wrong; "" of others."""
+    if not samples or not few_samples(len(samples)) or not {*samples} <= {0.0, 1.0}:
         return ""
-    samples = "one sample" if n == 1 else f"{n} samples"
-    return f"with {samples} no difference can be significant; {needed} or more are needed"
+    return f"{fsum(samples):.0f} of {len(samples)}"

@@ -11,7 +11,7 @@ from fractions import Fraction
 from math import comb, exp, fsum, log
 from typing import Any, cast
 
-from kvbench.results.intervals import interval
+from kvbench.results.intervals import hits, interval
 from kvbench.results.schema import LEDGER_MEANS, METRICS, OFF, SCHEMA_VERSION, STATUSES, RunFacts, RunResult, SampleRow
 from kvbench.results.scores import Scores, describe
 
@@ -66,6 +66,12 @@ def interval_of(samples: Sequence[Weighed], metric: str | None = None) -> list[f
     losses = [fsum(n * log(score) for score, n in of) / sum(n for _, n in of) for of in samples]
     found = interval(losses, (log(low), log(high)), [sum(n for _, n in of) for of in samples])
     return None if found is None else [exp(found.low), exp(found.high)]
+
+
+def hits_of(rows: Iterable[SampleRow], metric: str | None = None) -> str:
+    """The words for few samples that are all right or wrong, turns and draws of one together; "" of others."""
+    means = [fsum(score for score, _ in of) / len(of) for of in by_sample(rows, metric)]
+    return hits(means) if METRICS[metric or "score"].is_share else ""
 
 
 def means_of_measures(rows: Sequence[SampleRow]) -> dict[str, float | None] | None:

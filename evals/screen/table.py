@@ -13,8 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kvbench.results import EXACT, METRICS, RunResult, few_samples
+from kvbench.results import EXACT, METRICS, RunResult, few_samples, read_samples
 from kvbench.results.sheet import Sheet, show, without_shared
+from kvbench.results.summary import hits_of
 
 TEXTS = ("model", "task", "budget", "comm", "scope", "seed")  # columns only where they differ
 Figure = tuple[str, str, int, float]  # what one value says for all rows; key of result.json, digits, unit
@@ -57,6 +58,7 @@ def print_table(done: Done) -> None:
 def sheet(done: Done) -> Sheet:
     """A row per run, above it what all rows share; runs of full attention that differ in a budget alone are one."""
     results = distinct([result for _, result in done])
+    shown = [(path, result) for path, result in done if any(result is one for one in results)]
     measures = measured(results)
     pairs = SPARSE if any(result.prefill_share is not None for result in results) else {}
     about = ANSWERS if any(result.budget_counts or result.sampling for result in results) else {}
@@ -64,10 +66,10 @@ def sheet(done: Done) -> Sheet:
     heads = ["method", *TEXTS, score_name(results), "95 %", "n", *pairs, *narrow_names, *about, *NUMBERS]
     rows = [
         [
-            label(result, results), *texts(result), *score(result), *figures(result, pairs),
+            label(result, results), *texts(result), *score(path, result), *figures(result, pairs),
             *(number((result.measures or {}).get(name), 4) for name in measures), *figures(result, about | NUMBERS),
         ]
-        for result in results
+        for path, result in shown
     ]  # fmt: skip
     # A score and its interval stay where they are looked for, and a single run's costs do.
     shared = {head: NUMBERS[head] for head in (NUMBERS if len(results) > 1 else TIMES)} | about | pairs
@@ -165,12 +167,13 @@ def measured(results: Iterable[RunResult]) -> list[str]:
     return list(dict.fromkeys(name for name, own in names if name != own))
 
 
-def score(result: RunResult) -> tuple[str, ...]:
-    """Score, interval, n; of shares in percent."""
-    ci = result.score_ci95 if result.n_samples > 1 else None  # earlier runs have one of no width
-    scale = METRICS[result.metric or "score"].scale
+def score(path: Path, result: RunResult) -> tuple[str, ...]:
+    """Score, interval, n; of shares in percent. Few samples have hits where all are right or wrong, and no interval."""
+    is_few, scale = bool(few_samples(result.n_samples)), METRICS[result.metric or "score"].scale
+    ci = None if is_few else result.score_ci95
+    right = hits_of(read_samples(path), result.metric) if is_few else ""
     ends = "-" if ci is None else " to ".join(f"{scale * end:.{1 if scale == 100 else 2}f}" for end in ci)
-    return number(result.score, 1 if scale == 100 else 3, 1 / scale), ends, str(result.n_samples)
+    return right or number(result.score, 1 if scale == 100 else 3, 1 / scale), ends, str(result.n_samples)
 
 
 def number(value: float | None, digits: int, unit: float = 1) -> str:
@@ -234,20 +237,16 @@ def few(names: Sequence[str]) -> str:
 
 
 def too_few(results: Sequence[RunResult]) -> list[str]:
-    """Which tasks have too few samples to tell their variants apart, or one to say anything of others."""
+    """Which tasks have too few samples to tell their variants apart."""
     groups: dict[tuple[str, ...], list[RunResult]] = {}
     for result in distinct(results):
         if result.score is not None:
             groups.setdefault((result.task, result.dataset, result.model, result.protocol), []).append(result)
     lines: list[str] = []
     for group in groups.values():
-        n = min(result.n_samples for result in group)
-        n_compared = len(group) if len(group) == 1 else sum(not attends_all(result) for result in group)
         name = f"{group[0].task}: " if len(groups) > 1 else ""
-        if n == 1 and len(group) == 1:
-            lines.append(f"{name}a single sample has a score, and says nothing of how far it would be from another's")
-        elif few := few_samples(n, max(1, n_compared)):
-            lines.append(f"{name}{few}")
+        few = few_samples(min(result.n_samples for result in group))
+        lines += [f"{name}{few}"] if few else []
     return lines
 
 

@@ -214,9 +214,8 @@ def by_cost(figure: Figure, part: Part, canvas: Canvas, data: Data) -> Drawn | N
     if any(row["look"] == "oracle" for row in rows):
         hidden = f"; {axes[0].hides} is not on the axis" if axes[0].hides else ""
         notes.append(f"Oracle: tokens by their true attention; no bound on scores{hidden}")
-    n_compared = len({row["run"] for row in rows if not part.facts[row["run"]]["full"]})
-    if n_compared and (few := few_samples(min(counts), n_compared)):
-        notes.append(f"n {min(counts)}: {few}")
+    is_compared = any(not part.facts[row["run"]]["full"] for row in rows)
+    notes += [few] if is_compared and (few := few_samples(min(counts))) else []
     said = [f"n {' to '.join(map(str, sorted({min(counts), max(counts)})))} samples a point", f"Bars: {BARS}"]
     said += [FRONT_SAID] if any(row["mark"] == "front" for row in others if "mark" in row) else []
     said += [lengths(part)] if figure.axis == "footprint" else []

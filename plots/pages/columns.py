@@ -105,7 +105,7 @@ class Column:
     @property
     def few(self) -> str:
         """Why so few samples cannot show a loss, whatever it is; "" where they can."""
-        return few_samples(self.n, len(self.methods))
+        return few_samples(self.n)
 
     @cached_property
     def between(self) -> dict[tuple[str, str], Corrected]:

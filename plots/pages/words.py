@@ -11,10 +11,8 @@ from kvbench.plots.pages.methods import fetches, title
 from kvbench.plots.pages.queries import OfSkill
 from kvbench.plots.scored import Scored
 from kvbench.plots.stats import Corrected, Paired, is_bound, p_words
+from kvbench.results.intervals import FEW
 from kvbench.results.sheet import ABSENT
-
-FEW = 20  # samples, below which the register says hits and no interval
-
 
 # --- names ---------------------------------------------------------------------------------------
 

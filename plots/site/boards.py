@@ -51,7 +51,7 @@ def why_not(members: Sequence[tuple[Run, Mapping[str, Any]]]) -> str:
         return "not rankable: scores of several metrics"
     if len(members) > MOST_RANKED:
         return f"not rankable: {len(members)} runs in one column; filters choose fewer"
-    words = few_samples(min(part["n"] for _, part in members), len(members) - 1)
+    words = few_samples(min(part["n"] for _, part in members))
     return f"not rankable: {words}" if words else ""
 
 
@@ -75,8 +75,8 @@ def evidence(benchmark: str, described: Sequence[dict[str, Any]], runs: Sequence
         if part["score"] is None:
             continue
         pair, scale = part["paired"], METRICS[part["metric"]].scale
-        if pair is not None and few_samples(pair["n"], pair["family"]):
-            pair = None  # so few samples that nothing could be shown speak for nobody
+        if pair is not None and few_samples(pair["n"]):
+            pair = None  # few samples speak for nobody
         found.append({
             "at": benchmark, "key": told["key"], "method": run.method, "variant": told["variant"],
             "share": part["cost"]["memory"] if part["cost"]["memory"] is not None else part["cost"]["share"],

@@ -17,7 +17,7 @@ from kvbench.plots.read import Run, score
 from kvbench.plots.run_sets import front_of, is_deployable
 from kvbench.plots.scored import Scored, best
 from kvbench.plots.stats import Paired, corrected, is_bound
-from kvbench.results import METRICS, SampleRow, few_samples
+from kvbench.results import METRICS, SampleRow
 from kvbench.results.intervals import ANYWHERE
 
 AVERAGE = "average"  # the name of the column that stands for all datasets of a benchmark
@@ -120,12 +120,6 @@ def as_plain(found: Paired) -> dict[str, Any]:
         "same": found.ties,
         "less": found.losses,
     }
-
-
-def few_words(described: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Words on what so few samples cannot show, by `n|family` of all comparisons on the page."""
-    pairs = {(p["n"], p["family"]) for run in described for part in run["parts"] if (p := part["paired"])}
-    return {f"{n}|{family}": words for n, family in sorted(pairs) if (words := few_samples(n, family))}
 
 
 def rank(runs: Sequence[Run], described: Sequence[dict[str, Any]]) -> None:

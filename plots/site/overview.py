@@ -21,9 +21,10 @@ from kvbench.plots.read import Run, conditions, key_bytes_per_token, measured
 from kvbench.plots.run_sets import asked, is_deployable, outside_budget, prompt_settings
 from kvbench.plots.scored import Scored
 from kvbench.plots.site.app import look
-from kvbench.plots.site.compare import AVERAGE, Baselines, correct, few_words, put_on_fronts, rank
+from kvbench.plots.site.compare import AVERAGE, Baselines, correct, put_on_fronts, rank
 from kvbench.plots.site.origin import Kept
 from kvbench.results import METRICS, SampleRow
+from kvbench.results.intervals import FEW
 
 AUDITED = (
     *("tokens_budget_mean", "tokens_attended_mean", "effective_ratio", "within_budget"),
@@ -64,7 +65,7 @@ def overview(runs: Sequence[Run], root: Path, drawn: Iterable[str] = ()) -> dict
         "runs": described,
         "metrics": {name: {"better": m.better, "scale": m.scale} for name, m in METRICS.items()},
         "looks": looks,
-        "few": few_words(described),
+        "few": FEW,
     }
 
 

@@ -1,4 +1,4 @@
-"""A paper's table in words: score ± half the 95 % interval, and below it the paper's figure.
+"""A paper's table in words: score ± half the 95 % interval, of few samples hits, and below it the paper's figure.
 
     -          not run
     †          a sample's ledger was over its budget
@@ -18,6 +18,7 @@ from kvbench.plots.tables.papers import MEAN_OF, PaperTable, Table, mean_over
 from kvbench.plots.tables.pivot import Cell
 from kvbench.plots.tables.values import VALUES
 from kvbench.plots.tables.words import ANY
+from kvbench.results.intervals import FEW
 from kvbench.results.sheet import ABSENT, Sheet, Word
 from kvbench.results.sheet import Cell as Text
 
@@ -78,9 +79,10 @@ def score(table: Table, cell: Cell | None, common: int | None) -> Word:
     if cell is None or cell.mean is None:
         return Word(ABSENT, more=oom)
     scale = table.pivot.scale
-    spread = "" if cell.low is None or cell.high is None else f" ± {scale * (cell.high - cell.low) / 2:.2f}"
+    spread = "" if cell.few or cell.low is None or cell.high is None else f" ± {scale * (cell.high - cell.low) / 2:.2f}"
     n = "" if cell.n == common else f" (n={cell.n})"
-    return Word(str(table.figure(cell)), cell.mark, f"{spread}{' †' if cell.over else ''}{n}{oom}")
+    hits = "" if table.paper.times_of else cell.place.hits
+    return Word(hits or str(table.figure(cell)), cell.mark, f"{spread}{' †' if cell.over else ''}{n}{oom}")
 
 
 def published(table: Table, cell: Cell | None, printed: str | None) -> str:
@@ -99,7 +101,10 @@ def explanation(table: Table) -> list[str]:
     """The sentences below a table."""
     cells = table.pivot.cells.values()
     kind = "Figures are means" if table.paper.times_of else "Scores are means times 100"
-    sentences = [f"{kind}, ± half of their 95 % interval (none of one sample); - was not run."]
+    sentences = [
+        f"{kind}, ± half of their 95 % interval; below {FEW} samples none, and hits where all are right or wrong; - was "
+        "not run."
+    ]
     sentences += [shown.BEST.format("row")] if any(cell.mark for cell in cells) else []
     sentences += [shown.OVER] if any(cell.over for cell in cells) else []
     if table.published.values:

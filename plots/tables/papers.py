@@ -33,7 +33,7 @@ from kvbench.plots.tables.pivot import At, Cell, Pivot, ends_of, judged, parts_o
 from kvbench.plots.tables.values import VALUES, Frame, column_of
 from kvbench.plots.tables.words import ANY, dicts
 from kvbench.results import EXACT
-from kvbench.results.intervals import ANYWHERE
+from kvbench.results.intervals import ANYWHERE, few_samples
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "published"
 AVERAGE, MEAN_OF = "Average", "Mean of "
@@ -289,6 +289,7 @@ def average(members: Sequence[Cell], row: str) -> Cell:
         sum(cell.n for cell in members),
         sum(cell.n_oom for cell in members),
         any(cell.over for cell in members),
+        place.few,
     )
 
 
@@ -361,7 +362,7 @@ def times(paper: PaperTable, group: Frame, published: Published, samples: Frame)
                     len(rows) - len(done),
                 )
                 cells[(method,), (ANY, row)] = Cell(
-                    at, at["scores"], mean, low, high, len(values), n_oom, at["scores"].over
+                    at, at["scores"], mean, low, high, len(values), n_oom, at["scores"].over, few_samples(len(values))
                 )
         if seconds:
             one = cells[(method,), (ANY, "single_task_runtime_s")]

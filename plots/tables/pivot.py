@@ -8,6 +8,7 @@ Best, tied  as `standings` finds within a column, without Full and Oracle, which
             their budget.
 Difference  of any value to Full's or another row's on the same prompts; bold where the test, corrected for all of its
             table, shows one.
+Few         samples have neither, and their scores stand as hits (`results/intervals.py`).
 
 Not here: words of keys (`plots/tables/words.py`) and cells (`plots/tables/shown.py`), the papers' layouts
 (`plots/tables/papers.py`).
@@ -55,6 +56,7 @@ class Cell:
     n: int = 0
     n_oom: int = 0
     over: bool = False
+    few: str = ""  # why its samples have neither interval nor test
     mark: str = ""  # "bold" for the best, or a difference that was shown; "tie" for what may be as good
     against: Corrected | None = None  # what it is compared with, where that answered the same prompts
 
@@ -78,6 +80,11 @@ class Pivot:
     @property
     def scale(self) -> float:
         return 100.0 if self.percent else 1.0
+
+    @property
+    def is_score(self) -> bool:
+        """Whether cells say scores, and no differences of such."""
+        return self.value.column == "score" and self.against is None
 
     @property
     def n(self) -> int | None:
@@ -313,7 +320,9 @@ def placed(
 
 def cell_of(of: Mapping[str, Any]) -> Cell:
     scores = of["scores"]
-    return Cell(of, of["looked"], scores.mean, *ends_of(scores.interval), scores.n, scores.n_oom, scores.over)
+    return Cell(
+        of, of["looked"], scores.mean, *ends_of(scores.interval), scores.n, scores.n_oom, scores.over, scores.few
+    )
 
 
 def ends_of(spread: Interval | None) -> tuple[float | None, float | None]:
@@ -369,7 +378,7 @@ def as_value(cell: Cell, value: Value) -> Cell:
     if value.limits is None:
         return replace(cell, mean=cell.of["means"][value.column], low=None, high=None)
     low, high = ends_of(cell.place.interval)
-    return replace(cell, mean=cell.place.mean, low=low, high=high, n=cell.place.n)
+    return replace(cell, mean=cell.place.mean, low=low, high=high, n=cell.place.n, few=cell.place.few)
 
 
 def as_difference(cell: Cell) -> Cell:
@@ -377,7 +386,7 @@ def as_difference(cell: Cell) -> Cell:
         return replace(cell, mean=None, low=None, high=None)
     pair, mark = cell.against.paired, "bold" if cell.against.sign else ""
     low, high = ends_of(pair.difference)
-    return replace(cell, mean=pair.mean, low=low, high=high, n=pair.n, mark=mark)
+    return replace(cell, mean=pair.mean, low=low, high=high, n=pair.n, mark=mark, few=cell.against.few)
 
 
 def in_rows(cells: Mapping[At, Cell], keys: Names) -> list[Names]:

@@ -62,11 +62,11 @@ def word(cell: Cell | None, pivot: Pivot) -> Word:
     def number(value: float) -> str:
         return f"{pivot.scale * value:{sign},.{digits}f}"
 
-    more = "" if cell.low is None or cell.high is None else f" ({number(cell.low)} to {number(cell.high)})"
+    more = "" if cell.few or cell.low is None or cell.high is None else f" ({number(cell.low)} to {number(cell.high)})"
     share = computed(cell, pivot)
     more += "" if share is None else f" [{share:.2f}]"
     more += (" †" if cell.over else "") + (f" n={cell.n}" if cell.n != pivot.n else "") + oom
-    return Word(number(cell.mean), cell.mark, more)
+    return Word((pivot.is_score and cell.place.hits) or number(cell.mean), cell.mark, more)
 
 
 def computed(cell: Cell, pivot: Pivot) -> float | None:
@@ -76,14 +76,14 @@ def computed(cell: Cell, pivot: Pivot) -> float | None:
 
 def explanation(pivot: Pivot) -> list[str]:
     """The sentences below a table."""
-    cells, n, is_score = pivot.cells.values(), pivot.n, pivot.value.column == "score"
+    cells, n = pivot.cells.values(), pivot.n
     sentences: list[str] = []
-    if is_score or pivot.against is not None or pivot.value.limits is not None:
+    if pivot.value.column == "score" or pivot.against is not None or pivot.value.limits is not None:
         count = f"{n} sample{'s' if n != 1 else ''} a cell" if n is not None else "n is the number of samples"
-        spread = "in brackets the 95 % interval" if any(cell.low is not None for cell in cells) else ""
-        none = "no interval of one sample" if any(cell.n == 1 for cell in cells) else ""
-        sentences.append("; ".join(part for part in (count, spread, none) if part) + ".")
-    if is_score and pivot.against is None and any(cell.mark for cell in cells):
+        spread = "in brackets the 95 % interval" if any(cell.low is not None and not cell.few for cell in cells) else ""
+        sentences.append("; ".join(part for part in (count, spread) if part) + ".")
+        sentences += too_few(pivot)
+    if pivot.is_score and any(cell.mark for cell in cells):
         sentences.append(f"{BEST.format('column')} Full and Oracle are not ranked: nothing bounds what they read.")
     if pivot.against is not None:
         sentences.append(
@@ -93,6 +93,15 @@ def explanation(pivot: Pivot) -> list[str]:
     if any(computed(cell, pivot) is not None for cell in cells):
         sentences.append("In square brackets the share of the pairs of query and key that a sparse prefill computed.")
     return [*sentences, *([OVER] if any(cell.over for cell in cells) else []), *pivot.notes]
+
+
+def too_few(pivot: Pivot) -> list[str]:
+    """Of which columns the samples are too few, a sentence for each number of them."""
+    found: dict[str, dict[str, None]] = {}
+    for (_, column), cell in pivot.cells.items():
+        if cell.few:
+            found.setdefault(cell.few, {})[" · ".join(column)] = None
+    return [f"{'; '.join(columns)}: {few}." for few, columns in found.items()]
 
 
 def as_name(words: str, sign: str) -> str:

@@ -4,15 +4,19 @@ const tone = (part) => (part.paired ? { 1: "good", "-1": "bad", 0: "" }[lower(pa
 // What the corrected test says, in words.
 function verdict(part) {
   const { holm, holm_is_bound: isBound, family, n, sign } = part.paired;
+  if (n < few) return tooFew(n);
   const test = `p ${pWords(holm, isBound)}${family > 1 ? ` after Holm over ${family}` : ""}, n ${n}`;
   if (sign) return `${sign > 0 ? "higher" : "lower"} than full attention (${test})`;
-  const why = few[`${n}|${family}`];
-  return `no significant difference to full attention (${test}${why ? `; ${why}` : ""})`;
+  return `no significant difference to full attention (${test})`;
 }
-function difference({ metric, paired: { mean, ci, unit } }) {
+function difference({ metric, paired: { mean, ci, unit, n: samples } }) {
   const n = unit ? 3 : digits(metric);
-  return `${signed(mean, n)}${unit ? ` ${unit}` : ""}${ci ? ` (${signed(ci[0], n)} to ${signed(ci[1], n)})` : ""}`;
+  return `${signed(mean, n)}${unit ? ` ${unit}` : ""}${ci && samples >= few ? ` (${signed(ci[0], n)} to ${signed(ci[1], n)})` : ""}`;
 }
+const tested = (part) => difference(part) + (part.paired.n < few ? "" : `, p ${pWords(part.paired.holm, part.paired.holm_is_bound)}`);
+const tooFew = (n) => `${n === 1 ? "one sample is" : `${n} samples are`} too few to compare`;
+// The interval of a score; of an average each dataset is a sample.
+const endsOf = (part) => (part.ci && (part.of ? part.of.length : part.n) >= few ? range(part.ci, digits(part.metric)) : "");
 const STANDINGS = {
   bold: "best under this budget, by the corrected test",
   tie: "not shown to be worse than the best under this budget: a tie",
@@ -24,12 +28,12 @@ function facts(run, part) {
   const kept = quality(run, part);
   return [
     ["score", `${number(part.score, digits(part.metric))} ${part.metric === "score" ? "" : part.metric}`],
-    ["95 %", part.ci ? range(part.ci, digits(part.metric)) : part.n === 1 ? "none: one sample says nothing of the spread" : "-"],
+    ["95 %", endsOf(part) || "-"],
     ["samples", part.of ? `${part.n}, of ${part.of.length} datasets that count alike` : String(part.n)],
     ["Δ vs full attention", pair ? difference(part) : run.full ? null : "no sample with the same prompt"],
     ["test", pair ? verdict(part) : null],
-    ["uncorrected", pair ? `p ${pWords(pair.p, pair.p_is_bound)}` : null],
-    ["quality kept", kept ? `${number(kept.value, 2)}${is(kept.low) ? ` (${range([kept.low, kept.high], 2)})` : ""} of full attention's ${kept.base}` : null],
+    ["uncorrected", pair && pair.n >= few ? `p ${pWords(pair.p, pair.p_is_bound)}` : null],
+    ["quality kept", kept ? `${number(kept.value, 2)}${kept.ends ? ` (${kept.ends})` : ""} of full attention's ${kept.base}` : null],
     ["pairs", pair ? `${pair.more} above full attention, ${pair.same} equal, ${pair.less} below` : null],
     ["standing", STANDINGS[part.standing]],
     ["bytes held", is(part.cost.memory) ? `${number(part.cost.memory)} of the full cache's` : null],
@@ -79,8 +83,8 @@ function scoreCell(run, part) {
   const signs = [part.over ? el("span", { class: "flag", title: "over budget" }, "! ") : null,
     part.standing === "tie" ? el("span", { class: "tie", title: STANDINGS.tie }, "≈ ") : null];
   const lines = [el("span", {}, signs, el(strong, { class: "score" }, number(part.score, digits(part.metric)))),
-    el("small", {}, part.ci ? `${range(part.ci, digits(part.metric))}, ` : "", link(toSamples(run, part), `n ${part.n}`))];
-  if (part.paired) lines.push(el("small", { class: tone(part) }, `${difference(part)}, p ${pWords(part.paired.holm, part.paired.holm_is_bound)}`));
+    el("small", {}, endsOf(part) ? `${endsOf(part)}, ` : "", link(toSamples(run, part), `n ${part.n}`))];
+  if (part.paired) lines.push(el("small", { class: tone(part) }, tested(part)));
   if (run.n_oom) lines.push(el("small", { class: "flag" }, `${run.n_oom} out of memory`));
   const open = (event) => openCard(run, part, event.currentTarget);
   return el("td", { class: `cell ${tone(part) && `${tone(part)}-bg`}`, tabindex: 0, "aria-haspopup": "dialog",

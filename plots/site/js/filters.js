@@ -2,7 +2,7 @@
 let index = { benchmarks: [], changes: [] };
 let runs = []; // of the benchmark that is shown
 let looks = {};
-let few = {};
+let few = 0; // samples, below which no interval and no test is said
 const read = new Map(); // benchmarks by id, with their runs, as far as they were loaded
 
 async function readBenchmark(id) {
@@ -20,7 +20,7 @@ async function readBenchmark(id) {
     at += run.n_parts;
   });
   Object.assign(looks, told.looks);
-  Object.assign(few, told.few);
+  few = told.few;
   read.set(id, found);
   return found;
 }

@@ -27,7 +27,8 @@ function quality(run, part) {
   if (!part.paired || !(lead > 0)) return null;
   const of = (difference) => 1 + difference / lead;
   const [low, high] = part.paired.ci ? part.paired.ci.map(of) : [null, null];
-  return { value: of(part.paired.mean), low, high, base: fromRandom ? "lead over random tokens" : "score" };
+  const ends = is(low) && part.paired.n >= few ? range([low, high], 2) : "";
+  return { value: of(part.paired.mean), low, high, ends, base: fromRandom ? "lead over random tokens" : "score" };
 }
 
 function aboutQuality(rows) {
@@ -100,8 +101,8 @@ function pointsOf({ rows, dataset }, x, y) {
     const time = slower(run);
     return [{ x: cost, y: value, low, high, method: run.method, series: run.series, full: run.full, run, part, hollow: Boolean(part.outside),
       size: is(time) ? sizeOf(time) : null, faint: lit() ? !isLit(run.method) : Boolean(only) && !only.has(run.method), isFront: part.front.includes(x),
-      text: [run.variant, `${y === "quality" ? "quality kept" : part.metric} ${number(value, n)}${is(low) ? ` (95 %: ${range([low, high], n)})` : ""}`,
-        `${X_AXES[x].title}: ${cost < 10 ? number(cost) : number(cost, 0)}`, part.paired ? `Δ to full attention ${difference(part)}, p ${pWords(part.paired.holm, part.paired.holm_is_bound)}` : "",
+      text: [run.variant, `${y === "quality" ? "quality kept" : part.metric} ${number(value, n)}${is(low) && part.n >= few ? ` (95 %: ${range([low, high], n)})` : ""}`,
+        `${X_AXES[x].title}: ${cost < 10 ? number(cost) : number(cost, 0)}`, part.paired ? `Δ to full attention ${tested(part)}` : "",
         `n ${part.n}${is(time) ? `, a step takes ${number(time, 2)} of full attention's time` : ""}; ${run.verdict}`].filter(Boolean).join("\n"),
       pick: (from) => openCard(run, run.parts.find((one) => one.dataset === dataset), from) }];
   });
@@ -159,7 +160,7 @@ function notesOf(rows, points, { about, isSpread }) {
     points.filter((point) => point.isFront).length > 1 ? "The broad band is the front: runs within their budget that are shown to score better than every run that costs no more (paired test, corrected), whatever the filters hide." : null,
     only && !lit() ? `${only.size - 1} of ${unique(rows.map(([run]) => run.method)).length} methods stand out: those on the front, then the best. A name in the table makes another one stand out.` : null,
     `${counts.map(([words, n]) => `${n} ${words}`).join(", ")}.${rows.some(([run]) => run.kept) ? " Of these only scores are kept, no answers: the command that makes them again is behind each." : ""}`,
-    rows.length && rows.every(([, part]) => part.n === 1) ? "One sample each: no interval, and no difference can be shown." : null,
+    rows.length && rows.every(([, part]) => part.n < few) ? `Fewer than ${few} samples are too few to compare.` : null,
     hollow ? `Hollow marks did not keep their budget: ${hollow}. The axes show what was measured.` : null,
     unpriced ? `${unpriced}: reads all keys to find its tokens, outside every budget, so it is a reference and on no front. It shows what exact attention weights choose layer by layer, not the best score that a budget allows.` : null,
     rows.length && rows[0][0].task.split(" ")[0] === "fidelity" ? "Fidelity is the agreement with full attention's own tokens; it says nothing of whether answers are right." : null,
@@ -176,7 +177,7 @@ const verified = { key: "verified", title: "verified", value: ({ run }) => VERDI
 const audit = (title, key, show) => cells(key, title, ({ run }) => run.audit[key], show);
 const TRACKS = {
   quality: ["quality", [
-    { key: "quality", title: "quality kept", value: ({ kept }) => kept && kept.value, cell: ({ kept }) => el("td", {}, number(kept && kept.value, 2), kept && is(kept.low) ? el("small", {}, range([kept.low, kept.high], 2)) : "") },
+    { key: "quality", title: "quality kept", value: ({ kept }) => kept && kept.value, cell: ({ kept }) => el("td", {}, number(kept && kept.value, 2), kept && kept.ends ? el("small", {}, kept.ends) : "") },
     cells("memory", "share of bytes", ({ part }) => part.cost.memory),
     { key: "score", title: "score, Δ to full attention", value: ({ part }) => part.score, cell: ({ run, part }) => scoreCell(run, part) },
     { key: "rank", title: "rank", value: ({ part }) => (part.rank ? part.rank[0] + part.rank[1] / 1e3 : null),
