@@ -235,19 +235,23 @@ Every 95 % interval of this harness comes from one function, `interval` of `resu
 result.json, of the terminal's table, of all tables, figures and the report.
 
 - **Scores with bounds** (0 to 1) and **differences** of such (-1 to 1) have Gaffke's interval (2005; Learned-Miller and
-  Thomas, 2020). Its lower end is where the mean lies below with a chance of 2.5 % under flat random weights of the
-  samples and of one more sample at the lower bound; the upper end likewise. It assumes nothing but the bounds. Of hits
-  and misses it is Clopper and Pearson's exact interval. Samples that all agree have a width: of eight scores of 0.6 it
-  is 0.38 to 0.75, as one of eight unseen others may be anything.
+  Thomas, 2020), whose coverage is measured below and conjectured in general. Its lower end is where the mean lies
+  below with a chance of 2.5 % under flat random weights of the samples and of one more sample at the lower bound; the
+  upper end likewise. It assumes nothing but the bounds. Of hits and misses it is Clopper and Pearson's exact interval.
+  Samples that all agree have a width: of eight scores of 0.6 it is 0.38 to 0.75, as one of eight unseen others may be
+  anything.
 - **Draws of a prompt and turns of a conversation** count as one sample, with their mean. **An average over datasets**
   takes each dataset for one sample; a difference of averages is of the datasets at hand, as its test is.
 - **Numbers without a bound** (losses, seconds, output errors) have Student's t, and none where all samples agree.
-- **One sample** has no interval.
+- **Fewer than 20 samples** have no interval, no test and no mark in tables: scores that are all right or wrong stand
+  as hits ("9 of 10"), others as their mean, and a sentence says which columns are too few to compare. An average over
+  fewer than 20 datasets has no interval either. Files for programs keep the numbers, and figures their bars. `FEW` and
+  `few_samples` of the same file decide it for all.
+- **One sample** has no interval anywhere.
 
 A difference is marked by the paired sign-flip test, corrected for all variants that were asked the same samples (a
 column), not by its interval. Where that test finds nothing the interval holds 0. The reverse need not be: of many small
 differences that all point one way the test shows one, while the interval still allows for a rare large loss.
-`samples_needed` says how few samples can show anything: 6 for one comparison, 8 for four, 9 for twelve.
 
 The test's p is the share of all signs of the differences whose mean is as far from 0 as theirs, equal means among them.
 Samples without a difference are left out. **It is exact where the differences are of one size**, such as hits against
@@ -259,7 +263,7 @@ Tables for programs say so in a column beside the number.
 
 [register.md](register.md) also asks whether a loss is smaller than a margin: it is shown where the lower end lies above
 the margin with the p-value that the correction leaves, so the rows "differences" below are the coverage of that rule
-too. Gaffke's coverage is measured there and conjectured in general; nobody has proven it for every distribution.
+too. Nobody has proven Gaffke's coverage for every distribution.
 
 Tables, figures and the report compute intervals from the samples, whatever an older result.json has.
 

@@ -9,11 +9,12 @@ Scores of 0 to 1, and differences of such, have Gaffke's interval (Gaffke, 2005;
 mean under all weights that the samples may have (flat over the simplex, as in a Bayesian bootstrap), with one more
 sample at the bound that the end leans to. Nothing is assumed of the scores but their bounds. Of hits and misses it is
 Clopper and Pearson's exact interval; of samples that all agree it has the width that so many unseen others allow. One
-formula for every n, so that no width jumps. docs/intervals.md holds what was measured: it covers 95 % or more of every
-shape of scores at every n that was tried, where bootstraps and Student's t cover down to 35 % at n = 8, 66 % at n = 20.
+formula for every n, so that no width jumps. Its coverage is conjectured. docs/intervals.md holds what was measured: it
+covers 95 % or more of every shape of scores at every n that was tried, where bootstraps and Student's t cover down to
+35 % at n = 8, 66 % at n = 20.
 
-Below `FEW` samples such an interval holds nearly everything: what people read has hits or a plain mean there, no
-interval and no mark of a test, while files for programs keep the numbers.
+Below `FEW` samples it holds nearly everything: tables have hits or a plain mean there, no interval and no mark of a
+test, while files for programs keep the numbers.
 
 Samples must be independent: draws of one prompt and turns of one conversation count as one, with their mean.
 

@@ -100,11 +100,8 @@ def heading(table: Table) -> str:
 def explanation(table: Table) -> list[str]:
     """The sentences below a table."""
     cells = table.pivot.cells.values()
-    kind = "Figures are means" if table.paper.times_of else "Scores are means times 100"
-    sentences = [
-        f"{kind}, ± half of their 95 % interval; below {FEW} samples none, and hits where all are right or wrong; - was "
-        "not run."
-    ]
+    kind = "Figures are means" if table.paper.times_of else "Scores are means times 100, of few samples hits"
+    sentences = [f"{kind}; ± half of their 95 % interval (none below {FEW} samples); - was not run."]
     sentences += [shown.BEST.format("row")] if any(cell.mark for cell in cells) else []
     sentences += [shown.OVER] if any(cell.over for cell in cells) else []
     if table.published.values:

@@ -11,7 +11,9 @@ from rich.console import Console
 from kvbench.engine.budget import show
 from kvbench.evals.screen.table import number, print_table, remarks, sheet
 from kvbench.results import RunResult
+from kvbench.results.intervals import FEW, few_samples
 from kvbench.results.sheet import on_terminal
+from kvbench.tests.plots.made_runs import write
 
 FACTS: dict[str, Any] = {"method": "oracle", "method_label": "Oracle", "params": {}}
 FACTS |= {"task": "needle", "task_version": 1, "dataset": "d", "data_source": "embedded"}
@@ -84,22 +86,25 @@ def test_a_share_is_written_as_people_write_it() -> None:
     assert "comm 1/8" in shown and "ratio 1/8" in shown and "0.125" not in shown
 
 
-def test_a_single_sample_has_no_interval_and_few_samples_are_said_to_be_few() -> None:
-    one = result(n_samples=1, score=1.0, score_ci95=[1.0, 1.0])  # as earlier runs have it
-    assert "1.00 to 1.00" not in text(one)
-    assert any("a single sample" in line for line in remarks([one]))
-    assert "with 4 samples no difference can be significant; 6 or more are needed" in remarks([result(n_samples=4)])
-    assert not any("no difference" in line for line in remarks([result(n_samples=6)]))
+@pytest.mark.parametrize(
+    ("scores", "shown"), [([1.0] * 9 + [0.0], "9 of 10"), ([1.0] * 9 + [0.5], "95.0"), ([1.0] * FEW, "100.0")]
+)
+def test_few_samples_are_hits_or_a_mean_without_an_interval(
+    scores: list[float], shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = write(tmp_path, "snapkv", "needle", [{"score": score} for score in scores])
+    print_table([made])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("SnapKV")]
+    assert f" {shown} " in row and (" to 100.0 " in row) == (len(scores) == FEW)
 
 
 def test_few_samples_are_as_few_as_in_every_other_tool() -> None:
     """The same runs asked for 7, 8 and 9 samples, by who was asked."""
-    variants = [result(n_samples=7, ratio_exact=ratio) for ratio in ("0.1", "0.2", "0.3", "0.4")]
-    full = result(**FULL | {"n_samples": 7})
-    assert "with 7 samples no difference can be significant; 8 or more are needed" in remarks([full, *variants])
-    assert not any("are needed" in line for line in remarks([full, *variants[:3]]))
-    both = [replace(one, task=task) for one in [full, *variants] for task in ("gsm8k", "needle")]
-    assert "gsm8k: with 7 samples no difference can be significant; 8 or more are needed" in remarks(both)
+    few, enough = ([result(**FULL | {"n_samples": n}), result(n_samples=n)] for n in (FEW - 1, FEW))
+    assert few_samples(FEW - 1) in remarks(few) and few_samples(FEW - 1) in remarks(few[1:])
+    assert not any("too few" in line for line in remarks(enough))
+    both = [replace(one, task=task) for one in few for task in ("gsm8k", "needle")]
+    assert f"gsm8k: {few_samples(FEW - 1)}" in remarks(both)
 
 
 def test_pass_at_k_says_the_budget_that_it_is_of() -> None:
@@ -132,7 +137,7 @@ def sweep(n: int, root: Path) -> list[tuple[Path, RunResult]]:
         (
             root / f"needle-{labels[i % 4]}-m-{i:010}",
             result(
-                method_label=labels[i % 4], ratio_exact=("0.1", "0.2")[i // 4 % 2], score=i / n, n_samples=15,
+                method_label=labels[i % 4], ratio_exact=("0.1", "0.2")[i // 4 % 2], score=i / n, n_samples=FEW,
                 score_ci95=[i / n / 2, i / n], **{key: value * (1 - i / 1000) for key, value in sizes.items()},
             ),
         )

@@ -1,5 +1,6 @@
 """`kvbench table`: any runs, rows and columns by their keys."""
 
+import csv
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from kvbench.plots.tables.pivot import Pivot, WrongKey, pivots
 from kvbench.plots.tables.shown import records, sheet_of
 from kvbench.plots.tables.words import samples_below
 from kvbench.results import sheet as printing
+from kvbench.results.intervals import FEW
 from kvbench.tests.plots.made_runs import write
 
 HITS = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
@@ -25,7 +27,7 @@ def rows(scores: list[float], **fields: Any) -> list[dict[str, Any]]:
     return [{"score": score, "fields": fields} for score in scores]
 
 
-def needles(root: Path, n: int = 12) -> None:
+def needles(root: Path, n: int = FEW) -> None:
     """Full once, two methods at two ratios."""
     write(root, "full", "needle", rows([1.0] * n))
     for ratio in ("1/10", "1/5"):
@@ -69,8 +71,27 @@ def test_one_sample_and_zeros_have_no_winner(tmp_path: Path) -> None:
     single, zeros = one(tmp_path / "1"), one(tmp_path / "20")
     assert all(cell.low is None for cell in single.cells.values()) and "±" not in markdown(single)
     assert not any(cell.mark for sheet in (single, zeros) for cell in sheet.cells.values())
-    assert "with one sample no difference can be significant" in markdown(single)
+    assert "- ratio 0.2: one sample is too few to compare." in markdown(single)
+    assert "| SnapKV (C) | 1 of 1 |" in markdown(single) and "| SnapKV (C) | 0.0 (" in markdown(zeros)
     assert "all scores are 0" in markdown(zeros)
+
+
+def test_few_samples_stand_as_hits_or_means_without_interval_and_test(tmp_path: Path) -> None:
+    sizes = {"few": FEW - 1, "enough": FEW, "parts": FEW - 1}
+    for method, level in (("full", 1.0), ("snapkv", 0.0)):
+        levels = {name: level or 0.1 * (name == "parts") for name in sizes}
+        made = [row for name, n in sizes.items() for row in rows([levels[name]] * n, dataset=name)]
+        write(tmp_path, method, "longbench", made)
+    said = markdown(one(tmp_path, columns=["dataset"]))
+    assert "| Full | 100.0 (83.2 to 100.0) n=20 | 19 of 19 n=19 | 19 of 19 n=19 |" in said
+    assert "| SnapKV (C) | 0.0 (0.0 to 16.8) n=20 | 0 of 19 n=19 | 10.0 n=19 |" in said
+    assert "- few; parts: 19 samples are too few to compare." in said
+    less = one(tmp_path, columns=["dataset"], value="difference")
+    assert "| SnapKV (C) | **-100.0** (-100.0 to " in markdown(less) and "| -100.0 n=19 | -90.0 n=19 |" in markdown(
+        less
+    )
+    for line in csv.DictReader(printing.as_csv(records([less])).splitlines()):
+        assert line["method"] == "Full" or (line["low"] and line["p_holm"]), "files for programs keep the numbers"
 
 
 def test_best_and_tied_follow_the_corrected_test_without_full_and_oracle(tmp_path: Path) -> None:
@@ -124,12 +145,12 @@ def test_runs_that_may_not_stand_together_have_tables_of_their_own(tmp_path: Pat
 
 
 def test_differences_are_paired_with_full(tmp_path: Path) -> None:
-    write(tmp_path, "full", "needle", rows([1.0] * 12))
-    write(tmp_path, "snapkv", "needle", rows(HITS))
+    write(tmp_path, "full", "needle", rows([1.0] * 24))
+    write(tmp_path, "snapkv", "needle", rows([*HITS, *[1.0] * 12]))
     cell = one(tmp_path, value="difference").cells[("SnapKV (C)",), ("ratio 0.2",)]
-    assert cell.mean == pytest.approx(-0.25) and cell.against is not None and cell.against.p > 0.05 and not cell.mark
+    assert cell.mean == pytest.approx(-0.125) and cell.against is not None and cell.against.p > 0.05 and not cell.mark
     said = markdown(one(tmp_path, value="difference"))
-    assert "-25.0 (" in said and "Paired with Full" in said and "best of its column" not in said
+    assert "-12.5 (" in said and "Paired with Full" in said and "best of its column" not in said
 
 
 def test_shares_of_memory_stand_by_size(tmp_path: Path) -> None:
@@ -142,7 +163,7 @@ def test_shares_of_memory_stand_by_size(tmp_path: Path) -> None:
 def test_any_value_can_be_compared_with_any_method(tmp_path: Path) -> None:
     for ratio in ("1/10", "1/5"):
         for method, mass in (("full", 1.0), ("snapkv", 0.25), ("pqcache", 0.75)):
-            measured = [{"score": 0.5, "fields": {"measures": {"mass": mass + i / 100}}} for i in range(8)]
+            measured = [{"score": 0.5, "fields": {"measures": {"mass": mass + i / 100}}} for i in range(FEW)]
             write(tmp_path, method, "fidelity", measured, ratio=ratio)
     sheet = one(tmp_path, value="mass", against="SnapKV (C)")
     found = {row[0]: cell.mean for (row, column), cell in sheet.cells.items() if column == ("ratio 0.1",)}
@@ -253,7 +274,7 @@ def test_a_parquet_file_is_as_good_as_folders_and_a_broken_one_is_said(
     samples.to_parquet(tmp_path / "samples.parquet")
     assert main([str(tmp_path / "runs"), "--format", "html"]) == 0
     of_folders = capsys.readouterr().out
-    assert of_folders.count("<table>") == 1 and "<td>PQCache</td><td><b>100.0</b> (73.5 to 100.0)</td>" in of_folders
+    assert of_folders.count("<table>") == 1 and "<td>PQCache</td><td><b>100.0</b> (83.2 to 100.0)</td>" in of_folders
     assert main([str(tmp_path / "samples.parquet"), "--format", "html"]) == 0
     assert capsys.readouterr().out == of_folders
     (tmp_path / "samples.parquet").write_text("mine")

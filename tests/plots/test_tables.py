@@ -25,6 +25,7 @@ from kvbench.plots.tables.papers import (
 from kvbench.plots.tables.pivot import Cell
 from kvbench.plots.tables.words import ANY, samples_below
 from kvbench.results import sheet
+from kvbench.results.intervals import FEW
 from kvbench.tests.plots.made_runs import answers, every_kind
 from kvbench.tests.plots.made_runs import write as make_run
 
@@ -75,8 +76,8 @@ def one(root: Path, paper_table: PaperTable = TABLE2) -> Table:
 
 
 def test_a_cell_is_the_score_of_result_json_to_the_printed_digit(tmp_path: Path) -> None:
-    _, full = make_run(tmp_path, "full", "longbench", answers(["qasper"], 0.7), ratio="1", **OURS)
-    _, ours = make_run(tmp_path, "h2o", "longbench", answers(["qasper"], 0.5), **OURS)
+    _, full = make_run(tmp_path, "full", "longbench", answers(["qasper"], 0.7, 24), ratio="1", **OURS)
+    _, ours = make_run(tmp_path, "h2o", "longbench", answers(["qasper"], 0.5, 24), **OURS)
     assert full.score and ours.score and ours.score_ci95
     table = one(tmp_path)
     place = "Qasper", "H2O (C)", "1/5"
@@ -147,7 +148,7 @@ def test_the_average_is_the_mean_of_the_printed_scores_and_needs_all_datasets(tm
 def test_bold_is_the_best_without_full_oracle_and_runs_over_budget(tmp_path: Path) -> None:
     def add(method: str, level: float, within: bool = True) -> None:
         rows = [{"score": level, "fields": {"dataset": "trec"}, "ledger": {"within_budget": within}}]
-        make_run(tmp_path, method, "longbench", rows * 12, **OURS)
+        make_run(tmp_path, method, "longbench", rows * FEW, **OURS)
 
     for method, level in (("full", 0.9), ("oracle", 0.8), ("h2o", 0.3), ("pqcache", 0.4)):
         add(method, level)
@@ -155,7 +156,7 @@ def test_bold_is_the_best_without_full_oracle_and_runs_over_budget(tmp_path: Pat
     table = one(tmp_path)
     marks = {m: cell.mark for ((m,), (_, name)), cell in table.pivot.cells.items() if name == "TREC" and cell.mark}
     assert marks == {"PQCache": "bold"}
-    assert "**40.00** ±" in markdown(table) and "70.00 ± 13.23 †" in markdown(table)
+    assert "**40.00** ±" in markdown(table) and "70.00 ± 8.42 †" in markdown(table)
     assert r"\textbf{40.00}" in latex(table) and r"$^\dagger$" in latex(table)
 
 
