@@ -42,7 +42,7 @@ setup-serving: $(SERVING_DONE) ## make .venv-serving, where vLLM's CPU build is:
 test-serving: $(SERVING_DONE) ## the tests that need vLLM: KVBench's methods serve in it (short: ARGS="-k short")
 	PYTHONPATH= $(SERVING)/bin/python -m pytest -W ignore -m serving tests/serving $(ARGS)
 
-run: $(DONE) ## set-up, then a first comparison, two minutes: a table, a picture, a page (others: ARGS="ratio=0.2")
+run: $(DONE) ## set-up, then a first comparison, two minutes: a table, a picture, a page (others: ARGS="memory=1/4")
 	$(BIN)/python -m kvbench.first_look $(ARGS)
 
 check: $(DONE) ## what this machine has: packages, GPU, kernels, models, data, memory; whether `make run` would work

@@ -1,7 +1,7 @@
 """`make run`: does a method keep the model's answers, and what does it take? One table, one picture, in two minutes.
 
 What is run stands in conf/experiment/first_look.yaml; words of the command line change it as those of run.py do. Where
-the processor is slow at the dtype, fewer and shorter samples are asked, and the first line says so.
+the processor is slow at the dtype, fewer samples are asked, and the first line says so.
 
 Not here: how anything is run (`run.py`), compared or drawn (`plots/comparison.py`).
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 STARTED = time.monotonic()
 OUT = "runs/first_look"
-BRIEF = "longbench_brief,needle_brief"  # where the dtype is slow: shorter, and no context that is asked several times
+BRIEF = "needle_brief"  # where the dtype is slow
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     if "out" not in given:
         words.append(f"out={OUT}")
     if "task" not in given and (why := slow(given.get("dtype", "auto"))):
-        say(f"{why}: fewer and shorter samples, task={BRIEF}", file=sys.stderr)
+        say(f"{why}: fewer samples, task={BRIEF}", file=sys.stderr)
         words.append(f"task={BRIEF}")
     code = run.main(words, lambda done: show(done, Path(given.get("out", OUT))))
     if code == 0:

@@ -353,9 +353,9 @@ def test_a_frozen_benchmark_stays_as_it_is(registry: Path, true: Path) -> None:
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the benchmark's texts are Python 3.11's own")
 def test_committed_benchmarks_are_those_of_todays_tasks() -> None:
     found = frozen.registry()
-    assert {one.asked["task"]["name"] for one in found} >= {"needle_short", "longbench_short"}
-    one = next(one for one in found if one.asked["task"]["name"] == "needle_short")
-    assert frozen.freeze(["task=needle_short"]) == one
+    assert {one.asked["task"]["name"] for one in found} >= {"needle_brief", "longbench_short"}
+    one = next(one for one in found if one.asked["task"]["name"] == "needle_brief")
+    assert frozen.freeze(["task=needle_brief"]) == one
 
 
 def test_a_finding_says_where_and_what() -> None:
