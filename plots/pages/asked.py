@@ -40,6 +40,7 @@ class Asked:
     about: str = ""
     skill: str = ""  # what it asks of a model, of which several sets may ask the same
     n: int = 0  # samples that the experiment asks of each column
+    stopped: str = ""  # why there are not so many
     # of which runs
     where: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what the task's parameters must be
     model: str = ""

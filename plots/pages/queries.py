@@ -29,8 +29,10 @@ def answered_so_far(frame: Frame, key: str) -> int:
 
 def mean_of(column: Column, method: str, key: str) -> float | None:
     """The mean of a cost over a column's answers; None where it was not measured."""
-    found = column.rows[method][key].dropna() if method in column.rows else ()
-    return float(found.mean()) if len(found) else None
+    if method not in column.rows:
+        return None
+    found = column.rows[method][key].dropna()
+    return None if found.empty else float(found.mean())
 
 
 # --- what a method takes -------------------------------------------------------------------------

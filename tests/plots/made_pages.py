@@ -26,9 +26,7 @@ def frame_of(rows: list[dict[str, Any]]) -> Frame:
     return pd.DataFrame([{key: f"{value}" for key, value in row.items()} for row in made], dtype=str)
 
 
-def answers(
-    levels: dict[str, tuple[float, float]] = LEVELS, n: int = N, key: str = "budgets"
-) -> Frame:
+def answers(levels: dict[str, tuple[float, float]] = LEVELS, n: int = N, key: str = "budgets") -> Frame:
     """A sample is answered by all methods whose level is above its difficulty, which grows evenly."""
     found = []
     for method, each in levels.items():

@@ -87,7 +87,7 @@ def test_who_is_told_from_random_tokens_is_corrected_over_all_of_a_column() -> N
     one = column(task_of(answers()), HIDDEN, EIGHTH)
     assert {*unlike_floor(one)} == {"pqcache", "kvzip", "kivi"}, "SnapKV answers what random tokens do"
     assert {found.family for found in one.told_from_floor.values()} == {4}
-    alone = paired(*([*values(one.of[name]).values()] for name in ("pqcache", FLOOR)))
+    alone = paired([*values(one.of["pqcache"]).values()], [*values(one.of[FLOOR]).values()])
     assert one.told_from_floor["pqcache"].p == pytest.approx(4 * alone.p, rel=0.01)
 
 
@@ -152,8 +152,8 @@ def test_the_picture_has_a_panel_a_scope_and_a_mark_a_budget_shaded_by_time() ->
     for ax, protocol in ((first, SHOWN), (second, HIDDEN)):
         marks = [line for line in ax.lines if len(line.get_xdata()) == 1]
         assert len(marks) == 2 * 4
-        wanted = {round(100 * one.share(name), 6) for one in task.columns if one.at.protocol == protocol
-                  for name in one.methods if name != FLOOR}  # fmt: skip
+        columns: list[Any] = [one for one in task.columns if one.at.protocol == protocol]
+        wanted = {round(100 * one.share(name), 6) for one in columns for name in one.methods if name != FLOOR}
         assert {round(float(line.get_xdata()[0]), 6) for line in marks} == wanted
         assert len({str(line.get_color()) for line in marks}) == 3, "two times, and grey where none was measured"
 

@@ -109,7 +109,7 @@ def test_bits_that_a_byte_budget_chose_stand_behind_the_label(tmp_path: Path) ->
 @pytest.mark.parametrize("other", [{"comm": "1/64"}, {"model": "tiny"}, {"memory": "4GB"}])
 def test_runs_under_another_rule_or_of_another_model_are_no_evidence(other: dict[str, str], tmp_path: Path) -> None:
     asked = page("results").sets["budgets"]
-    mine = {"memory": "1/4", "comm": "0", "model": asked.model} | other
+    mine: dict[str, Any] = {"memory": "1/4", "comm": "0", "model": asked.model} | other
     made_runs.write(tmp_path, "quest", asked.task, [{"fields": {"dataset": asked.dataset}}], ratio=None, **mine)
     assert of_runs(tmp_path, "results").empty
 
