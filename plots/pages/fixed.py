@@ -8,6 +8,7 @@ Not here: which comparisons (docs/register.yaml).
 """
 # pyright: basic
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from kvbench.plots.pages.asked import FULL, Asked, Comparison, Page
 from kvbench.plots.pages.columns import Frame, Place, scored, values
 from kvbench.plots.stats import Corrected, Paired, corrected_over, paired
-from kvbench.results.intervals import chance_below
+from kvbench.results.intervals import LEVEL, chance_below
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ def registered(of: Page, frame: Frame) -> list[Registered]:
             pairs[one] = pair if one.asks == "difference" else replace(pair, p=p_within(a - b, margin))
     made = corrected_over(pairs, len(of.comparisons))
     return [Registered(one, of.sets[one.set], ns[one], made.get(one)) for one in of.comparisons]
+
+
+def within(made: Iterable[Registered]) -> list[Registered]:
+    """Those that ask for a margin and are shown."""
+    return [one for one in made if one.one.asks == "margin" and one.found is not None and one.found.p < LEVEL]
 
 
 def rows_at(frame: Frame, key: str, place: Place) -> Frame:

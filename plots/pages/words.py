@@ -89,13 +89,13 @@ def percent_of(share: float | None) -> str:
 
 
 def standing(column: Column | None, has_host: bool, task: Task) -> str:
-    """The best that such a machine can run, or how many cannot be told from it."""
+    """The best that such a machine can run, and how many cannot be told from it."""
     if column is None or task.is_tight(column):
         return ABSENT
     front = in_front(column, has_host)
-    names = [plain_name(task, name) for name in front]
     distance = gap(less(column.of[front[0]], column.full))
-    return f"{names[0]}: {distance}" if len(front) == 1 else f"{names[0]}: {distance}, or {len(front) - 1} more"
+    more = "" if len(front) == 1 else f"; {len(front) - 1} more cannot be told from it"
+    return f"{plain_name(task, front[0])}: {distance}{more}"
 
 
 def small(words: str) -> str:

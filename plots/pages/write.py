@@ -29,7 +29,7 @@ PAGES = {"results": ["results", "register"], "register": ["register", "results"]
 HEADS = (
     "scope", "share of bytes", "method", "n", "score", "low", "high", "share kept", "kept low", "kept high",
     "difference to full", "difference low", "difference high", "p", "p after Holm", "only below", "compared",
-    "p to random after Holm", "bytes held, share of full", "host bytes", "bytes to find a step", "bytes fetched a step",
+    "p to random after Holm", "bytes held, share of full", "host bytes", "prefill peak bytes", "bytes to find a step", "bytes fetched a step",
     "share of the published index", "answer in tokens", "cut off",
 )  # fmt: skip
 
@@ -65,7 +65,9 @@ class Answers:
 def text(name: str, answers: Answers) -> str:
     """A page; the answers of a second page, which stand on it too, may be missing."""
     frame, _ = answers.of(PAGES[name][0])
-    return environment().get_template(f"{name}.md.j2").render(page=page(name), frame=frame, tasks=every(name, answers))
+    register = fixed.registered(page("register"), answers.of("register")[0]) if answers.has("register") else []
+    template = environment().get_template(f"{name}.md.j2")
+    return template.render(page=page(name), frame=frame, tasks=every(name, answers), register=register)
 
 
 def every(name: str, answers: Answers) -> list[Task]:
@@ -160,7 +162,10 @@ def against(task: Task, column: Column, method: str) -> list[str]:
 
 
 def taken_by(column: Column, method: str) -> list[str]:
-    keys = ("bytes_resident_host", "bytes_index_read_per_step", "moved_bytes_per_step", "index_share")
+    keys = (
+        *("bytes_resident_host", "bytes_prefill_peak", "bytes_index_read_per_step", "moved_bytes_per_step"),
+        "index_share",
+    )
     means = [mean_of(column, method, key) for key in keys]
     said = ["" if mean is None else f"{mean:.4g}" for mean in means]
     return [f"{column.held(method):.3g}", *said, *words.lengths(column, method)]

@@ -101,7 +101,7 @@ def test_only_what_a_machine_can_run_competes_and_random_tokens_never_do() -> No
 def test_a_tie_is_said_by_how_many_and_a_weak_task_says_nothing() -> None:
     task = task_of(answers())
     said = standing(column(task, HIDDEN, EIGHTH), True, task)
-    assert re.fullmatch(r".+: -10 \(.* to .*\), or 2 more", said), said
+    assert re.fullmatch(r".+: -10 \(.* to .*\); 2 more cannot be told from it", said), said
     weak = task_of(answers({FULL: (0.2, 0.2), "snapkv": (0.1, 0.1), FLOOR: (0, 0)}))
     assert standing(column(weak, SHOWN, EIGHTH), True, weak) == standing(None, True, weak) == "-"
 

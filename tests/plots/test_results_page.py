@@ -76,15 +76,17 @@ def test_the_five_sentences_have_twenty_words_at_most_and_their_numbers_are_reco
         least = max(least, (len(ps) - i) * p)
         holm += least < 0.05
     assert of == len(here) and abs(n - (of - holm)) <= 1, "one may hang on a seed"
-    for words, method in (("The best there", None), ("SnapKV", "snapkv")):
+    for words, place in (
+        ("SnapKV", (*HIDDEN, "snapkv")),
+        ("KVzip", ("budgets", "full_prompt", "memory 1/16", "kvzip")),
+    ):
         (one,) = [sentence for sentence in said if sentence.startswith(words)]
-        wanted = method or max((m for m in here), key=lambda m: mean(here[m].values()))
-        number = float(re.findall(r"keeps (-?\d+) %", one)[0])
-        assert number == pytest.approx(share(*HIDDEN, wanted), abs=0.51)
-    (one,) = [sentence for sentence in said if sentence.startswith("KVzip keeps")]
-    assert float(re.findall(r"keeps (-?\d+) %", one)[0]) == pytest.approx(
-        share("budgets", "full_prompt", "memory 1/16", "kvzip"), abs=0.51
-    )
+        assert float(re.findall(r"keeps (-?\d+) %", one)[0]) == pytest.approx(share(*place), abs=0.51)
+    # A loss of less than five points: the upper end of it, under drawn weights.
+    (n, who) = re.findall(r"On (\d+) other questions, hidden, (\w+) ", said[1])[0]
+    mine, full = (scores()["docs", *HIDDEN[1:2], *at] for at in (("memory 0.25", called(who)), ("", "full")))
+    less = gaffke([mine[sample] - full[sample] for sample in full], -1.0)
+    assert int(n) == len(full) and less[len(less) // 40] > -0.05
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
