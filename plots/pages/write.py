@@ -29,7 +29,8 @@ PAGES = {"results": ["results", "register"], "register": ["register", "results"]
 HEADS = (
     "scope", "share of bytes", "method", "n", "score", "low", "high", "share kept", "kept low", "kept high",
     "difference to full", "difference low", "difference high", "p", "p after Holm", "only below", "compared",
-    "p to random after Holm", "bytes held, share of full", "host bytes", "prefill peak bytes", "bytes to find a step", "bytes fetched a step",
+    "p to random after Holm", "bytes held, share of full", "host bytes", "prefill peak bytes", "bytes to find a step",
+    "bytes fetched a step",
     "share of the published index", "answer in tokens", "cut off",
 )  # fmt: skip
 
