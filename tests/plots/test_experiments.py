@@ -1,6 +1,8 @@
 """Every file of conf/experiment composes at both scales into cells whose settings and parameters are accepted."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -82,6 +84,14 @@ def test_it_opens_with_its_commands() -> None:
         assert head[0] == "# @package _global_"
         assert re.fullmatch(rf"# python run\.py -m experiment={path.stem}( data_dir=FOLDER)?", head[1])
         assert head[2] == f"# python run.py -m experiment={path.stem} scale=smoke"
+
+
+def test_a_command_line_alone_knows_what_experiments_are_made_of() -> None:
+    """Without what other tests have loaded by then."""
+    names = [path.stem for path in FILES if "every_method" in path.read_text()]
+    code = f"from kvbench.evals.overrides import check_overrides as c; [c(['-m', f'experiment={{n}}']) for n in {names}]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert names and not done.returncode, done.stderr[-500:]
 
 
 @pytest.mark.parametrize("path", sampled(FILES, 4))
