@@ -18,7 +18,7 @@ from kvbench.evals.cells import ask_one
 from kvbench.evals.composing import composition
 from kvbench.evals.overrides import CONF, check_overrides
 from kvbench.evals.settings import Choice, Settings, load_class, methods_for, settings
-from kvbench.results.names import FIRST, known
+from kvbench.results.names import FIRST
 
 FILES = sorted((CONF / "experiment").glob("*.yaml"))
 PAPERS = {
@@ -61,19 +61,9 @@ def composed(cell: list[str]) -> Settings:
 
 def test_every_table_and_figure_has_a_file() -> None:
     wanted = {f"{paper}_{item}" for paper, items in PAPERS.items() for item in items.split()}
-    others = {"first_look", "scopes_needle", "scopes_name", "scopes_longbench"}  # of `make run` and `make paper-tables`
-    others |= {"frontier", "frontier_needle"}  # of docs/byte-budget.md
-    others |= {
-        "answers",
-        "answers_math500",
-        "turns_needle",
-        "turns_scbench",
-        "turns_shared",
-    }  # of docs/decode-time.md, and of docs/turns.md
-    others |= {"prefills", "prefills_exact", "kept_as"}  # of docs/prefills.md and docs/options.md
-    others |= {"lengths", "lengths_ruler", "agents"}  # of lengths, and of agent traces
+    others = {"first_look"}  # of `make run`
+    others |= {"answers", "answers_math500"}  # of docs/decode-time.md
     others |= {"mbe", "mbe_system"}  # of docs/own-figures.md
-    others |= {"acceptance_vegas"}  # of docs/fidelity.md
     assert {path.stem for path in FILES} == wanted | others
 
 
@@ -155,14 +145,6 @@ def test_table_5_is_behind_an_exact_and_a_sparse_prefill() -> None:
         made = [composed(cell) for cell in cells("experiment=pqcache_table5", *scale)]
         found = {(cell.method.name, cell.prefill and cell.prefill.name) for cell in made}
         assert found == {(m, p) for m in ("full", "pqcache") for p in (None, sparse)}
-
-
-@pytest.mark.parametrize("name", [path.stem for path in FILES if path.stem.startswith("results_")])
-def test_the_page_of_results_has_every_method_at_five_budgets(name: str) -> None:
-    made = [dict(word.split("=", 1) for word in cell) for cell in cells(f"experiment={name}")]
-    by_method = {known(cell["method"]) for cell in made}
-    assert by_method == {*methods_for("ratio")}
-    assert len({cell["ratio"] for cell in made}) == 5
 
 
 @pytest.mark.parametrize("name", ["docs", "needle"])
