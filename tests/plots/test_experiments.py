@@ -18,7 +18,7 @@ from kvbench.evals.cells import ask_one
 from kvbench.evals.composing import composition
 from kvbench.evals.overrides import CONF, check_overrides
 from kvbench.evals.settings import Choice, Settings, load_class, methods_for, settings
-from kvbench.results.names import FIRST
+from kvbench.results.names import FIRST, known
 
 FILES = sorted((CONF / "experiment").glob("*.yaml"))
 PAPERS = {
@@ -145,6 +145,14 @@ def test_table_5_is_behind_an_exact_and_a_sparse_prefill() -> None:
         made = [composed(cell) for cell in cells("experiment=pqcache_table5", *scale)]
         found = {(cell.method.name, cell.prefill and cell.prefill.name) for cell in made}
         assert found == {(m, p) for m in ("full", "pqcache") for p in (None, sparse)}
+
+
+@pytest.mark.parametrize("name", [path.stem for path in FILES if path.stem.startswith("results_")])
+def test_the_page_of_results_has_every_method_at_five_budgets(name: str) -> None:
+    made = [dict(word.split("=", 1) for word in cell) for cell in cells(f"experiment={name}")]
+    by_method = {known(cell["method"]) for cell in made}
+    assert by_method == {*methods_for("ratio")}
+    assert len({cell["ratio"] for cell in made}) == 5
 
 
 @pytest.mark.parametrize("name", ["docs", "needle"])
