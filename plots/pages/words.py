@@ -3,8 +3,6 @@
 Not here: sentences (the templates), numbers (`queries.py`).
 """
 
-from collections.abc import Iterable
-
 from kvbench.plots.pages.asked import At
 from kvbench.plots.pages.columns import Column, Task, less
 from kvbench.plots.pages.methods import title
@@ -29,12 +27,6 @@ def plain_name(task: Task, method: str) -> str:
     mine = {name for name in task.rows[task.rows["method"] == method]["method_label"] if name}
     shortest = min(mine, key=lambda name: (len(name), name), default=title(method))
     return shortest.split(" or ")[0].replace(" (smaller index)", "")
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names one after the other, told apart where one has a comma of its own."""
-    names = [*names]
-    return ("; " if any("," in name for name in names) else ", ").join(names)
 
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -73,11 +65,6 @@ def p_holm(found: Corrected) -> str:
     return p_words(found.p, found.is_bound)
 
 
-def spread(least: float, most: float) -> str:
-    """Both ends, or one number where they agree."""
-    return f"{least:,.0f}" if f"{least:,.0f}" == f"{most:,.0f}" else f"{least:,.0f} to {most:,.0f}"
-
-
 def lengths(column: Column, method: str) -> tuple[str, str]:
     """Lengths of answers: a longer one costs more, and one that was cut off is wrong."""
     n_tokens, cut = (mean_of(column, method, key) for key in ("generated_tokens", "cut_off"))
@@ -104,7 +91,3 @@ def small(words: str) -> str:
 
 def capital(words: str) -> str:
     return words[:1].upper() + words[1:]
-
-
-def code(words: str) -> str:
-    return f"`{words}`"

@@ -40,7 +40,7 @@ def environment() -> Environment:
         loader=FileSystemLoader(HERE), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
-    made.filters |= {"md": lambda text: plain_markdown(str(text)), "code": words.code}
+    made.filters["md"] = lambda text: plain_markdown(str(text))
     for library in (columns, fixed, methods, queries, words):
         made.globals |= vars(library)
     made.globals |= {"FULL": FULL, "FLOOR": FLOOR, "LEVEL": LEVEL, "SCOPES": SCOPES, "at_of": At, "share": share}
