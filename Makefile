@@ -94,13 +94,13 @@ bench: $(DONE) ## run every benchmarks/bench_*.py, one after the other
 	done
 
 .PHONY: results pages
-results: $(DONE) ## twelve methods on tasks that tell them apart, all others at one budget, hours on two cores, then docs/results.md and docs/which-method.md
-	@for task in docs needle two ruler "ruler task.datasets=[fwe]" shared others others_docs; do \
-		$(BIN)/python run.py -m experiment=evidence_$$task out=runs/evidence $(ARGS) || exit 1; \
+results: $(DONE) ## what docs/results.md asks, twelve methods by bytes and all others at one budget, hours on two cores, then the page
+	@for what in docs many costs; do \
+		$(BIN)/python run.py -m experiment=evidence_$$what out=runs/evidence $(ARGS) || exit 1; \
 	done
-	$(BIN)/python -m kvbench.plots.pages results which-method runs/evidence
+	$(BIN)/python -m kvbench.plots.pages results runs/evidence
 
-pages: $(DONE) ## docs/results.md, which-method.md, cited.md and register.md from the scores beside them (with runs: ARGS=FOLDER)
+pages: $(DONE) ## docs/results.md, register.md and formats.md from the scores beside them (with runs: ARGS=FOLDER)
 	$(BIN)/python -m kvbench.plots.pages $(ARGS)
 
 paper-tables: $(DONE) ## the papers' tables from runs/, as Markdown, LaTeX, HTML and CSV (other runs: ARGS=FOLDER)

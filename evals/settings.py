@@ -587,7 +587,6 @@ def every_method(budget: str, others: str = "") -> str:
     return ",".join(presets.get(name, name) for name in methods_for(budget) if f"-{name}" not in words)
 
 
-OmegaConf.register_new_resolver("every_method", every_method, replace=True)
 OmegaConf.register_new_resolver("unless", unless, replace=True)
 OmegaConf.register_new_resolver("default_comm", default_comm, replace=True)
 OmegaConf.register_new_resolver("model_name", model_name, replace=True)

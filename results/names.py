@@ -19,8 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = "embedded"  # what `data_source` says of a set of ours
-FIRST = frozenset(  # methods that papers compare first; docs/results.md asks the others less
-    "snapkv pyramidkv adakv h2o tova streamingllm expected_attention keydiff kvzip quest pqcache kivi".split()
+FIRST = frozenset(  # methods of evidence_docs; docs/results.md asks the others less
+    "pqcache kvzip quest sparq snapkv adakv pyramidkv tova streamingllm expected_attention keydiff random".split()
 )
 LENGTHS = ("short", "brief")  # after a task's name: the same in fewer or shorter samples
 

@@ -9,7 +9,7 @@ of its layers, up to its context). Ratios go to results.csv; the table on standa
     choosing   its part of that
     error      norm of the output's difference to exact attention's, relative to exact's; mean over layers
 
-Not here: quality (`experiment=prefills`), launches on a GPU (`benchmarks/prefills/launches.py`).
+Not here: quality (docs/prefills.md), launches on a GPU (`benchmarks/prefills/launches.py`).
 """
 
 import argparse

@@ -437,7 +437,7 @@ FIGURES = (
            ("pqcache_figure10a", "pqcache_figure10c", "clusterkv_figure9", "xkv_figure11", "xkv_figure12"), "scored",
            Chart("Score by {axis}, budgets given as {given}, comm {comm}", **PANELS), by_cost,
            split=("by_tokens", "comm"), outer=1, axis="attended", is_choosable=True, facet="dataset", fewest=(1, 2)),
-    Figure("frontier", "byte budgets", ("frontier", "frontier_needle"),
+    Figure("frontier", "byte budgets", ("formats_docs", "formats_needle"),
            "(task == 'fidelity' or scored) and (full or by_bytes)", Chart("Score against the {axis}", COST,
            Scale("mean score, 0 to 100"), 2.8, width=6.75, columns=2, legend=3, share=True, titled=False), by_cost,
            axis="share+reads", fewest=(2, 1), has_front=True),

@@ -9,7 +9,7 @@ A page is a template (`*.md.j2`), and what it asks is a YAML file beside it; of 
     queries.py   what is asked of several sets, and of costs
     methods.py   what a method's file says of it
     words.py     names and numbers as they are printed
-    figure.py    the figures of docs/results.md
+    figure.py    the pictures of pages
     write.py     pages and the files beside them
 
 Not here: tables of any runs (`plots/tables`), pages that a user makes of his runs (`plots/turns.py`).
@@ -29,7 +29,7 @@ def committed() -> "DataFrame":
 
 
 def kept(name: str) -> "DataFrame":
-    """The answers of one page: "results", "cited" or "register"."""
+    """The answers of one page: "results", "register" or "formats"."""
     from kvbench.plots.pages.read import kept
 
     return kept(name)

@@ -1,7 +1,7 @@
 """Pages of docs/ from the answers that lie beside them.
 
     python -m kvbench.plots.pages                        all pages again: make pages
-    python -m kvbench.plots.pages results which-method   two of them
+    python -m kvbench.plots.pages results register   two of them
     python -m kvbench.plots.pages RUNS                   with the answers of these runs added to what is kept
     python -m kvbench.plots.pages RUNS --out FOLDER      pages of these runs alone, where FOLDER holds none yet
 

@@ -2,42 +2,36 @@
 
     tasks       the sets of a page that have answers
     Task        one set: differences to full attention with Holm's correction, what a loss must be to be shown
-    Column      one budget and scope of it: groups that cannot be told apart, ranks, costs
+    Column      one budget and scope of it: groups that cannot be told apart, what is kept above the floor
 
 Not here: reading (`read.py`), comparisons fixed beforehand (`fixed.py`), what is asked of several sets (`queries.py`).
 """
 # pyright: basic
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import combinations
 from math import floor, fsum, log2
-from statistics import median
 from typing import Any
 
-import pandas as pd
-
-from kvbench.plots.pages.asked import FULL, HIDDEN, SCOPES, SHOWN, Asked, At, Page, share, size
-from kvbench.plots.pages.methods import BITS, BOTH, TOKENS, fetches, kind
+from kvbench.plots.pages.asked import FLOOR, FULL, SCOPES, SHOWN, Asked, At, Page, size
+from kvbench.plots.pages.methods import BITS, BOTH, TOKENS, kind
 from kvbench.plots.scored import Answer, Scored
-from kvbench.plots.stats import Corrected, Paired, corrected, rank_ranges
-from kvbench.results import few_samples
+from kvbench.plots.stats import Corrected, Paired, corrected
 from kvbench.results.intervals import LEVEL
 
 Frame = Any  # of pandas, whose own types leave open what a cell is
 Place = tuple[At, str]  # a column and a method
-BESIDE = "snapkv"  # what papers compare with first
 
 
-def scored(rows: Frame, asked: Asked) -> Scored:
+def scored(rows: Frame) -> Scored:
     """Answers as samples: those to one context, dialogue or prompt count as one, with their mean."""
     together: dict[str, list[float]] = {}
-    for sample, value in zip(rows["sample"], rows[asked.value], strict=True):
+    for sample, value in zip(rows["sample"], rows["score"], strict=True):
         together.setdefault(sample, []).append(float(value))
-    answers = tuple(Answer(fsum(each) / len(each), sample, sample) for sample, each in together.items())
-    return Scored(answers, limits=asked.bounds, is_score=not asked.is_loss)
+    return Scored(tuple(Answer(fsum(each) / len(each), sample, sample) for sample, each in together.items()))
 
 
 def values(place: Scored) -> Mapping[str, float]:
@@ -96,37 +90,31 @@ class Column:
         """Samples on which full attention scores, so that a method has something to lose."""
         return sum(value > 0 for value in values(self.full).values())
 
-    @property
-    def is_at_chance(self) -> bool:
-        """Whether full attention may as well be guessing."""
-        spread = self.full.interval
-        return not self.asked.is_loss and (spread is None or self.asked.is_at_chance(self.at, spread.low))
-
-    @property
-    def few(self) -> str:
-        """Why so few samples cannot show a loss, whatever it is; "" where they can."""
-        return few_samples(self.n)
-
     @cached_property
     def between(self) -> dict[tuple[str, str], Corrected]:
         """Every two methods, the first less the second; corrected over all pairs."""
         return between(self, self.methods)
 
     @cached_property
-    def groups(self) -> tuple[list[str], list[str]]:
-        return groups(self, self.methods)
+    def told_from_floor(self) -> dict[str, Corrected]:
+        """Each method less random tokens; corrected over all that were asked at this budget."""
+        if FLOOR not in self.of:
+            return {}
+        return corrected({name: less(self.of[name], self.of[FLOOR]) for name in self.methods if name != FLOOR})
 
-    @cached_property
-    def ranks(self) -> dict[str, tuple[int, int]]:
-        return rank_ranges({name: values(self.of[name]) for name in self.methods})
+    @property
+    def lead(self) -> float:
+        """Full attention's over random tokens; 0 where there is none."""
+        return max(0.0, self.mean(FULL) - self.mean(FLOOR)) if FLOOR in self.of else 0.0
 
-    @cached_property
-    def ahead(self) -> set[str]:
-        """Methods that are shown to be better than the one that papers compare with first, corrected over all."""
-        if BESIDE not in self.of:
-            return set()
-        pairs = {name: less(self.of[name], self.of[BESIDE]) for name in self.methods if name != BESIDE}
-        return {name for name, one in corrected(pairs).items() if one.sign > 0}
+    def share(self, method: str) -> float | None:
+        """Of full attention's lead, what a method keeps; None where there is none."""
+        return (self.mean(method) - self.mean(FLOOR)) / self.lead if self.lead else None
+
+    def ends(self, method: str) -> tuple[float, float] | None:
+        """The same for the ends of the interval of its difference to full attention."""
+        spread = less(self.of[method], self.full).difference
+        return (1 + spread.low / self.lead, 1 + spread.high / self.lead) if spread is not None and self.lead else None
 
 
 def between(column: Column, names: Sequence[str]) -> dict[tuple[str, str], Corrected]:
@@ -170,13 +158,13 @@ class Task:
 
     @cached_property
     def methods(self) -> list[str]:
-        return by_mean([self])
+        return by_all_columns(self.columns)
 
     @cached_property
     def labels(self) -> dict[Place, str]:
         """What runs call their methods, by place."""
         found: dict[Place, dict[str, None]] = {}
-        keys = zip(*(self.rows[name] for name in ("protocol", "asked", "column", "method")), strict=True)
+        keys = zip(*(self.rows[name] for name in ("protocol", "asked", "method")), strict=True)
         for (*at, method), label in zip(keys, self.rows["method_label"], strict=True):
             if label:
                 found.setdefault((At(*at), method), {})[label] = None
@@ -188,18 +176,7 @@ class Task:
         pairs = {
             (column.at, name): less(column.of[name], column.full) for column in self.columns for name in column.methods
         }
-        return corrected(pairs, lambda place: (place[0].protocol, place[0].column))
-
-    @cached_property
-    def hiding(self) -> dict[Place, Corrected]:
-        """Each variant's score with the question hidden less with the question shown; corrected over all variants."""
-        pairs: dict[Place, Paired] = {}
-        for column in self.columns:
-            shown = self.at(column.at._replace(protocol=SHOWN))
-            if column.at.protocol == HIDDEN and shown is not None:
-                both = [name for name in column.methods if name in shown.of]
-                pairs |= {(column.at, name): less(column.of[name], shown.of[name]) for name in both}
-        return corrected(pairs)
+        return corrected(pairs, lambda place: place[0].protocol)
 
     def least_lost(self, protocol: str) -> int:
         """Number of samples on which a method must do worse, and on none better, to be shown to be worse.
@@ -209,39 +186,9 @@ class Task:
         family = sum(len(column.methods) for column in self.columns if column.at.protocol == protocol)
         return floor(1 + log2(max(1, family) / LEVEL)) + 1
 
-    def has_room(self, column: Column) -> bool:
-        """Whether a method that loses all that full attention answers is shown to be worse."""
-        return column.answered >= self.least_lost(column.at.protocol)
-
     def is_tight(self, column: Column) -> bool:
         """Whether a method must lose more than half of what full attention answers before that is shown."""
         return column.answered < 2 * self.least_lost(column.at.protocol)
-
-    @property
-    def tightest(self) -> Column | None:
-        """Of the columns where only a large loss can be shown, that with the fewest answers."""
-        return min(filter(self.is_tight, self.columns), key=lambda column: column.answered, default=None)
-
-    @property
-    def is_comparable(self) -> bool:
-        return all(map(self.has_room, self.columns))
-
-    @cached_property
-    def prompts(self) -> list[int]:
-        """Tokens of each sample's prompt, the question in it; empty where they are not kept."""
-        full = self.rows[(self.rows["method"] == FULL) & (self.rows["protocol"] == SHOWN)]
-        return sorted(round(n) for n in full.groupby("sample", sort=False)["prompt_tokens"].mean() if n > 0)
-
-    @property
-    def typical(self) -> int:
-        """The median of its prompts' tokens; 0 where they are not known."""
-        return round(median(self.prompts)) if self.prompts else 0
-
-    @property
-    def comms(self) -> set[str]:
-        """What the runs of methods that fetch were given as `comm`."""
-        used = self.rows[[fetches(name) for name in self.rows["method"]]]
-        return {*used["comm_exact"]}
 
 
 def tasks(of: Page, frame: Frame) -> tuple[Task, ...]:
@@ -249,9 +196,7 @@ def tasks(of: Page, frame: Frame) -> tuple[Task, ...]:
     found = list[Task]()
     for asked in of.sets.values():
         rows = frame[frame["set"] == asked.key]
-        if asked.others_of:
-            rows = beside(rows, frame[frame["set"] == asked.others_of])
-        if len(rows):
+        if len(rows) and not asked.is_cost:
             model = Counter(rows["model"]).most_common(1)[0][0]
             rows = rows[rows["model"] == model]
             if columns := columns_of(asked, rows):
@@ -261,22 +206,10 @@ def tasks(of: Page, frame: Frame) -> tuple[Task, ...]:
     return tuple(found)
 
 
-def beside(others: Frame, first: Frame) -> Frame:
-    """Other methods with full attention and those asked first, in the columns where all were asked."""
-    keys = ["protocol", "asked"]
-    both = {*zip(*(others[key] for key in keys), strict=True)} & {*zip(*(first[key] for key in keys), strict=True)}
-    full = {(protocol, "") for protocol, _ in both}
-    taken = [
-        rows[[pair in wanted for pair in zip(*(rows[key] for key in keys), strict=True)]]
-        for rows, wanted in ((first, both | full), (others, both))
-    ]
-    return pd.concat(taken)
-
-
 def columns_of(asked: Asked, rows: Frame) -> list[Column]:
     """The columns of a set; one that `is_ordered` counts when all of its samples were answered."""
     by_place: dict[At, dict[str, Frame]] = {}
-    for (*at, method), part in rows.groupby(["protocol", "asked", "column", "method"], sort=False):
+    for (*at, method), part in rows.groupby(["protocol", "asked", "method"], sort=False):
         by_place.setdefault(At(*at), {})[method] = part.drop_duplicates("id", keep="last").set_index("id", drop=False)
     found = list[Column]()
     for at, methods in by_place.items():
@@ -287,42 +220,24 @@ def columns_of(asked: Asked, rows: Frame) -> list[Column]:
         both = [id for id in full.index if all(id in part.index for part in mine.values())]
         mine = {name: part.loc[both] for name, part in mine.items()}
         if both and (not asked.is_ordered or mine[FULL]["sample"].nunique() >= asked.n):
-            found.append(Column(asked, at, {name: scored(part, asked) for name, part in mine.items()}, mine))
-    order = [*asked.columns]
-    return sorted(
-        found,
-        key=lambda one: (
-            one.at.protocol != SHOWN, -size(one.at.asked), order.index(one.at.column) if one.at.column else 0,
-        ),
-    )  # fmt: skip
+            found.append(Column(asked, at, {name: scored(part) for name, part in mine.items()}, mine))
+    return sorted(found, key=lambda one: (one.at.protocol != SHOWN, -size(one.at.asked)))
 
 
-def by_mean(every: Iterable[Task]) -> list[str]:
-    """All methods but full attention; the best on the mean of their columns first, and of equals by name."""
-    means: dict[str, list[float]] = {}
-    for task in every:
-        for column in task.columns:
-            for name in column.methods:
-                means.setdefault(name, []).append((1 if task.asked.is_loss else -1) * column.mean(name))
-    return sorted(means, key=lambda name: (fsum(means[name]) / len(means[name]), name))
+def by_all_columns(columns: Sequence[Column]) -> list[str]:
+    """All methods but full attention by their mean over columns, where one that a method lacks counts as nothing."""
+    names = {name for column in columns for name in column.methods}
+    sums = {name: fsum(column.mean(name) for column in columns if name in column.of) for name in names}
+    return sorted(sums, key=lambda name: (-sums[name], name))
 
 
-def by_all_columns(task: Task) -> list[str]:
-    """Methods by their mean over all columns of a task, in which one that it lacks counts as nothing."""
-    sums = {name: fsum(c.mean(name) for c in task.columns if name in c.of) for name in task.methods}
-    return sorted(sums, key=lambda name: (-sums[name] / len(task.columns), name))
+def asked_everywhere(task: Task) -> list[str]:
+    """The methods that have more than the one column in which all methods stand, the best first."""
+    columns_of_each = {name: sum(name in column.of for column in task.columns) for name in task.methods}
+    return [name for name, n in columns_of_each.items() if n > 1 and name != FLOOR]
 
 
 def best_of_kinds(column: Column) -> list[str]:
     """The best of the variants that have fewer bits, fewer tokens, and both; "" of a kind that is not there."""
     best = sorted(column.methods, key=lambda name: (-column.mean(name), name))
     return [next((name for name in best if kind(name) == one), "") for one in (BITS, TOKENS, BOTH)]
-
-
-def by_samples(task: Task, protocol: str) -> dict[int, list[str]]:
-    """The budgets that have so many samples."""
-    found: dict[int, list[str]] = {}
-    for column in task.columns:
-        if column.at.protocol == protocol:
-            found.setdefault(column.n, []).append(share(column.at.asked))
-    return found

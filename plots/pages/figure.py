@@ -1,116 +1,135 @@
-"""The figures of docs/results.md: panels below each other, one per budget in bytes, a row per method, the best on top.
+"""The pictures of pages: what methods keep by budget, and a set's scores as a map of heat.
 
-A filled mark is with the question hidden from the method, a hollow one with the question shown; where only one of them
-was asked its marks are filled. SVGs have no ground of their own and turn their ink light where the reader's page is
-dark.
+SVGs have no ground of their own and turn their ink light where the reader's page is dark; a map, whose cells have
+colours, keeps its white ground.
 
-Not here: the answers (`columns.py`), the page (`results.md.j2`).
+Not here: the answers (`columns.py`), the pages (`*.md.j2`).
 """
 
 import re
-from math import fsum
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rcParams
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.patches import Rectangle
 
-from kvbench.plots import style
-from kvbench.plots.pages.asked import SHOWN, page, share
-from kvbench.plots.pages.columns import Column, Task
+from kvbench.plots.pages.asked import FLOOR, FULL, SCOPES, share
+from kvbench.plots.pages.columns import Column, Task, asked_everywhere, by_all_columns
 from kvbench.plots.pages.methods import BITS, BOTH, TOKENS, kind
-from kvbench.plots.pages.words import label, listed
-from kvbench.plots.style import Canvas, Picture
+from kvbench.plots.pages.queries import Cost, unlike_floor
+from kvbench.plots.pages.words import plain_name
+from kvbench.plots.style import SMALL, Canvas, Picture
 
-WIDTH = 4.2  # inches: on a phone its words are as large as the page's
-SMALL = 6.5  # points, of names and ranks next to rows
-ROW = 0.16  # inches of a method
-PANEL = 0.42  # of a panel's title and numbers
-LEAST = 1.0  # inches of all panels: less has no room for its axis
-BESIDE = 0.18  # of a row, by which a hollow mark stands above its filled one
+ROW = 0.17  # inches of a method in a map
+WIDTH = 6.4  # inches
+MARKS = "oD^s"  # a budget each, the largest first
+SPREAD = 0.24  # of a row, between the marks of two budgets
+HEAT, SHADE = colormaps["Blues"], colormaps["cividis_r"]
 LONG = re.compile(r"(\.\d\d)\d+")
 HASHED = re.compile(r"(?<=[\"#])[mp][0-9a-f]{10}(?=[\")])")  # of what is clipped, to digits that differ from run to run
 SVG: dict[Any, Any] = {"svg.hashsalt": "kvbench", "svg.fonttype": "none"}  # the same bytes again, and text as text
 
 
-def picture(task: Task) -> Picture:
-    ns = sorted({column.n for column in task.columns})
-    n = f"{ns[0]}" if len(ns) == 1 else f"{ns[0]} to {ns[-1]}"
-    panels = [at_budget(task, asked) for asked in task.budgets]
-    rows = [ROW * len(named(columns[-1])) + PANEL for columns in panels]
+# --- what is kept, by budget ---------------------------------------------------------------------
+
+
+def kept(task: Task, costs: Mapping[tuple[str, str], Cost], note: str) -> Picture:
+    """A panel for each scope, a row for each method that was asked at all budgets, a mark for each budget."""
+    names = asked_everywhere(task)[::-1]
+    height = 0.33 * len(names) + 0.5
     canvas = Canvas().new(
-        task.asked.title, f"{task.model} · n = {n}", (), WIDTH, max(LEAST, fsum(rows)),
-        nrows=len(rows), squeeze=False, sharex=True, height_ratios=rows,
+        task.asked.title, f"{task.model} · n = {task.asked.n}", (), WIDTH, height,
+        ncols=len(task.protocols), squeeze=False, sharey=True,
     )  # fmt: skip
-    for (ax,), columns in zip(canvas.axes, panels, strict=True):
-        panel(ax, task, columns)
-    canvas.axes[-1][0].set_xlabel(style.SCORE)
-    notes = page("results").more["notes"]
-    said = [notes["both"]] if len(task.protocols) > 1 else []
-    said += [notes["kinds"]] if task.asked.by_kind else []
-    canvas.note(*said, *longer(task, panels), notes["all"])
+    times = [cost.step for (name, _), cost in costs.items() if name in names]
+    norm = Normalize(min(times, default=0.0), max(times, default=1.0))
+    for ax, protocol in zip(canvas.axes[0], task.protocols, strict=True):
+        columns = [column for column in task.columns if column.at.protocol == protocol]
+        panel(ax, names, columns, costs, norm)
+        ax.set_title(SCOPES[protocol])
+        ax.set_xlabel("share kept, %")
+        ax.tick_params(axis="y", length=0)
+    first = canvas.axes[0][0]
+    first.set_yticks(range(len(names)), [plain_name(task, name) for name in names])
+    first.set_ylim(-0.6, len(names) - 0.4)
+    if times:
+        canvas.figure.colorbar(ScalarMappable(norm, SHADE), ax=canvas.axes[0].tolist(), label="step, full attention: 1")
+    canvas.note(note)
+    return canvas.finish(columns=3)
+
+
+def panel(
+    ax: Axes, names: Sequence[str], columns: Sequence[Column], costs: Mapping[tuple[str, str], Cost], norm: Normalize
+) -> None:
+    for i, column in enumerate(columns):
+        for y, name in enumerate(names):
+            if (found := column.share(name) if name in column.of else None) is None:
+                continue
+            cost, at = costs.get((name, column.at.asked)), y + SPREAD * (1 - i)
+            colour = "#999999" if cost is None else SHADE(norm(cost.step))
+            if (ends := column.ends(name)) is not None:
+                ax.hlines(at, 100 * ends[0], 100 * ends[1], color="#999999", linewidth=0.7)
+            ax.plot(100 * found, at, marker=MARKS[i], color=colour, linestyle="", markersize=4.5, markeredgewidth=0)
+        ax.plot([], [], marker=MARKS[i], color="#777777", linestyle="", label=f"{share(column.at.asked)} of the bytes")
+    for at in (0, 100):  # random tokens, full attention
+        ax.axvline(at, color="black", linestyle="--", linewidth=0.7)
+    ax.set_xlim(-25, 125)
+    ax.grid(axis="y", visible=False)
+
+
+# --- a map of heat -------------------------------------------------------------------------------
+
+
+def heat(task: Task, note: str) -> Picture:
+    """A row a method, a column a budget and scope: its score, and as colour what it keeps of full attention's lead."""
+    names = [FULL, *rows_of(task)]
+    canvas = Canvas().new(
+        task.asked.title, f"{task.model} · n = {task.asked.n or task.columns[0].n}", (),
+        1.9 + 0.72 * len(task.columns), ROW * len(names) + 0.4,
+    )  # fmt: skip
+    ax = canvas.axes
+    for x, column in enumerate(task.columns):
+        unlike = {*unlike_floor(column)} if FLOOR in column.of else {*column.of}
+        for y, name in enumerate(names):
+            if name in column.of:
+                cell(ax, x, y, column, name, name in unlike or name in (FULL, FLOOR))
+    ax.set_xlim(-0.5, len(task.columns) - 0.5)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.set_xticks(range(len(task.columns)), [head(task, column) for column in task.columns], fontsize=SMALL)
+    ax.set_yticks(range(len(names)), [plain_name(task, name) for name in names], fontsize=SMALL)
+    ax.xaxis.tick_top()
+    ax.tick_params(length=0)
+    ax.grid(visible=False)
+    for side in ax.spines.values():
+        side.set_visible(False)
+    canvas.note(note)
     return canvas.finish(legend=False)
 
 
-def look_of(task: Task, method: str) -> dict[str, Any]:
-    """A method's own look, or that of its kind."""
-    if not task.asked.by_kind:
-        return style.look(method)
-    return style.numbered((BITS, TOKENS, BOTH).index(kind(method))) | {"markersize": rcParams["lines.markersize"]}
+def rows_of(task: Task) -> list[str]:
+    """The best first, of each kind by itself where kinds are told apart."""
+    names = by_all_columns(task.columns)
+    return sorted(names, key=lambda name: (BITS, BOTH, TOKENS).index(kind(name))) if task.asked.by_kind else names
 
 
-def at_budget(task: Task, asked: str) -> list[Column]:
-    """The columns of a panel; its figure is of the last one: with the question hidden, where that was asked."""
-    return [column for column in task.columns if column.at.asked == asked]
+def head(task: Task, column: Column) -> str:
+    """A column's words, without what all columns have."""
+    seen = f"{SCOPES[column.at.protocol].removeprefix('question ')}\n" if len(task.protocols) > 1 else ""
+    return f"{seen}{share(column.at.asked)}"
 
 
-def named(column: Column) -> list[str]:
-    """The methods that were asked at a budget, the worst first."""
-    return sorted(column.methods, key=column.mean)
-
-
-def longer(task: Task, panels: list[list[Column]]) -> list[str]:
-    """Names of rows whose hollow marks are of a variant with another name than the filled ones."""
-    found: dict[str, str] = {}
-    for *others, main in panels:
-        for column in others:
-            for name in filter(column.of.__contains__, named(main)):
-                one, other = label(task, main.at, name), label(task, column.at, name)
-                if one != other:
-                    found[one] = other
-    return [f"Hollow marks of {listed(f'{one} are {other}' for one, other in found.items())}"] if found else []
-
-
-def panel(ax: Axes, task: Task, columns: list[Column]) -> None:
-    main, names = columns[-1], named(columns[-1])
-    for column in columns:
-        is_main = column is main
-        is_hollow = column.at.protocol == SHOWN and len(task.protocols) > 1
-        for y, name in enumerate(names):
-            if name not in column.of:
-                continue
-            place, look = column.of[name], look_of(task, name)
-            at, y_at = 100 * column.mean(name), y if is_main else y + 2 * BESIDE
-            if (spread := place.interval) is not None:
-                width = 1 if is_main else 0.6
-                ax.hlines(y_at, 100 * spread.low, 100 * spread.high, color=look["color"], linewidth=width)
-            face: dict[str, Any] = {"markerfacecolor": "none"} if is_hollow else {}
-            face |= {"linestyle": "", "markersize": 0.9 * look["markersize"]}
-            ax.plot([at], [y_at], clip_on=False, **(look | face))
-        full = 100 * (column.full.mean or 0.0)
-        ax.axvline(full, color="black", linestyle="--", linewidth=0.9 if is_main else 0.5)
-    across = ax.get_yaxis_transform()
-    for y, name in enumerate(names):
-        first, last = main.ranks[name]
-        words = f"{first}" if first == last else f"{first} to {last}"
-        ax.text(1.02, y, words, transform=across, va="center", fontsize=SMALL)
-    ax.text(1.02, len(names) - 0.05, "rank", transform=across, va="center", fontsize=SMALL)
-    ax.set_yticks(range(len(names)), [label(task, main.at, name) for name in names], fontsize=SMALL)
-    ax.set_ylim(-0.6, len(names) - 0.1)
-    ax.set_xlim(-2, 102)
-    ax.grid(axis="y", visible=False)
-    asked = share(main.at.asked)
-    ax.set_title(asked if task.asked.has_tokens else f"{asked} of the bytes")
+def cell(ax: Axes, x: int, y: int, column: Column, name: str, is_told: bool) -> None:
+    mean = column.mean(name)
+    found = 1.0 if name == FULL else column.share(name)
+    heat = mean / (column.mean(FULL) or 1.0) if found is None else found
+    colour = HEAT(0.65 * min(1.0, max(0.0, heat)))
+    ax.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, facecolor=colour, linewidth=0))
+    words = f"{100 * mean:.0f}"
+    ax.text(x, y, words if is_told else f"({words})", ha="center", va="center", fontsize=SMALL)
 
 
 DARK = """<style>
@@ -123,10 +142,13 @@ DARK = """<style>
 """
 
 
-def save(picture: Picture, path: Path) -> None:
+def save(picture: Picture, path: Path, has_ground: bool = False) -> None:
     """Save as SVG without date or version, to a hundredth of a point: the same runs make the same bytes."""
-    picture.figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
-    text = LONG.sub(r"\1", path.read_text(encoding="utf-8")).replace(" <defs>\n", f"{DARK} <defs>\n", 1)
+    metadata: dict[str, None] = {"Date": None, "Creator": None}
+    picture.figure.savefig(path, format="svg", metadata=metadata, transparent=not has_ground)
+    text = LONG.sub(r"\1", path.read_text(encoding="utf-8"))
+    if not has_ground:
+        text = text.replace(" <defs>\n", f"{DARK} <defs>\n", 1)
     ids = {found: f"s{i}" for i, found in enumerate(dict.fromkeys(HASHED.findall(text)))}
     text = HASHED.sub(lambda found: ids[found[0]], text)
     path.write_text("".join(f"{line.rstrip()}\n" for line in text.splitlines()), encoding="utf-8")

@@ -1,14 +1,12 @@
-"""What a method's own file says of it: its title, and what it takes.
+"""What a method's own file says of it: its title, whether it fetches, what it has fewer of.
 
 Not here: a variant's name, which runs give (`words.py`).
 """
 
 import re
-from collections.abc import Mapping
 from functools import cache
 
 from kvbench.results.names import known, own_methods
-from kvbench.results.sheet import ABSENT
 
 
 @cache
@@ -37,8 +35,3 @@ def kind(method: str) -> str:
     if "+" in method:
         return BOTH
     return BITS if source(known(method) or method).startswith("methods/quantising/") else TOKENS
-
-
-def needs(method: str, signs: Mapping[str, str]) -> str:
-    """What a method takes, by what its file says."""
-    return ", ".join(words for sign, words in signs.items() if sign in source(method)) or ABSENT

@@ -4,10 +4,9 @@
     of_runs     the answers of runs, finished or stopped, that a page asks for
     renewed     kept answers with those of later runs
 
-A page's answers lie in docs/PAGE/scores.csv.gz. Columns are named as in `kvbench.results.frame`; `set` and `column` say
-where on the page a row stands. `sample` is the cluster: a context, a dialogue or a prompt, whose answers are not
-independent; `id` is what two methods must both have answered. Where a page keeps a line a sample, its score is the mean
-of the sample's turns or draws. Of values that were not kept there are none.
+A page's answers lie in docs/PAGE/scores.csv.gz. Columns are named as in `kvbench.results.frame`; `set` says where on
+the page a row stands. `sample` is the cluster: a context, a dialogue or a prompt, whose answers are not independent;
+`id` is what two methods must both have answered. Of values that were not kept there are none.
 
 Not here: which answers a page asks for (`asked.py`), what is worked out of them (`columns.py`).
 """
@@ -18,7 +17,6 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from math import fsum
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +31,12 @@ from kvbench.results.read import parse_samples
 
 Frame = Any  # of pandas, whose own types leave open what a cell is
 KEPT = "scores.csv.gz"
-SOURCES = ("results", "cited", "register", "formats")  # that have answers beside them
-PLACE = ("set", "column", "model", "protocol", "asked", "method")
+SOURCES = ("results", "register", "formats")  # that have answers beside them
+PLACE = ("set", "model", "protocol", "asked", "method")
 NAMES = (*PLACE, "method_label", "id", "sample", "comm_exact")
 NUMBERS = (
-    *("score", "measures.piece_nll", "measures.nodes_nll", "measures.value_nll"),
-    *("prompt_tokens", "generated_tokens", "cut_off", "bytes_resident_device", "bytes_resident_host"),
+    *("score", "timing.ttft_ratio", "timing.tt2t_ratio", "prompt_tokens", "generated_tokens", "cut_off"),
+    *("bytes_resident_device", "bytes_resident_host"),
     *("bytes_index_read_per_step", "moved_bytes_per_step", "bytes_prefill_peak", "index_share"),
 )
 COLUMNS = (*NAMES, *NUMBERS)
@@ -137,35 +135,24 @@ def label_of(folder: Path, rows: Sequence[SampleRow]) -> str:
 
 
 def rows_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow], label: str) -> Iterator[dict[str, str]]:
-    """A run's lines of a set; questions that are one answer there, and the turns of a sample, with their means."""
+    """A run's answers of a set."""
     names = {
         "set": asked.key, "model": config["model"]["name"], "method": method_of(config), "method_label": label,
         "protocol": asked.scope or config.get("compression_scope") or SHOWN, "asked": budget_of(config),
         "comm_exact": str(config.get("comm") or ""),
     }  # fmt: skip
-    together: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for one in rows:
         row = of_sample(one)
-        part, value = asked.part(row), row.get(asked.value)
-        if part is not None and value is not None and one.status == "ok":
-            context = str(one.fields[asked.context]) if asked.context else ""
+        if asked.takes(row) and row.get("score") is not None and one.status == "ok":
             # Questions that have a prompt of their own each are samples of one trace or dialogue all the same.
-            sample = (context or one.sample_id).partition("/")[0]
-            together.setdefault((part, sample, context or row[asked.per]), []).append(row)
-    for (part, sample, id), each in together.items():
-        numbers = {name: said([row.get(name) for row in each]) for name in NUMBERS if is_kept(name, asked)}
-        yield dict.fromkeys(COLUMNS, "") | names | numbers | {"column": part, "sample": sample, "id": id}
+            of = {"id": row["id"], "sample": one.sample_id.partition("/")[0]}
+            yield dict.fromkeys(COLUMNS, "") | names | {name: said(row.get(name)) for name in NUMBERS} | of
 
 
 def method_of(config: Mapping[str, Any]) -> str:
     """A run's method, with what makes codes of the tokens that it keeps: snapkv+fp8."""
     codes = config.get("compose") or {}
     return "+".join([config["method"]["name"], *([codes["name"]] if codes else [])])
-
-
-def is_kept(name: str, asked: Asked) -> bool:
-    """Of scores and measures only the one that the set looks at."""
-    return name == asked.value or not (name == "score" or name.startswith("measures."))
 
 
 def budget_of(config: Mapping[str, Any]) -> str:
@@ -178,13 +165,11 @@ def budget_of(config: Mapping[str, Any]) -> str:
     return f"{key} {show(Fraction(str(config.get(key) or 1)))}"
 
 
-def said(values: Sequence[Any]) -> str:
-    """The mean of what was measured."""
-    found = [float(value) for value in values if value is not None]
-    if not found:
+def said(value: Any) -> str:
+    if value is None:
         return ""
-    mean = fsum(found) / len(found)
-    return f"{mean:.0f}" if mean.is_integer() else f"{mean:.6g}"
+    number = float(value)
+    return f"{number:.0f}" if number.is_integer() else f"{number:.6g}"
 
 
 # --- both ----------------------------------------------------------------------------------------

@@ -16,27 +16,22 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from kvbench.engine.foreign import write_csv
 from kvbench.plots import style
 from kvbench.plots.pages import columns, fixed, methods, queries, words
-from kvbench.plots.pages.asked import FULL, HERE, SCOPES, At, page, size
+from kvbench.plots.pages.asked import FLOOR, FULL, HERE, SCOPES, At, page, share, size
 from kvbench.plots.pages.columns import Column, Frame, Task, tasks
-from kvbench.plots.pages.figure import SVG, picture, save
+from kvbench.plots.pages.figure import SVG, heat, kept, save
+from kvbench.plots.pages.queries import costs, mean_of
 from kvbench.plots.pages.read import KEPT, keep, load, of_runs, renewed, typed
-from kvbench.plots.scored import Scored
 from kvbench.plots.stats import is_bound
-from kvbench.results.intervals import LEVEL
+from kvbench.results.intervals import LEVEL, Interval
 from kvbench.results.sheet import plain_markdown
 
-PAGES = {
-    "results": ["results"],
-    "which-method": ["results", "cited"],
-    "cited": ["cited"],
-    "register": ["register"],
-    "formats": ["formats"],
-}
-FIGURES = ("results", "formats")  # pages with a figure and a table of all numbers for each task
+PAGES = {"results": ["results", "register"], "register": ["register", "results"], "formats": ["formats"]}
 HEADS = (
-    "scope", "share of bytes", "method", "n", "score", "low", "high", "difference to full", "difference low",
-    "difference high", "p", "p after Holm", "only below", "compared", "best rank", "worst rank",
-    "bytes held, share of full", "answer in tokens", "cut off",
+    "scope", "share of bytes", "method", "n", "score", "low", "high", "share kept", "kept low", "kept high",
+    "difference to full", "difference low", "difference high", "p", "p after Holm", "only below", "compared",
+    "p to random after Holm", "bytes held, share of full", "host bytes", "prefill peak bytes", "bytes to find a step",
+    "bytes fetched a step",
+    "share of the published index", "answer in tokens", "cut off",
 )  # fmt: skip
 
 
@@ -45,10 +40,10 @@ def environment() -> Environment:
         loader=FileSystemLoader(HERE), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
-    made.filters |= {"md": lambda text: plain_markdown(str(text)), "code": words.code}
+    made.filters["md"] = lambda text: plain_markdown(str(text))
     for library in (columns, fixed, methods, queries, words):
         made.globals |= vars(library)
-    made.globals |= {"FULL": FULL, "LEVEL": LEVEL, "SCOPES": SCOPES, "at_of": At}
+    made.globals |= {"FULL": FULL, "FLOOR": FLOOR, "LEVEL": LEVEL, "SCOPES": SCOPES, "at_of": At, "share": share}
     return made
 
 
@@ -70,10 +65,15 @@ class Answers:
 
 def text(name: str, answers: Answers) -> str:
     """A page; the answers of a second page, which stand on it too, may be missing."""
-    first, *others = PAGES[name]
-    frame, found = answers.of(first)
-    beside = {other: answers.of(other)[1] if answers.has(other) else () for other in others}
-    return environment().get_template(f"{name}.md.j2").render(page=page(name), frame=frame, tasks=found, **beside)
+    frame, _ = answers.of(PAGES[name][0])
+    register = fixed.registered(page("register"), answers.of("register")[0]) if answers.has("register") else []
+    template = environment().get_template(f"{name}.md.j2")
+    return template.render(page=page(name), frame=frame, tasks=every(name, answers), register=register)
+
+
+def every(name: str, answers: Answers) -> list[Task]:
+    """The sets that have answers, of all files that a page stands on."""
+    return [task for source in PAGES[name] if answers.has(source) for task in answers.of(source)[1]]
 
 
 def write(names: Sequence[str], out: Path, runs: Path | None) -> list[Path]:
@@ -104,48 +104,69 @@ def write_one(name: str, answers: Answers) -> Iterator[Path]:
     path = answers.out / f"{name}.md"
     path.write_text(text(name, answers), encoding="utf-8")
     yield path
-    if name in FIGURES:
-        yield from beside(answers.of(name)[1], answers.out / name)
+    if name != "register":  # whose sets have their pages beside docs/results.md
+        yield from beside(name, answers)
 
 
-def beside(every: Sequence[Task], folder: Path) -> Iterator[Path]:
-    """A figure and a table of all numbers for each task."""
+def beside(name: str, answers: Answers) -> Iterator[Path]:
+    """A picture and a table of all numbers for each set; beside docs/results.md a page too."""
+    of, folder, found = page("results"), answers.out / name, every(name, answers)
     with matplotlib.rc_context({**style.RC, **SVG}):
-        for task in every:
-            if task.is_comparable:
-                if not task.asked.others_of:
-                    save(picture(task), folder / f"{task.asked.key}.svg")
-                    yield folder / f"{task.asked.key}.svg"
-                write_csv(folder / f"{task.asked.key}.csv", HEADS, numbers(task))
-                yield folder / f"{task.asked.key}.csv"
+        for task in found:
+            base = folder / task.asked.key
+            save(heat(task, of.more["pictures"]["heat"]), base.with_suffix(".svg"), has_ground=True)
+            write_csv(base.with_suffix(".csv"), HEADS, numbers(task))
+            yield from (base.with_suffix(".svg"), base.with_suffix(".csv"))
+            if name == "results":
+                words = environment().get_template("task.md.j2").render(page=of, task=task)
+                base.with_suffix(".md").write_text(words, encoding="utf-8")
+                yield base.with_suffix(".md")
+            if name == "results" and task.asked.key == of.more["first"]:
+                taken = costs(of, answers.of(name)[0])
+                save(kept(task, taken, of.more["pictures"]["kept"]), folder / "kept.svg")
+                yield folder / "kept.svg"
 
 
 def numbers(task: Task) -> Iterator[list[Any]]:
     for column in task.columns:
         asked = column.at.asked
-        head = [SCOPES[column.at.protocol], f"{float(size(asked)):g}"]
-        full = [*head, "Full", column.n, *ends(column.full)]
-        yield [*full, *[""] * 9, 1, *words.lengths(column, FULL)]
-        for name in task.methods:
-            if name in column.of:
-                mine = [words.label(task, column.at, name), column.n, *ends(column.of[name])]
-                yield [*head, *mine, *against(task, column, name), *column.ranks[name], *costs(column, name)]
+        head = [SCOPES[column.at.protocol], f"{float(size(asked)):g}" if "tokens" not in asked else asked]
+        for name, place in column.of.items():
+            called = "Full" if name == FULL else words.label(task, column.at, name)
+            yield [*head, called, column.n, *scaled(place.mean, place.interval), *lead(column, name),
+                   *against(task, column, name), *taken_by(column, name)]  # fmt: skip
 
 
-def ends(place: Scored) -> list[str]:
-    spread = place.interval
-    both = ["", ""] if spread is None else [f"{100 * end:.1f}" for end in (spread.low, spread.high)]
-    return [f"{100 * (place.mean or 0.0):.1f}", *both]
+def scaled(mean: float | None, spread: Interval | None) -> list[str]:
+    ends = ["", ""] if spread is None else [f"{100 * end:.1f}" for end in (spread.low, spread.high)]
+    return [f"{100 * (mean or 0.0):.1f}", *ends]
+
+
+def lead(column: Column, method: str) -> list[str]:
+    """What is kept of full attention's lead over random tokens, with its ends."""
+    found, ends = column.share(method), column.ends(method)
+    if found is None or method in (FULL, FLOOR):
+        return [""] * 3
+    return [f"{100 * found:.1f}", *([""] * 2 if ends is None else [f"{100 * end:.1f}" for end in ends])]
 
 
 def against(task: Task, column: Column, method: str) -> list[str]:
+    """The difference to full attention, and the p of that to random tokens."""
+    if method == FULL:
+        return [""] * 8
     found = task.against_full[column.at, method]
-    spread = found.paired.difference
-    both = ["", ""] if spread is None else [f"{100 * end:.1f}" for end in (spread.low, spread.high)]
     below = ["p"] * is_bound(found.paired.p) + ["p after Holm"] * found.is_bound
     p = f"{found.paired.p:.4g}", f"{found.p:.4g}", ", ".join(below)
-    return [f"{100 * found.paired.mean:.1f}", *both, *p, str(found.family)]
+    floor = column.told_from_floor.get(method)
+    of_floor = "" if floor is None else f"{floor.p:.4g}"
+    return [*scaled(found.paired.mean, found.paired.difference), *p, str(found.family), of_floor]
 
 
-def costs(column: Column, method: str) -> list[str]:
-    return [f"{column.held(method):.3g}", *words.lengths(column, method)]
+def taken_by(column: Column, method: str) -> list[str]:
+    keys = (
+        *("bytes_resident_host", "bytes_prefill_peak", "bytes_index_read_per_step", "moved_bytes_per_step"),
+        "index_share",
+    )
+    means = [mean_of(column, method, key) for key in keys]
+    said = ["" if mean is None else f"{mean:.4g}" for mean in means]
+    return [f"{column.held(method):.3g}", *said, *words.lengths(column, method)]

@@ -1,8 +1,8 @@
 """The scores that the repository keeps next to its pages, as runs: what a site shows where nobody gives it other runs.
 
 A method at a budget on one task is a run here. Its samples have scores and costs, and no answers: nobody can score
-them again, so they are only reported. Samples of one context count as one, with their mean. Losses are left to their
-page: they are no share of full attention's score.
+them again, so they are only reported. Samples of one context count as one, with their mean. Times are left to their
+page.
 
 Not here: how scores are kept (`plots/pages/read.py`).
 """
@@ -34,14 +34,15 @@ def kept_runs() -> list[Kept]:
     return [
         run_of(name, dict(zip(PLACE, place, strict=True)), rows)
         for name, frame in frames.items()
-        for place, rows in frame[frame["score"].notna()].groupby([*PLACE], sort=False)
+        for place, rows in frame.groupby([*PLACE], sort=False)
+        if not page(name).sets[place[0]].is_cost
     ]
 
 
 def run_of(name: str, place: dict[str, Any], rows: Frame) -> Kept:
     """A run that was never on a disk; what nobody kept is null, as in runs that did not measure it."""
     asked, method = page(name).sets[place["set"]], place["method"]
-    task = f"{asked.title}: {asked.columns[place['column']]}" if asked.columns else asked.title
+    task = asked.title
     kind, _, size = place["asked"].rpartition(" ")
     tokens = int(place["asked"].split()[0]) if place["asked"].endswith("tokens") else None
     # Runs with bytes alone have their share as `ratio` too.

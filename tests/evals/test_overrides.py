@@ -204,9 +204,9 @@ def test_what_an_experiment_sweeps_is_checked_too(conf: Path) -> None:
 
 def test_a_key_of_the_task_that_an_experiment_chooses_can_be_set() -> None:
     # Hydra looks keys up in the files of the command line, before it takes those of the experiment's sweep.
-    words = ["-m", "+experiment=turns_scbench", "task.rows=2"]
-    assert check_overrides(words) == [*words, "task=scbench"]
-    assert check_overrides([*words, "task=scbench"]) == [*words, "task=scbench"]
+    words = ["-m", "+experiment=register_ruler", "task.rows=2"]
+    assert check_overrides(words) == [*words, "task=ruler"]
+    assert check_overrides([*words, "task=ruler"]) == [*words, "task=ruler"]
     assert check_overrides([*words[:2], "seed=1"]) == [*words[:2], "seed=1"]
 
 

@@ -40,6 +40,7 @@ def write(
     ratio: str | None = "1/5",
     budget: int | None = None,
     comm: str = "1/64",
+    seed: int = 0,
     cache: dict[str, Any] | None = None,
     model: str = "tiny",
     source: str = "embedded",
@@ -68,7 +69,7 @@ def write(
             "budget": budget,
             "comm": comm,
             "cache": {"tokens": 0, "block_len": 128, "k_cache": 32, "policy": "lfu"} | (cache or {}),
-            "seed": 0,
+            "seed": seed,
             "limit": None,
             "data_dir": None if source == "embedded" else "data",
         }

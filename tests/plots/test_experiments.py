@@ -1,6 +1,8 @@
 """Every file of conf/experiment composes at both scales into cells whose settings and parameters are accepted."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -29,8 +31,7 @@ PAPERS = {
     **dict.fromkeys(("snapkv", "adakv", "quest", "kvzip", "rkv"), "table"),
     "formats": "docs needle",  # docs/formats.md
     "register": "docs needle ruler shared gsm8k dialogues calls generating facts",  # docs/register.md
-    "evidence": "docs needle two ruler shared gsm8k generating others others_docs",  # docs/results.md
-    "cited": "agents airline babilong graphwalks helmet mrcr oolong",  # docs/cited.md
+    "evidence": "docs many costs",  # docs/results.md
 }
 
 
@@ -61,17 +62,8 @@ def composed(cell: list[str]) -> Settings:
 
 def test_every_table_and_figure_has_a_file() -> None:
     wanted = {f"{paper}_{item}" for paper, items in PAPERS.items() for item in items.split()}
-    others = {"first_look", "scopes_needle", "scopes_name", "scopes_longbench"}  # of `make run` and `make paper-tables`
-    others |= {"frontier", "frontier_needle"}  # of docs/byte-budget.md
-    others |= {
-        "answers",
-        "answers_math500",
-        "turns_needle",
-        "turns_scbench",
-        "turns_shared",
-    }  # of docs/decode-time.md, and of docs/turns.md
-    others |= {"prefills", "prefills_exact", "kept_as"}  # of docs/prefills.md and docs/options.md
-    others |= {"lengths", "lengths_ruler", "agents"}  # of lengths, and of agent traces
+    others = {"first_look"}  # of `make run`
+    others |= {"answers", "answers_math500"}  # of docs/decode-time.md
     others |= {"mbe", "mbe_system"}  # of docs/own-figures.md
     others |= {"acceptance_vegas"}  # of docs/fidelity.md
     assert {path.stem for path in FILES} == wanted | others
@@ -83,6 +75,14 @@ def test_it_opens_with_its_commands() -> None:
         assert head[0] == "# @package _global_"
         assert re.fullmatch(rf"# python run\.py -m experiment={path.stem}( data_dir=FOLDER)?", head[1])
         assert head[2] == f"# python run.py -m experiment={path.stem} scale=smoke"
+
+
+def test_a_command_line_alone_knows_what_experiments_are_made_of() -> None:
+    """Without what other tests have loaded by then."""
+    names = [path.stem for path in FILES if "every_method" in path.read_text()]
+    code = f"from kvbench.evals.overrides import check_overrides as c; [c(['-m', f'experiment={{n}}']) for n in {names}]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert names and not done.returncode, done.stderr[-500:]
 
 
 @pytest.mark.parametrize("path", sampled(FILES, 4))
@@ -165,13 +165,16 @@ def test_the_page_of_results_has_every_method_at_five_budgets(name: str) -> None
     assert len({cell["ratio"] for cell in made}) == 5
 
 
-@pytest.mark.parametrize("name", ["docs", "needle"])
-def test_the_first_methods_and_the_others_are_all_that_take_a_byte_budget(name: str) -> None:
-    """But those whose least size is more than the others' budget."""
-    found = []
-    for words in (name, "others" if name == "needle" else f"others_{name}"):
-        made = [dict(word.split("=", 1) for word in cell) for cell in cells(f"experiment=evidence_{words}")]
-        found.append({cell["method"] for cell in made})
-    first, others = found
+def test_the_first_methods_and_the_others_are_all_that_take_a_byte_budget() -> None:
+    """But those whose least size is more than the others' budget, and FINCH, which must see the question."""
+    first, others = (
+        {
+            word.split("=", 1)[1]
+            for cell in cells(f"experiment=evidence_{name}")
+            for word in cell
+            if word[:7] == "method="
+        }
+        for name in ("docs", "many")
+    )
     assert first == {"full", *FIRST} and not first & others
-    assert first | others == {*methods_for("memory")} - {"think", "shadowkv"}
+    assert first | others == {*methods_for("memory")} - {"think", "shadowkv", "finch"}

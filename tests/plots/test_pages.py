@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from kvbench.plots import pages
+from kvbench.plots.pages import asked as pages_of
 from kvbench.plots.pages.__main__ import main
-from kvbench.plots.pages.asked import HERE
+from kvbench.plots.pages.asked import HERE, HIDDEN, SHOWN
 from kvbench.plots.pages.read import COLUMNS, KEPT, SOURCES, keep, load
 from kvbench.plots.pages.write import PAGES
 from kvbench.tests.plots import made_runs
-from kvbench.tests.plots.made_pages import DOCS, answers, frame_of, losses
+from kvbench.tests.plots.made_pages import DOCS, answers, frame_of
 
 BESIDE = sorted(path.relative_to(DOCS) for name in SOURCES for path in (DOCS / name).iterdir())
 
@@ -59,23 +60,15 @@ def test_all_pages_answers_are_one_frame() -> None:
         mine = pages.kept(name)
         assert len(mine) == (found["page"] == name).sum() == len(load(DOCS / name / KEPT))
         assert "" not in {*mine["sample"], *mine["method_label"]}
-        assert mine[["score", *(key for key in mine if key.startswith("measures."))]].notna().sum(axis=1).eq(1).all()
+        assert [*mine["score"].isna()].count(True) == 0
 
 
 def test_labels_say_what_a_variant_is() -> None:
-    kept = {name: pages.kept(name) for name in SOURCES}
-    label = {
-        (name, protocol, method): label
-        for name, frame in kept.items()
-        for protocol, method, label in zip(frame["protocol"], frame["method"], frame["method_label"], strict=True)
-    }
-    shown, hidden = "full_prompt", "context_only"
-    assert label["results", shown, "kvzip"] == "KVzip, whole prompt" and label["results", hidden, "kvzip"] == "KVzip"
-    assert label["results", shown, "retroinfer"] == "RetroInfer (budget in the mean, 79 tokens a cluster)"
-    assert label["results", shown, "kivi"] == "KIVI 2 bit"
-    assert label["results", shown, "keydiff"] == "KeyDiff (simulated blocks)"
-    assert (label["cited", shown, "quest"], label["cited", shown, "h2o"]) == ("Quest (matched)", "H2O (C)")
-    assert label["cited", shown, "kvzip"] == "KVzip (C), whole prompt"
+    frame = pages.kept("results")
+    rows = zip(frame["protocol"], frame["method"], frame["method_label"], strict=True)
+    label = {(protocol, method): label for protocol, method, label in rows}
+    assert label[SHOWN, "kvzip"] == "KVzip, whole prompt" and label[HIDDEN, "kvzip"] == "KVzip"
+    assert label[HIDDEN, "keydiff"] == "KeyDiff (simulated blocks)" and label[HIDDEN, "kivi"] == "KIVI 2 bit"
 
 
 def test_no_python_of_pages_holds_prose() -> None:
@@ -97,29 +90,30 @@ def test_no_python_of_pages_holds_prose() -> None:
 def test_somebodys_own_answers_make_the_pages_that_they_are_for(tmp_path: Path) -> None:
     keep(tmp_path / "results" / KEPT, answers())
     assert main(["--out", str(tmp_path)]) == 0
-    assert {path.name for path in tmp_path.glob("*.md")} == {"results.md", "which-method.md"}
-    text = (tmp_path / "which-method.md").read_text()
-    assert "| PQCache | host memory |" in text and "cited now" not in text
-    assert "## On the tasks that are cited now" in (DOCS / "which-method.md").read_text()
+    assert {path.name for path in tmp_path.glob("*.md")} == {"results.md"}
+    beside = {path.name for path in (tmp_path / "results").iterdir()}
+    assert beside == {KEPT, "budgets.md", "budgets.svg", "budgets.csv", "kept.svg"}
 
 
 def test_answers_of_runs_are_kept_and_change_every_page_that_they_stand_on(tmp_path: Path) -> None:
-    out, task = tmp_path / "docs", {"style": "own", "needles": 1}
-    for i, (method, memory) in enumerate((("full", None), ("snapkv", "1/4"), ("h2o", "1/4"))):
-        rows = [{"score": float(i < 60 - 20 * (method == "h2o")), "prompt_tokens": 838} for i in range(60)]
-        runs = tmp_path / f"runs-{i}"
-        made_runs.write(runs, method, "needle", rows, memory=memory, ratio=None, task_params=task)
-        assert main(["results", str(runs), "--out", str(out)]) == 0
-    assert {path.name for path in out.glob("*.md")} == {"results.md", "which-method.md"}
-    assert sorted(path.name for path in (out / "results").iterdir()) == ["needle.csv", "needle.svg", KEPT]
-    text = (out / "results.md").read_text()
-    assert "| Full | 100 |" in text and "| H2O (C) | 67 (53 to 78) * |" in text and "prompts of 838 tokens" in text
-    assert len(load(out / "results" / KEPT)) == 3 * 60
+    out, n = tmp_path / "docs", 60
+    for i, (method, memory) in enumerate((("full", None), ("snapkv", "1/4"), ("random", "1/4"))):
+        rows = [{"score": float(j < n - 20 * i), "prompt_tokens": 838} for j in range(n)]
+        asked = pages_of.page("register").sets["needle"]
+        made_runs.write(tmp_path / f"runs-{i}", method, asked.task, rows, memory=memory, ratio=None, comm="0", seed=1,
+                        task_params=dict(asked.where), model=asked.model)  # fmt: skip
+        assert main(["register", str(tmp_path / f"runs-{i}"), "--out", str(out)]) == 0
+    assert {path.name for path in out.glob("*.md")} == {"register.md"}
+    assert (
+        "| [A needle of seven digits](results/needle.md) | finding | `smollm2-135m` | 60 of 60 |"
+        in (out / "register.md").read_text()
+    )
+    assert len(load(out / "register" / KEPT)) == 3 * n
 
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["results"], ["cited"], ["which-method"], ["no-such-page"]],
+    [[], ["results"], ["register"], ["no-such-page"]],
     ids=lambda words: " ".join(words) or "all",
 )
 def test_answers_that_are_not_there_are_one_sentence(words: list[str], tmp_path: Path, capsys: Any) -> None:
@@ -128,7 +122,7 @@ def test_answers_that_are_not_there_are_one_sentence(words: list[str], tmp_path:
     assert said.startswith("kvbench.plots.pages: ") and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["results", "cited", "register"])
+@pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("text", [None, "lr: 0.1\n", "[1, 2]\n"])
 def test_a_folder_without_runs_leaves_what_is_kept(
     name: str, text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -143,9 +137,3 @@ def test_a_folder_without_runs_leaves_what_is_kept(
     said = capsys.readouterr().err
     assert ("holds no sample of a run" in said or "is no mapping" in said) and said.count("\n") == 1
     assert (out / name / KEPT).read_bytes() == before
-
-
-def test_a_page_of_cited_tasks_says_which_were_not_asked(tmp_path: Path) -> None:
-    keep(tmp_path / "cited" / KEPT, losses({"full": ([0.5, 0.6], "Full"), "snapkv": ([0.6, 0.7], "SnapKV (C)")}))
-    assert main(["cited", "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "cited.md").read_text().count("Nothing was asked yet.") == 6

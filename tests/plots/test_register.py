@@ -14,14 +14,13 @@ import yaml
 
 from kvbench.plots.pages.asked import HIDDEN, SHOWN, Comparison, Page, asked, page
 from kvbench.plots.pages.fixed import Registered, registered
-from kvbench.plots.pages.read import typed
+from kvbench.plots.pages.read import KEPT, typed
 from kvbench.results import interval
 from kvbench.results.intervals import LEVEL
 from kvbench.tests.plots.made_pages import frame_of
 from kvbench.tests.plots.test_experiments import cells, composed
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-KEPT = DOCS / "register" / "scores.csv.gz"
 Place = tuple[str, str, str, str]  # set, scope, budget, method
 SAID = {"title": "Docs", "skill": "copying", "about": "About.", "experiment": "register_docs", "task": "longbench"}
 
@@ -29,8 +28,8 @@ SAID = {"title": "Docs", "skill": "copying", "about": "About.", "experiment": "r
 def register(n: int, *comparisons: dict[str, Any]) -> Page:
     one = asked("docs", SAID | {"model": "m", "seed": 0, "samples": [0, n], "dataset": "docs_qa"})
     where: dict[str, Any] = {"set": "docs", "scope": SHOWN, "memory": "1/4"}
-    made = [Comparison(**{**where, **c, "seen": i}) for i, c in enumerate(comparisons)]
-    return Page("register", {"docs": one}, made, (), {"margin": 0.05, "seed": 0})
+    made = [Comparison(**{**where, **c}) for c in comparisons]
+    return Page("register", {"docs": one}, made, {"margin": 0.05, "seed": 0})
 
 
 def answers(method: str, scores: list[float], per_sample: int = 1) -> list[dict[str, Any]]:
@@ -106,7 +105,7 @@ def test_a_loss_as_large_as_the_margin_is_seldom_called_within_it() -> None:
 
 def test_a_hidden_question_is_compared_with_the_same_method_where_it_is_shown() -> None:
     one = Comparison("docs", HIDDEN, "kvzip", "shown", memory="1/4", asks="margin")
-    assert one.places == (((HIDDEN, "memory 0.25", ""), "kvzip"), ((SHOWN, "memory 0.25", ""), "kvzip"))
+    assert one.places == (((HIDDEN, "memory 0.25"), "kvzip"), ((SHOWN, "memory 0.25"), "kvzip"))
     assert replace(one, memory="", tokens=96).at.asked == "96 tokens"
 
 
@@ -140,10 +139,10 @@ def test_a_set_takes_the_answers_that_the_register_names(changed: dict[str, Any]
 # --- the page, by other means --------------------------------------------------------------------
 
 
-def kept() -> dict[Place, dict[str, float]]:
-    """Mean score by cluster, of the committed file."""
+def kept(name: str) -> dict[Place, dict[str, float]]:
+    """Mean score by cluster, of a committed file."""
     found: dict[Place, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    with gzip.open(KEPT, "rt", newline="") as file:
+    with gzip.open(DOCS / name / KEPT, "rt", newline="") as file:
         for row in csv.DictReader(file):
             found[row["set"], row["protocol"], row["asked"], row["method"]][row["sample"]].append(float(row["score"]))
     return {at: {c: sum(x) / len(x) for c, x in by.items()} for at, by in found.items()}
@@ -179,7 +178,7 @@ def comparisons() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("place", range(len(comparisons())))
 def test_a_comparison_is_recomputed_from_the_scores_file(place: int) -> None:
     """Difference, interval and p of a line of the page; of one that is not made, that samples are missing."""
-    one, said, scores = comparisons()[place], rows_of_page()[place], kept()
+    one, said, scores = comparisons()[place], rows_of_page()[place], kept("register")
     first, last = yaml.safe_load((DOCS / "register.yaml").read_text())["sets"][one["set"]]["samples"]
     shares = {"1/4": "memory 0.25", "1/8": "memory 1/8", "1/16": "memory 1/16"}
     budget = f"{one['tokens']} tokens" if "tokens" in one else shares[one["memory"]]
