@@ -9,8 +9,6 @@ from kvbench.results.read import read_run
 from kvbench.results.summary import disagreement
 from kvbench.tests.results.made_rows import FACTS, ok_row, oom_row
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def test_a_summary_is_the_mean_of_its_samples() -> None:
     rows = [ok_row(0), ok_row(1), ok_row(2, tpot_s=None)]
@@ -58,11 +56,11 @@ def test_turns_of_a_sample_are_one_sample() -> None:
 
 
 def test_a_result_that_counted_lines_is_read_as_one_that_counts_samples() -> None:
-    folder = ROOT / "docs" / "submissions" / "first-look" / "runs"
-    (file,) = folder.glob("shared_context-full-*/result.json")
-    written = RunResult.from_json(file.read_text())
+    """The folder is of three questions on one context, as the first version wrote it."""
+    folder = Path(__file__).parent / "counted_lines"
+    written = RunResult.from_json((folder / "result.json").read_text())
     assert (written.schema_version, written.n_samples) == (1, 3)
-    result, rows = read_run(file.parent)
+    result, rows = read_run(folder)
     assert len(rows) == 3 and (result.schema_version, result.n_samples) == (3, 1)
     assert disagreement(written, rows) is None and disagreement(result, rows) is None
     assert disagreement(replace(written, n_samples=1), rows) and disagreement(replace(result, n_samples=3), rows)
