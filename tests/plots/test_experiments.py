@@ -157,14 +157,6 @@ def test_table_5_is_behind_an_exact_and_a_sparse_prefill() -> None:
         assert found == {(m, p) for m in ("full", "pqcache") for p in (None, sparse)}
 
 
-@pytest.mark.parametrize("name", [path.stem for path in FILES if path.stem.startswith("results_")])
-def test_the_page_of_results_has_every_method_at_five_budgets(name: str) -> None:
-    made = [dict(word.split("=", 1) for word in cell) for cell in cells(f"experiment={name}")]
-    by_method = {known(cell["method"]) for cell in made}
-    assert by_method == {*methods_for("ratio")}
-    assert len({cell["ratio"] for cell in made}) == 5
-
-
 def test_the_first_methods_and_the_others_are_all_that_take_a_byte_budget() -> None:
     """But those whose least size is more than the others' budget, and FINCH, which must see the question."""
     first, others = (
