@@ -20,7 +20,7 @@ from kvbench.evals.cells import ask_one
 from kvbench.evals.composing import composition
 from kvbench.evals.overrides import CONF, check_overrides
 from kvbench.evals.settings import Choice, Settings, load_class, methods_for, settings
-from kvbench.results.names import FIRST, known
+from kvbench.results.names import FIRST
 
 FILES = sorted((CONF / "experiment").glob("*.yaml"))
 PAPERS = {
@@ -80,8 +80,9 @@ def test_it_opens_with_its_commands() -> None:
 def test_a_command_line_alone_knows_what_experiments_are_made_of() -> None:
     """Without what other tests have loaded by then."""
     names = [path.stem for path in FILES if "every_method" in path.read_text()]
-    code = f"from kvbench.evals.overrides import check_overrides as c; [c(['-m', f'experiment={{n}}']) for n in {names}]"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    words = "[check_overrides(['-m', f'experiment={n}']) for n in sys.argv[1:]]"
+    code = f"import sys; from kvbench.evals.overrides import check_overrides; {words}"
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True)
     assert names and not done.returncode, done.stderr[-500:]
 
 
