@@ -9,7 +9,6 @@ from kvbench.plots.pages.methods import title
 from kvbench.plots.pages.queries import in_front, mean_of
 from kvbench.plots.scored import Scored
 from kvbench.plots.stats import Corrected, Paired, is_bound, p_words
-from kvbench.results.intervals import FEW
 from kvbench.results.sheet import ABSENT
 
 # --- names ---------------------------------------------------------------------------------------
@@ -39,13 +38,6 @@ def score(place: Scored) -> str:
     spread = place.interval
     ends = "" if spread is None else f" ({100 * spread.low:.0f} to {100 * spread.high:.0f})"
     return f"{percent(place)}{ends}"
-
-
-def hits(place: Scored) -> str:
-    """The same, or so many hits where samples are few."""
-    if place.n < FEW or place.interval is None:
-        return f"{sum(one.value for one in place.answers):.3g} of {place.n}"
-    return score(place)
 
 
 def gap(pair: Paired, places: int = 0, ends: int = 0, scale: int = 100) -> str:
