@@ -99,6 +99,10 @@ def test_costs_of_a_cpu_are_headed_so_and_a_gpus_are_as_simulated(capsys: pytest
     assert full < pqcache and f"{pqcache:.1f} ms against {full:.1f}" in " ".join(part.split())
 
 
+def test_the_readme_is_short() -> None:
+    assert (ROOT / "README.md").stat().st_size <= 6_000
+
+
 def targets_of(text: str) -> set[str]:
     return {name for words in re.findall(r"\bmake((?: [a-z-]+)+)", text) for name in words.split()}
 

@@ -1,6 +1,6 @@
 """Benchmarks that are frozen: what was asked and what a score looks at, as digests that are committed.
 
-    python -m kvbench.evals.submission.frozen task=needle_short [model=…] […]    writes one, from the task's own samples
+    python -m kvbench.evals.submission.frozen task=needle_brief [model=…] […]    writes one, from the task's own samples
 
 A benchmark is a task with its settings, on a model, whose tokenizer and window a prompt depends on. Its file has a line
 per answer: the prompt's digest, and one of references and columns. Nothing of the texts is in it.
