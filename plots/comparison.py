@@ -173,10 +173,14 @@ def about(found: Comparison) -> str:
 
 def remarks(found: Comparison) -> list[str]:
     """How to read the table, and what so few samples cannot show."""
-    families = sorted({one.family for row in found.rows for one in row.against.values()})
+    families = sorted({one.family for row in found.rows for one in row.against.values() if not one.few})
+    star = (
+        f"; {STAR} the paired test shows it (p < 0.05 after Holm's correction for {' or '.join(map(str, families))} "
+        "comparisons a task)"
+    )
     lines = [
-        f"scores are 0 to 100; Δ vs Full: the difference to full attention on the same samples; {STAR} the paired test "
-        f"shows it (p < 0.05 after Holm's correction for {' or '.join(map(str, families))} comparisons a task)",
+        "scores are 0 to 100; Δ vs Full: the difference to full attention on the same samples"
+        + (star if families else ""),
         "KV on device, moved /step: keys, values and index, as a share of all keys and values of full attention",
     ]
     for task in found.tasks:
