@@ -39,7 +39,7 @@ from kvbench.engine.model import Model
 from kvbench.engine.passes.second_pass import run_second_passes
 from kvbench.engine.passes.trace import Trace
 from kvbench.engine.prefill import prefill
-from kvbench.evals.settings import own_class
+from kvbench.evals.every import own_class
 from kvbench.evals.studies.hardware import method_of
 from kvbench.methods.base import SelectiveAttention, Variant
 from kvbench.results.names import known, own_methods

@@ -25,6 +25,7 @@ from kvbench.engine.post_processing import AS_THEY_ARE, Merging, PostProcessing
 from kvbench.engine.selection import Reuse
 from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.engine.terminal import say
+from kvbench.evals.every import methods_for
 from kvbench.evals.outside import is_target
 from kvbench.evals.refusals import CellRefused, leave_out, naming, refuse_nothing_left
 from kvbench.evals.settings import (
@@ -34,7 +35,6 @@ from kvbench.evals.settings import (
     Settings,
     architecture,
     load_class,
-    methods_for,
 )  # fmt: skip
 from kvbench.methods.combinations import COMMAND, MODEL, SHAPE, TABLE, Case, refusals
 from kvbench.methods.rules import Quantizer, Rules, planned

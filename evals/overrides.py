@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.engine.declared import expanded, unknown_key
 from kvbench.engine.errors import ConfigError, unknown_name
-from kvbench.evals import outside, plugins
+from kvbench.evals import every, outside, plugins  # noqa: F401  `every_method`, of experiments
 from kvbench.evals.composing import composition
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -305,15 +305,7 @@ def at_scale(full: Any, smoke: Any, *, _root_: Any) -> Any:
     return smoke if chosen == "smoke" else full
 
 
-def every_method(budget: str, others: str = "") -> str:
-    """`${every_method:ratio,-random}`, of an experiment, which is composed before anything loads the methods."""
-    from kvbench.evals.settings import every_method
-
-    return every_method(budget, others)
-
-
 OmegaConf.register_new_resolver("at_scale", at_scale, replace=True)
-OmegaConf.register_new_resolver("every_method", every_method, replace=True)
 
 
 def check_keys(overrides: Iterable[Override], chosen: Mapping[str, list[str]], groups: Mapping[str, list[str]]) -> None:

@@ -44,7 +44,6 @@ from kvbench.evals.outside import KINDS
 from kvbench.methods.allocator import UNIFORM, Allocator
 from kvbench.methods.named import METHODS, scorer_fields, scorer_values, values_of
 from kvbench.methods.reuse import Sharing
-from kvbench.results.names import FIRST, known, own_methods
 
 ARCHITECTURES = Path(__file__).resolve().parents[1] / "conf" / "architecture"
 ORDERS = ("drop_first", "quantise_first")  # of a composition; the first is usual
@@ -560,31 +559,6 @@ def architecture(spec: ModelSpec) -> dict[str, Any] | None:
 def model_name(model_id: str) -> str:
     """`${model_name:${.id}}`: the last part of a hub name or path."""
     return Path(model_id).name.removesuffix(".gguf").lower()
-
-
-def own_class(name: str) -> Any:
-    """The class of a method of ours."""
-    target = yaml.safe_load((METHODS / f"{name}.yaml").read_text())["_target_"]
-    return load_class(Choice("method", name, target, {}))
-
-
-def methods_for(budget: str) -> list[str]:
-    """Methods of ours that take such a budget (`Traits.takes`), full attention first."""
-    return sorted(
-        (name for name in own_methods() if budget in own_class(name).traits.takes), key=lambda name: name != "full"
-    )
-
-
-def every_method(budget: str, others: str = "") -> str:
-    """`${every_method:ratio,-random infllm_short}`, of an experiment: all but `random`, InfLLM by that preset.
-
-    `-first` leaves out full attention and the methods that papers compare first.
-    """
-    words = others.split()
-    if "-first" in words:
-        words += [f"-{name}" for name in ("full", *FIRST)]
-    presets = {known(word): word for word in words if not word.startswith("-")}
-    return ",".join(presets.get(name, name) for name in methods_for(budget) if f"-{name}" not in words)
 
 
 OmegaConf.register_new_resolver("unless", unless, replace=True)

@@ -25,7 +25,7 @@ class MadeUp(ScoringMethod):
 '''
 FOUND = """
 from kvbench.evals.overrides import config_groups
-from kvbench.evals.settings import every_method, methods_for, own_class
+from kvbench.evals.every import every_method, methods_for, own_class
 from kvbench.plots.looks import family_of, look
 from kvbench.results.names import known
 from kvbench.benchmarks.launches import BUDGETS, Cost

@@ -25,9 +25,10 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.passes.rotations import rotary_dims
 from kvbench.engine.shapes import Checkpoint, ModelShape
 from kvbench.evals.cells import rules_and_params
+from kvbench.evals.every import methods_for
 from kvbench.evals.screen import check, room
 from kvbench.evals.screen.fits import longest
-from kvbench.evals.settings import ModelSpec, architecture, from_words, methods_for
+from kvbench.evals.settings import ModelSpec, architecture, from_words
 from kvbench.methods.rules import planned
 
 OWN = "its own configuration"

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvbench.engine.errors import ConfigError
 from kvbench.evals.cells import ask
-from kvbench.evals.settings import from_words, own_class
+from kvbench.evals.every import own_class
+from kvbench.evals.settings import from_words
 from kvbench.methods.allocator import ALLOCATORS, Allocator
 from kvbench.methods.combinations import ALLOCATION, COMMAND, Case, refuse
 from kvbench.methods.dropping.allocators import (

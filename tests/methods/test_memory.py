@@ -15,7 +15,7 @@ from kvbench.engine.budget import Budget, BudgetRequest, Bytes, cache_bytes, par
 from kvbench.engine.caches.blocks import BlockCacheSpec
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
-from kvbench.evals.settings import own_class
+from kvbench.evals.every import own_class
 from kvbench.methods.base import Variant
 from kvbench.methods.rules import planned
 from kvbench.results.names import known

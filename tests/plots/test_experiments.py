@@ -18,8 +18,9 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.evals.cells import ask_one
 from kvbench.evals.composing import composition
+from kvbench.evals.every import methods_for
 from kvbench.evals.overrides import CONF, check_overrides
-from kvbench.evals.settings import Choice, Settings, load_class, methods_for, settings
+from kvbench.evals.settings import Choice, Settings, load_class, settings
 from kvbench.results.names import FIRST
 
 FILES = sorted((CONF / "experiment").glob("*.yaml"))

@@ -8,8 +8,8 @@ import torch
 
 from kvbench.engine.budget import EVERYTHING, BudgetRequest
 from kvbench.engine.shapes import ModelShape
+from kvbench.evals.every import own_class
 from kvbench.evals.overrides import CONF
-from kvbench.evals.settings import own_class
 from kvbench.evals.studies.counts import AT, N_STEPS, Counts, Numbers, count
 from kvbench.evals.studies.hardware import (
     Hardware,

@@ -10,7 +10,7 @@ from kvbench.engine.declared import reader
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.observe import LastQueries
 from kvbench.engine.softmax import Softmax
-from kvbench.evals.settings import own_class
+from kvbench.evals.every import own_class
 from kvbench.methods.dropping.snapkv import SnapKV
 from kvbench.methods.named import Scorer, scorer_fields, values_of
 from kvbench.methods.ranking.chunkkv import ChunkKV, entropies, in_order, published_chunks, shares, worth
