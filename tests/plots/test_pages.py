@@ -101,6 +101,7 @@ def test_answers_of_runs_are_kept_and_change_every_page_that_they_stand_on(tmp_p
         rows = [{"score": float(j < n - 20 * i), "prompt_tokens": 838} for j in range(n)]
         asked = pages_of.page("register").sets["needle"]
         made_runs.write(tmp_path / f"runs-{i}", method, asked.task, rows, memory=memory, ratio=None, comm="0", seed=1,
+                        label=method,
                         task_params=dict(asked.where), model=asked.model)  # fmt: skip
         assert main(["register", str(tmp_path / f"runs-{i}"), "--out", str(out)]) == 0
     assert {path.name for path in out.glob("*.md")} == {"register.md"}

@@ -77,8 +77,8 @@ def test_the_five_sentences_have_twenty_words_at_most_and_their_numbers_are_reco
         holm += least < 0.05
     assert of == len(here) and abs(n - (of - holm)) <= 1, "one may hang on a seed"
     for words, place in (
-        ("SnapKV", (*HIDDEN, "snapkv")),
-        ("KVzip", ("budgets", "full_prompt", "memory 1/16", "kvzip")),
+        ("Hidden, SnapKV keeps", (*HIDDEN, "snapkv")),
+        ("KVzip keeps", ("budgets", "full_prompt", "memory 1/16", "kvzip")),
     ):
         (one,) = [sentence for sentence in said if sentence.startswith(words)]
         assert float(re.findall(r"keeps (-?\d+) %", one)[0]) == pytest.approx(share(*place), abs=0.51)

@@ -185,34 +185,34 @@ def test_a_bare_clone_has_a_site_of_all_kept_scores_that_opens_on_the_largest_be
     (start,) = [one for one in index["benchmarks"] if one["id"] == index["start"]]
     assert (start["model"], start["task"], start["question"]) == (
         "qwen2.5-coder-0.5b",
-        "Questions on documents",
-        "shown",
+        "Questions on documents, by budget",
+        "hidden",
     )
-    assert start["methods"] > 30 and start["answers"] > 4000
-    assert sum(one["answers"] for one in index["benchmarks"]) > 29_000
+    assert start["methods"] > 30 and start["answers"] > 2000
+    assert sum(one["answers"] for one in index["benchmarks"]) > 14_000
     overview = content(of_repository / "data" / start["id"] / "data-overview.js")
     assert set(overview["runs"]["verdict"]) == {"reported"} and all(overview["runs"]["kept"])
     costs, audit = overview["parts"]["cost"], overview["runs"]["audit"]
-    assert all(costs["device"]) and not any(costs["moved"]) and not any(costs["resident"]), "host bytes were not kept"
+    assert all(costs["device"]), "what is held on the device is kept of all"
     assert not any(audit["within_budget"])
     commands = {one["command"] for one in content(of_repository / "data" / start["id"] / "data-origins.js")}
-    assert commands == {f"python run.py -m experiment={name}" for name in ("evidence_docs", "evidence_others_docs")}
+    assert commands == {f"python run.py -m experiment={name}" for name in ["evidence_docs"]}
     assert sum(file.stat().st_size for file in first_view(of_repository)) <= 100_000
 
 
 def test_kept_scores_are_those_of_their_pages() -> None:
     runs, rows = kept_runs(), pages.kept("results")
-    assert len({run.result.config_hash for run in runs}) == len(runs) > 500
-    mine: Any = rows[(rows["set"] == "docs") & (rows["protocol"] == "full_prompt") & (rows["asked"] == "memory 1/8")]
+    assert len({run.result.config_hash for run in runs}) == len(runs) > 270
+    mine: Any = rows[(rows["set"] == "budgets") & (rows["protocol"] == "full_prompt") & (rows["asked"] == "memory 1/8")]
     found = {
         run.method: run.result.score
         for run in runs
         if (run.result.task, run.result.protocol, run.page)
-        == ("Questions on documents", "full_prompt", "docs/results.md")
+        == ("Questions on documents, by budget", "full_prompt", "docs/results.md")
         and run.result.memory_exact == "1/8"
     }
     assert found == pytest.approx(mine.groupby("method")["score"].mean().to_dict()) and len(found) > 10
-    assert {run.page for run in runs} == {f"docs/{name}.md" for name in ("results", "register", "cited", "formats")}
+    assert {run.page for run in runs} == {f"docs/{name}.md" for name in ("results", "register", "formats")}
     (shared,) = [
         run for run in runs if run.page == "docs/register.md" and run.result.task.startswith("Eight") and run.is_full
     ]
@@ -234,7 +234,7 @@ def test_a_folder_cannot_pass_for_kept_scores(tmp_path: Path) -> None:
 
 def test_the_site_of_the_repository_has_its_scores_and_verdicts(of_repository: Path) -> None:
     listed = json.loads((of_repository / "runs.json").read_text()).values()
-    assert len(listed) > 500
+    assert len(listed) > 270
     found = Counter(one["verdict"] for one in listed)
     assert found["reproduced"] >= 5 and sum(n for verdict, n in found.items() if verdict != "reported") >= 10
     assert sum(path.stat().st_size for path in of_repository.rglob("*") if path.is_file()) < 2e6
