@@ -37,7 +37,7 @@ SVG: dict[Any, Any] = {"svg.hashsalt": "kvbench", "svg.fonttype": "none"}  # the
 # --- what is kept, by budget ---------------------------------------------------------------------
 
 
-def kept(task: Task, costs: Mapping[tuple[str, str], Cost], note: str) -> Picture:
+def kept(task: Task, costs: Mapping[str, Cost], note: str) -> Picture:
     """A panel for each scope, a row for each method that was asked at all budgets, a mark for each budget."""
     names = asked_everywhere(task)[::-1]
     height = 0.33 * len(names) + 0.5
@@ -45,7 +45,7 @@ def kept(task: Task, costs: Mapping[tuple[str, str], Cost], note: str) -> Pictur
         task.asked.title, f"{task.model} · n = {task.asked.n}", (), WIDTH, height,
         ncols=len(task.protocols), squeeze=False, sharey=True,
     )  # fmt: skip
-    times = [cost.step for (name, _), cost in costs.items() if name in names]
+    times = [costs[name].step for name in names if name in costs]
     norm = Normalize(min(times, default=0.0), max(times, default=1.0))
     for ax, protocol in zip(canvas.axes[0], task.protocols, strict=True):
         columns = [column for column in task.columns if column.at.protocol == protocol]
@@ -57,19 +57,21 @@ def kept(task: Task, costs: Mapping[tuple[str, str], Cost], note: str) -> Pictur
     first.set_yticks(range(len(names)), [plain_name(task, name) for name in names])
     first.set_ylim(-0.6, len(names) - 0.4)
     if times:
-        canvas.figure.colorbar(ScalarMappable(norm, SHADE), ax=canvas.axes[0].tolist(), label="step, full attention: 1")
+        canvas.figure.colorbar(
+            ScalarMappable(norm, SHADE), ax=canvas.axes[0].tolist(), label="step at 1/4, full attention: 1"
+        )
     canvas.note(note)
     return canvas.finish(columns=3)
 
 
 def panel(
-    ax: Axes, names: Sequence[str], columns: Sequence[Column], costs: Mapping[tuple[str, str], Cost], norm: Normalize
+    ax: Axes, names: Sequence[str], columns: Sequence[Column], costs: Mapping[str, Cost], norm: Normalize
 ) -> None:
     for i, column in enumerate(columns):
         for y, name in enumerate(names):
             if (found := column.share(name) if name in column.of else None) is None:
                 continue
-            cost, at = costs.get((name, column.at.asked)), y + SPREAD * (1 - i)
+            cost, at = costs.get(name), y + SPREAD * (1 - i)
             colour = "#999999" if cost is None else SHADE(norm(cost.step))
             if (ends := column.ends(name)) is not None:
                 ax.hlines(at, 100 * ends[0], 100 * ends[1], color="#999999", linewidth=0.7)

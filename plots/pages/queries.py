@@ -14,7 +14,7 @@ from fractions import Fraction
 from math import ceil
 
 from kvbench.engine.budget import show
-from kvbench.plots.pages.asked import FLOOR, At, Page, size
+from kvbench.plots.pages.asked import REFERENCES, At, Page, size
 from kvbench.plots.pages.columns import Column, Frame, Task, groups
 from kvbench.plots.pages.methods import fetches
 
@@ -47,12 +47,12 @@ class Cost:
     step: float
 
 
-def costs(of: Page, frame: Frame) -> dict[tuple[str, str], Cost]:
-    """What was timed, by method and budget."""
+def costs(of: Page, frame: Frame) -> dict[str, Cost]:
+    """What was timed, by method."""
     keys = [key for key, asked in of.sets.items() if asked.is_cost]
     rows = frame[frame["set"].isin(keys)]
     return {
-        (row["method"], row["asked"]): Cost(row["timing.ttft_ratio"], row["timing.tt2t_ratio"], row["score"])
+        row["method"]: Cost(row["timing.ttft_ratio"], row["timing.tt2t_ratio"], row["score"])
         for row in rows.to_dict("records")
     }
 
@@ -99,9 +99,14 @@ def budgets(every: Iterable[Task]) -> list[str]:
     return sorted({column.at.asked for task in every for column in task.columns}, key=size, reverse=True)
 
 
+def contenders(column: Column) -> list[str]:
+    """The methods that somebody would run."""
+    return [name for name in column.methods if name not in REFERENCES]
+
+
 def in_front(column: Column, has_host: bool) -> list[str]:
     """Of the methods that such a machine can run, the best and all that are not shown to be worse, the best first."""
-    return groups(column, [name for name in column.methods if name != FLOOR and (has_host or not fetches(name))])[0]
+    return groups(column, [name for name in contenders(column) if has_host or not fetches(name)])[0]
 
 
 def unlike_floor(column: Column) -> list[str]:

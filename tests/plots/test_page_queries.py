@@ -146,7 +146,7 @@ def test_a_map_has_a_cell_for_each_answer_and_brackets_where_random_tokens_are_a
 
 def test_the_picture_has_a_panel_a_scope_and_a_mark_a_budget_shaded_by_time() -> None:
     task = task_of(answers())
-    costs = {("pqcache", QUARTER): Cost(1, 1, 0.5), ("snapkv", QUARTER): Cost(1, 1, 0.9)}
+    costs = {"pqcache": Cost(1, 1, 0.5), "snapkv": Cost(1, 1, 0.9)}
     first, second = kept(task, costs, "note").axes[0]
     assert [label.get_text() for label in first.get_yticklabels()][-1] == "PQCache", "the best on top"
     for ax, protocol in ((first, SHOWN), (second, HIDDEN)):

@@ -70,12 +70,13 @@ def test_the_five_sentences_have_twenty_words_at_most_and_their_numbers_are_reco
     n, of = map(int, re.findall(r"(\d+) of (\d+) methods", said[0])[0])
     here = {m: by for (key, scope, asked, m), by in scores().items() if (key, scope, asked) == HIDDEN and len(by) >= 40}
     floor = here.pop("random")
-    ps = sorted(flips([x - floor[sample] for sample, x in by.items()]) for by in here.values())
-    holm, least = 0, 0.0
-    for i, p in enumerate(ps):
+    ps = {name: flips([x - floor[sample] for sample, x in by.items()]) for name, by in here.items()}
+    told, least = set[str](), 0.0
+    for i, (name, p) in enumerate(sorted(ps.items(), key=lambda item: item[1])):
         least = max(least, (len(ps) - i) * p)
-        holm += least < 0.05
-    assert of == len(here) and abs(n - (of - holm)) <= 1, "one may hang on a seed"
+        told |= {name} if least < 0.05 else set()
+    methods = {*here} - {"oracle"}  # which nobody would run
+    assert of == len(methods) and abs(n - len(methods - told)) <= 1, "one may hang on a seed"
     for words, place in (
         ("Hidden, SnapKV keeps", (*HIDDEN, "snapkv")),
         ("KVzip keeps", ("budgets", "full_prompt", "memory 1/16", "kvzip")),
