@@ -107,10 +107,6 @@ class Run:
         )
 
     @property
-    def is_compensated(self) -> bool:
-        return self.result.method_label.endswith("(C)")
-
-    @property
     def embedded(self) -> bool:
         return self.result.data_source == "embedded"
 
