@@ -79,7 +79,7 @@ def panel(
         ax.plot([], [], marker=MARKS[i], color="#777777", linestyle="", label=f"{share(column.at.asked)} of the bytes")
     for at in (0, 100):  # random tokens, full attention
         ax.axvline(at, color="black", linestyle="--", linewidth=0.7)
-    ax.set_xlim(-25, 125)
+    ax.set_xlim(-50, 130)
     ax.grid(axis="y", visible=False)
 
 
