@@ -1,6 +1,7 @@
 """docs/results.md: recomputed from the kept scores by other means, and how much it says."""
 
 import csv
+import gzip
 import re
 from functools import cache
 from pathlib import Path
@@ -123,13 +124,12 @@ def test_a_served_model_takes_what_its_shape_says() -> None:
     served = MORE["served"]
     per_token = 2 * served["layers"] * served["heads"] * served["channels"] * 2  # K and V of 16 bits
     gib = per_token * served["tokens"] / 2**30
-    assert f"requests of {served['tokens'] // 4:,}: {gib:.0f} GiB; you have {served['gib']}: 1/{gib / served['gib']:.0f}." in TEXT
+    share = f"you have {served['gib']}: 1/{gib / served['gib']:.0f}."
+    assert f"requests of {served['tokens'] // 4:,}: {gib:.0f} GiB; {share}" in TEXT
 
 
 def test_times_are_those_that_were_kept() -> None:
     timed = {}
-    import gzip
-
     with gzip.open(DOCS / "results" / "scores.csv.gz", "rt", newline="") as file:
         for row in csv.DictReader(file):
             if row["set"] == "costs" and row["asked"] == "memory 0.25":
