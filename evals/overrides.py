@@ -50,6 +50,9 @@ def check_overrides(argv: list[str]) -> list[str]:
     groups = config_groups()
     overrides = [o for word in words for o in normal_form(parse_override(word), groups)]
     for override in overrides:
+        if override.package is not None:
+            key = override.key_or_group
+            raise ConfigError(f"{override.input_line} puts {key} where nothing looks for it; write {key}=NAME")
         if override.is_sweep_override() and not is_sweep:
             raise ConfigError(f"{override.input_line} is a sweep; add -m to run all of its values")
     check_length(overrides, groups)

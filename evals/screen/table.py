@@ -171,7 +171,7 @@ def score(path: Path, result: RunResult) -> tuple[str, ...]:
     """Score, interval, n; of shares in percent. Few samples have hits where all are right or wrong, and no interval."""
     is_few, scale = bool(few_samples(result.n_samples)), METRICS[result.metric or "score"].scale
     ci = None if is_few else result.score_ci95
-    right = hits_of(read_samples(path), result.metric) if is_few else ""
+    right = hits_of(read_samples(path), result.metric) if is_few and (path / "samples.jsonl").is_file() else ""
     ends = "-" if ci is None else " to ".join(f"{scale * end:.{1 if scale == 100 else 2}f}" for end in ci)
     return right or number(result.score, 1 if scale == 100 else 3, 1 / scale), ends, str(result.n_samples)
 

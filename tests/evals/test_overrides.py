@@ -249,8 +249,8 @@ def test_what_has_no_meaning_is_refused_at_once(word: str, says: str) -> None:
     [
         ("method._target_=os.system", "is no SelectiveAttention of kvbench.methods"),
         ("~seed", "seed is missing; give seed="),
-        ("method@foo=full", "Could not override 'method@foo'. Did you mean to override method?"),
-        ("+method@foo=full", "no key 'foo'"),
+        ("method@foo=full", "method@foo=full puts method where nothing looks for it; write method=NAME"),
+        ("+method@foo=full", "puts method where nothing looks for it; write method=NAME"),
         ("++method=full", "force-add of config groups is not supported"),
         ("cache.tokens={a:[{_target_:os.system}]}", "is not a whole number"),
         ("task.grid=[" + ",".join("a" * 4_000) + "]", "task.grid="),

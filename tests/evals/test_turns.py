@@ -215,7 +215,7 @@ def test_a_context_with_several_questions_is_one_sample_everywhere(wide: str, tm
     assert len(rows) > 1 and len({row.sample_id for row in rows}) == 1
     assert (result.n_samples, result.n_oom, result.n_failed) == (1, 0, 0)
     assert result.score_ci95 is None and "n = 1" in (sheet([(tmp_path, result)]).about or "")
-    assert any("a single sample has a score" in line for line in remarks([result]))
+    assert any("too few to compare" in line for line in remarks([result]))
     (ran,) = load(tmp_path)
     assert Scored.of(ran.rows).n == ran.result.n_samples == 1
     assert read_run(tmp_path / "run") == (result, rows)
@@ -278,11 +278,18 @@ def test_later_turns_are_compared_with_those_of_full_attention(model: str, tmp_p
 
     run(["model=any", model, *QUESTIONS, "task.mode=independent", "method=full"], tmp_path / "full")
     (ran,) = load(tmp_path / "full")
-    full, ours = made(ran, [[1, 1, 0], [1, 1, 1], [0, 0, 1]]), made(ran, [[1, 0, 0], [1, 0, 0], [0, 0, 0]])
-    same = interval([0.0] * 3, (-1, 1))
+    theirs: list[list[float]]
+    mine: list[list[float]]
+    theirs, mine = [[1, 1, 0], [1, 1, 1], [0, 0, 1]], [[1, 0, 0], [1, 0, 0], [0, 0, 0]]
+    few = less_full(made(ran, mine), made(ran, theirs), is_first=True)
+    assert few == (0.0, None), "three samples have no interval"
+    full, ours = made(ran, theirs * 7), made(ran, mine * 7)
+    same = interval([0.0] * 21, (-1, 1))
     assert same is not None and less_full(ours, full, is_first=True) == (0.0, [same.low, same.high])
-    found = interval([-0.5, -1.0, -0.5], (-1, 1))
-    assert found is not None and less_full(ours, full, is_first=False) == (-2 / 3, [found.low, found.high])
+    found = interval([-0.5, -1.0, -0.5] * 7, (-1, 1))
+    less = less_full(ours, full, is_first=False)
+    assert found is not None and less is not None
+    assert less[0] == pytest.approx(-2 / 3) and less[1] == pytest.approx([found.low, found.high])
     assert less_full(full, full, is_first=True) is None and less_full(ours, None, is_first=True) is None
     assert in_words((-2 / 3, [-1.0, 0.05])) == "-66.7 (-100.0 to +5.0)" and in_words(None) == "-"
 

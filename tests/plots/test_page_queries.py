@@ -113,7 +113,7 @@ def test_a_skill_counts_once_however_many_sets_ask_for_it() -> None:
         "copying": "budgets"
     }
     assert [(one.words, one.column.at) for one in table_columns(page("results"), every)] == [
-        ("copying", At(HIDDEN, QUARTER))
+        ("copying, hidden, 1/4", At(HIDDEN, QUARTER))
     ]
 
 
