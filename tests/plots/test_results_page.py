@@ -136,5 +136,7 @@ def test_times_are_those_that_were_kept() -> None:
                 timed[row["method"]] = [float(row[key]) for key in ("score", "timing.ttft_ratio", "timing.tt2t_ratio")]
     for row, cells in table().items():
         assert [float(cell) for cell in cells[-6:-3]] == pytest.approx(timed[called(row)], abs=0.0051)
+    (longer,) = re.findall(r"takes ([\d.]+) times as long as full attention to its first token", TEXT)
+    assert float(longer) == pytest.approx(timed["kvzip"][1], abs=0.0051)
     (n,) = re.findall(r"pays from (\d+) questions on", TEXT)
     assert int(n) - 1 < timed["kvzip"][1] / timed["snapkv"][1] <= int(n)
