@@ -225,10 +225,9 @@ COSTS = "keys and values"
 def draw(found: Comparison, folder: Path, name: str = "comparison") -> Path:
     """A panel of scores per task, and one of what is held and moved: the PNG's path."""
     n, names = len(found.tasks), [row.label for row in found.rows]
-    words = ["score, its 95 % interval from n = 20 on; dotted: full attention" if i == n // 2 else "" for i in range(n)]
     chart = Chart(
         "Scores, and what they cost", Scale(kind="names", names=names),
-        [*(Scale(each, "", (-3, 103), (0, 50, 100)) for each in words), SHARES],
+        [*(Scale("score", "", (-3, 103), (0, 50, 100)) for _ in found.tasks), SHARES],
         0.7 + 0.25 * len(names), style.PAGE, columns=n + 1, share=True, flat=True, ratios=[*[1.0] * n, 1.25],
     )  # fmt: skip
     rows = [row for task in found.tasks for row in scores_of(found, task)]
@@ -239,6 +238,7 @@ def draw(found: Comparison, folder: Path, name: str = "comparison") -> Path:
                 own = {"panel": COSTS, "line": line, "mark": mark, "look": style.look(row.method)["color"]}
                 rows.append(own | {"x": row.label, "y": 100 * share if share else nan})
         picture = draw_chart(chart, rows, Canvas(), about(found))
+        picture.note("Bars: 95 % intervals of scores, from n = 20 on; dotted: full attention")
         ax = picture.axes[-1]
         for at, (word, of) in {1.28: ("held", 0), 1.56: ("moved", 1)}.items():
             ax.text(at, 1.02, word, transform=ax.transAxes, ha="right", va="bottom", fontsize=style.SMALL)
