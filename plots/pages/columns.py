@@ -75,15 +75,15 @@ class Column:
     def mean(self, method: str) -> float:
         return self.of[method].mean or 0.0
 
-    def cost(self, method: str, key: str) -> float:
-        """The mean of something else that is kept of each answer."""
-        found = self.rows[method][key]
-        return fsum(found) / len(found)
+    def cost(self, method: str, key: str) -> float | None:
+        """The mean of something else that is kept of each answer; None where it was not measured."""
+        found = self.rows[method][key].dropna() if method in self.rows else None
+        return None if found is None or found.empty else float(found.mean())
 
-    def held(self, method: str) -> float:
+    def held(self, method: str) -> float | None:
         """Share of full attention's bytes."""
-        key = "bytes_resident_device"
-        return self.cost(method, key) / self.cost(FULL, key)
+        mine, full = (self.cost(name, "bytes_resident_device") for name in (method, FULL))
+        return mine / full if mine is not None and full else None
 
     @cached_property
     def answered(self) -> int:
@@ -143,18 +143,9 @@ class Task:
     def at(self, at: At) -> Column | None:
         return next((column for column in self.columns if column.at == at), None)
 
-    def place(self, place: Place) -> Scored | None:
-        column = self.at(place[0])
-        return None if column is None else column.of.get(place[1])
-
     @property
     def protocols(self) -> list[str]:
         return [protocol for protocol in SCOPES if any(column.at.protocol == protocol for column in self.columns)]
-
-    @property
-    def budgets(self) -> list[str]:
-        """From the largest on."""
-        return sorted({column.at.asked for column in self.columns}, key=size, reverse=True)
 
     @cached_property
     def methods(self) -> list[str]:

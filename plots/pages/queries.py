@@ -12,11 +12,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
+from pathlib import Path
+
+import yaml
 
 from kvbench.engine.budget import show
 from kvbench.plots.pages.asked import REFERENCES, At, Page, size
 from kvbench.plots.pages.columns import Column, Frame, Task, groups
 from kvbench.plots.pages.methods import fetches
+
+ARCHITECTURES = Path(__file__).parents[2] / "conf" / "architecture"
 
 # --- one set -------------------------------------------------------------------------------------
 
@@ -25,14 +30,6 @@ def answered_so_far(frame: Frame, key: str) -> int:
     """The most samples of a set that a method has answered in a column."""
     rows = frame[frame["set"] == key]
     return max(rows.groupby(["protocol", "asked", "method"])["sample"].nunique(), default=0)
-
-
-def mean_of(column: Column, method: str, key: str) -> float | None:
-    """The mean of a cost over a column's answers; None where it was not measured."""
-    if method not in column.rows:
-        return None
-    found = column.rows[method][key].dropna()
-    return None if found.empty else float(found.mean())
 
 
 # --- what a method takes -------------------------------------------------------------------------
@@ -57,6 +54,12 @@ def costs(of: Page, frame: Frame) -> dict[str, Cost]:
     }
 
 
+def cache_bytes(model: str, tokens: int) -> int:
+    """What a model's whole cache takes at 16 bits a number."""
+    shape = yaml.safe_load((ARCHITECTURES / f"{model.lower()}.yaml").read_text(encoding="utf-8"))
+    return 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * tokens
+
+
 def break_even(twice: Cost, again: Cost) -> int:
     """From how many questions on a text on reading it twice takes less time than reading it again for each."""
     return ceil(twice.first / again.first)
@@ -66,7 +69,7 @@ def break_even(twice: Cost, again: Cost) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class Heading:
     """A column of the table of what is kept and what it takes."""
 
     words: str
@@ -78,13 +81,13 @@ def by_key(every: Iterable[Task]) -> dict[str, Task]:
     return {task.asked.key: task for task in every}
 
 
-def table_columns(of: Page, every: Iterable[Task]) -> list[Place]:
+def table_columns(of: Page, every: Iterable[Task]) -> list[Heading]:
     """Those of the columns that a page names which were asked."""
-    found, known = list[Place](), by_key(every)
+    found, known = list[Heading](), by_key(every)
     for one in of.more["table"]:
         at = At(one["scope"], f"memory {show(Fraction(one['memory']))}")
         if one["set"] in known and (column := known[one["set"]].at(at)) is not None:
-            found.append(Place(one["words"], known[one["set"]], column))
+            found.append(Heading(one["words"], known[one["set"]], column))
     return found
 
 

@@ -6,7 +6,7 @@ Not here: sentences (the templates), numbers (`queries.py`).
 from kvbench.plots.pages.asked import At
 from kvbench.plots.pages.columns import Column, Task, less
 from kvbench.plots.pages.methods import title
-from kvbench.plots.pages.queries import in_front, mean_of
+from kvbench.plots.pages.queries import in_front
 from kvbench.plots.scored import Scored
 from kvbench.plots.stats import Corrected, Paired, is_bound, p_words
 from kvbench.results.sheet import ABSENT
@@ -57,7 +57,7 @@ def p_holm(found: Corrected) -> str:
 
 def lengths(column: Column, method: str) -> tuple[str, str]:
     """Lengths of answers: a longer one costs more, and one that was cut off is wrong."""
-    n_tokens, cut = (mean_of(column, method, key) for key in ("generated_tokens", "cut_off"))
+    n_tokens, cut = (column.cost(method, key) for key in ("generated_tokens", "cut_off"))
     return "" if n_tokens is None else f"{n_tokens:.0f}", "" if cut is None else f"{100 * cut:.0f} %"
 
 

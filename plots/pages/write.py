@@ -19,7 +19,7 @@ from kvbench.plots.pages import columns, fixed, methods, queries, words
 from kvbench.plots.pages.asked import FLOOR, FULL, HERE, SCOPES, At, page, share, size
 from kvbench.plots.pages.columns import Column, Frame, Task, tasks
 from kvbench.plots.pages.figure import SVG, heat, kept, save
-from kvbench.plots.pages.queries import costs, mean_of
+from kvbench.plots.pages.queries import costs
 from kvbench.plots.pages.read import KEPT, keep, load, of_runs, renewed, typed
 from kvbench.plots.stats import is_bound
 from kvbench.results.intervals import LEVEL, Interval
@@ -43,7 +43,15 @@ def environment() -> Environment:
     made.filters["md"] = lambda text: plain_markdown(str(text))
     for library in (columns, fixed, methods, queries, words):
         made.globals |= vars(library)
-    made.globals |= {"FULL": FULL, "FLOOR": FLOOR, "LEVEL": LEVEL, "SCOPES": SCOPES, "at_of": At, "share": share}
+    made.globals |= {
+        "FULL": FULL,
+        "FLOOR": FLOOR,
+        "LEVEL": LEVEL,
+        "SCOPES": SCOPES,
+        "at_of": At,
+        "share": share,
+        "page_of": page,
+    }
     return made
 
 
@@ -163,10 +171,11 @@ def against(task: Task, column: Column, method: str) -> list[str]:
 
 
 def taken_by(column: Column, method: str) -> list[str]:
+    held = column.held(method)
     keys = (
         *("bytes_resident_host", "bytes_prefill_peak", "bytes_index_read_per_step", "moved_bytes_per_step"),
         "index_share",
     )
-    means = [mean_of(column, method, key) for key in keys]
+    means = [column.cost(method, key) for key in keys]
     said = ["" if mean is None else f"{mean:.4g}" for mean in means]
-    return [f"{column.held(method):.3g}", *said, *words.lengths(column, method)]
+    return ["" if held is None else f"{held:.3g}", *said, *words.lengths(column, method)]
