@@ -19,7 +19,8 @@ Modes       `golden`: every turn's output is fed and compressed, then the next a
             own. A trace is fixed, so that there is no `dialogue`.
 Score       1 where kind, name and all arguments agree. `name` and `arguments` stand next to it; of drawn work `fresh`
             (what was seen last), `stale` (what was seen before) and `count`. `invalid` is the share of answers that are
-            no action: blank ones, and calls whose JSON is broken.
+            no action: blank ones, and calls whose JSON is broken. Where a call was recorded, the kind of damage
+            (`tasks/calls/damage.py`) is told, too, as a share of such answers.
 Age         `age` is how many tokens lie between what an action needs and the decision: the oldest of its values, at
             the last place where it stands. A finished run's agents.csv has scores by turn and by age, in percent.
 
@@ -46,6 +47,8 @@ from kvbench.tasks.agent_traces import made
 from kvbench.tasks.agent_traces.actions import Point, action_of, agreement, points_of, recorded, values
 from kvbench.tasks.agent_traces.render import Message, Renderer, Talk, spoken
 from kvbench.tasks.base import Data, Sample
+from kvbench.tasks.calls.damage import Wanted, damage, shares
+from kvbench.tasks.calls.read import read_calls
 from kvbench.tasks.checks import OnBadRow, check_lengths
 from kvbench.tasks.lazy import Drawn, fitting, most_units, note_left_out
 from kvbench.tasks.prompt import first_ids
@@ -113,7 +116,7 @@ class AgentTraces(RowsTask):
 
     asking: Asking
     name = "agent_traces"
-    version = 2  # 1 took a call whose JSON is broken for text, which is right where text was recorded
+    version = 3  # 2 told no kind of damage; 1 took a call whose JSON is broken for text, right where text was recorded
     Params = Params
     data: ClassVar[Data | None] = Data(
         tuple(f"{FOLDER}/airline{end}" for end in ENDS), "without them drawn work (task.source=embedded)",
@@ -225,6 +228,7 @@ class AgentTraces(RowsTask):
         context = self.context(renderer, trace, texts[0])
         keeps = self.params.asking.mode == "golden"
         before, turns = context, list[Turn]()
+        tools = {"tools": [name_of(tool) for tool in trace.talk.tools]}
         for text, decision in zip(texts, trace.decisions, strict=True):
             ids = tokenizer.encode(decision.reference, add_special_tokens=False)
             turns.append(
@@ -232,7 +236,7 @@ class AgentTraces(RowsTask):
                     question=text.removeprefix(before if keeps else context),
                     references=(decision.reference,),
                     max_new_tokens=self.params.max_new_tokens or len(ids) + EXTRA,
-                    fields={**decision.fields, "age": age(tokenizer, text, decision.needs)},
+                    fields={**decision.fields, "age": age(tokenizer, text, decision.needs), **tools},
                 )
             )
             before = text
@@ -270,9 +274,13 @@ class AgentTraces(RowsTask):
         if fields.get("kind") in made.GROUPS and fields["kind"] not in made.CALLS:
             found = made.score(prediction, fields["value"], fields["superseded"])
             return found, {fields["group"]: found, **invalid}
-        same = agreement(action, fields["action"])
+        wanted = fields["action"]
+        same = agreement(action, wanted)
         groups = {fields["group"]: same.action} if "group" in fields else {}
-        return same.action, {"name": same.name, "arguments": same.arguments, **groups, **invalid}
+        kind = None
+        if wanted["kind"] == "call" and "tools" in fields:
+            kind = damage(read_calls(prediction), [Wanted.of(wanted)], fields["tools"], is_right=same.action == 1)
+        return same.action, {"name": same.name, "arguments": same.arguments, **groups, **invalid, **shares(kind)}
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """agents.csv: scores by turn, by age and by what is asked."""
@@ -316,6 +324,11 @@ def decision_of(messages: Sequence[Message], point: Point) -> Decision:
     }  # fmt: skip
     needs = tuple(values(point.action["arguments"])) if point.action["kind"] == "call" else ()
     return Decision(point.index, spoken(messages[point.index]), fields, needs)
+
+
+def name_of(tool: Mapping[str, Any]) -> str:
+    """A tool's name, as chat templates take it or alone."""
+    return str(tool.get("function", tool).get("name"))
 
 
 def schema(name: str, description: str, arguments: Mapping[str, str]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.evals.settings import choice, load_class
 from kvbench.tasks.base import Sample
+from kvbench.tasks.calls.damage import KINDS as DAMAGE
 from kvbench.tasks.forced import ForcedContinuation
 from kvbench.tasks.oolong.made import KINDS
 from kvbench.tasks.prompt import encode
@@ -511,6 +512,26 @@ FORCED: dict[str, dict[str, Any]] = {
     "mrcr_forced": TASKS["mrcr "][0] | {"rows": 1},
 }
 OF = {"agent_forced": "agent_traces", "graphwalks_forced": "graphwalks", "mrcr_forced": "mrcr"}
+
+
+def test_the_first_wrong_token_of_a_call_says_what_kind_of_damage_it_is(tmp_path: Path) -> None:
+    task, samples = made("agent_forced", tmp_path, **FORCED["agent_forced"] | {"turns": 9})
+    sample = next(one for one in samples if one.fields["kind"] == "restore")
+    assert sample.forced is not None
+    continuation, (right,) = ForcedContinuation(task, sample, sample.forced), sample.references
+    kinds = dict.fromkeys(DAMAGE, "")
+    for wrong in range(1, len(sample.forced)):
+        watch = task.watch(sample, continuation, [None])
+        for i, token in enumerate(sample.forced[1:], 1):
+            logits = torch.zeros(1, len(TOKENIZER))
+            logits[0, token - (i == wrong)] = 1.0
+            watch.predicted([0], logits)
+        (kind,) = [name for name, share in watch.outcomes()[0].fields["measures"].items() if name in DAMAGE and share]
+        kinds[kind] += TOKENIZER.decode([sample.forced[wrong]])
+    assert right.startswith(kinds["no_call"]) and "<tool_call>" in kinds["no_call"]
+    assert kinds["other_calls"] == '"set_field"' and kinds["missing_arguments"] == '"id""field""value"'
+    assert kinds["right"] == kinds["unknown_tool"] == "" and kinds["broken_json"].endswith(TOKENIZER.eos_token)
+    assert all(str(value) in kinds["wrong_value"] for value in sample.fields["action"]["arguments"].values())
 
 
 @pytest.mark.parametrize("name", FORCED)
