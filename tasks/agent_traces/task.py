@@ -226,14 +226,15 @@ class AgentTraces(RowsTask):
         self.notes = self.notes if note in self.notes else [*self.notes, note]
         texts = renderer.steps([decision.index for decision in trace.decisions])
         context = self.context(renderer, trace, texts[0])
-        keeps = self.params.asking.mode == "golden"
+        keeps, is_own = not self.params.asking.takes_back, self.params.asking.mode == "dialogue"
         before, turns = context, list[Turn]()
         tools = {"tools": [name_of(tool) for tool in trace.talk.tools]}
         for text, decision in zip(texts, trace.decisions, strict=True):
             ids = tokenizer.encode(decision.reference, add_special_tokens=False)
+            said = turns[-1].references[0] if is_own and turns else ""  # the model's own words stand in its place
             turns.append(
                 Turn(
-                    question=text.removeprefix(before if keeps else context),
+                    question=text.removeprefix(before if keeps else context).removeprefix(said),
                     references=(decision.reference,),
                     max_new_tokens=self.params.max_new_tokens or len(ids) + EXTRA,
                     fields={**decision.fields, "age": age(tokenizer, text, decision.needs), **tools},
@@ -265,6 +266,15 @@ class AgentTraces(RowsTask):
         text = renderer.before(trace.n_context)
         n = next((i for i, (a, b) in enumerate(zip(text, first, strict=False)) if a != b), min(len(text), len(first)))
         return first[:n]
+
+    @property
+    def fewest(self) -> int:
+        """Outputs of drawn work at least."""
+        return 2 * self.params.turns + 4
+
+    def work(self, length: int, number: int, n_units: int, n_padding: int) -> Trace:
+        """Drawn work with so many outputs and words of padding."""
+        return Work(self, length, number, n_units, n_padding).trace()
 
     # -- scores --
 
@@ -349,15 +359,8 @@ class Work:
         self.rng = random.Random(f"agent_traces {task.seed} {length} {number}")
         self.events = made.draw_events(self.rng, n_events, n_records=max(4, params.lengths[0] // 800))
         self.id, self.length, self.n_turns = f"drawn-{length}-{number}", length, params.turns
-        self.words = words()
-        self.at = self.rng.randrange(len(self.words))
-        self.per_output, self.n_padding = max(0, params.output_tokens - 40) * 3 // 4, n_padding
+        self.notes, self.n_padding = Notes(self.rng, params.output_tokens), n_padding
         self.task = task
-
-    def note(self, n: int) -> str:
-        """The next n words of the embedded prose."""
-        start, self.at = self.at % len(self.words), self.at + n
-        return " ".join((self.words[start:] + self.words[:start])[:n])
 
     def trace(self) -> Trace:
         n, messages, decisions = len(self.events), list[Message](), list[Decision]()
@@ -366,9 +369,9 @@ class Work:
         self.rng.shuffle(kinds)
         messages.append({"role": "user", "content": "Please keep the records in order today."})
         for i, event in enumerate(self.events, start=1):
-            output = event["output"] | {"notes": self.note(self.per_output)}
+            output = event["output"] | {"notes": self.notes.one()}
             if i == 1:
-                output["more"] = " ".join(self.words[: self.n_padding])
+                output["more"] = self.notes.padding(self.n_padding)
             outputs.append(json.dumps(output, ensure_ascii=False))
             call = {"function": {"name": event["tool"], "arguments": json.dumps(event["arguments"])}}
             messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
@@ -407,18 +410,36 @@ def words() -> tuple[str, ...]:
     return tuple(" ".join(sentences()).split())
 
 
+class Notes:
+    """Words of the embedded prose, from a drawn place on, which outputs carry."""
+
+    def __init__(self, rng: random.Random, output_tokens: int) -> None:
+        self.words = words()
+        self.at = rng.randrange(len(self.words))
+        self.n = max(0, output_tokens - 40) * 3 // 4
+
+    def one(self) -> str:
+        """The note of the next output."""
+        start, self.at = self.at % len(self.words), self.at + self.n
+        return " ".join((self.words[start:] + self.words[:start])[: self.n])
+
+    def padding(self, n: int) -> str:
+        """So many words that fill a length."""
+        return " ".join(self.words[:n])
+
+
 class Days(Drawn):
-    """Drawn work, whose units are events; words of a note fill what is left."""
+    """Drawn work, whose units are outputs; words of a note fill what is left."""
 
     def __init__(self, task: AgentTraces, tokenizer: Any, cells: Mapping[tuple[int], int]) -> None:
         super().__init__(task, tokenizer, cells)
-        self.fewest, self.per_unit = 2 * task.params.turns + 4, task.params.output_tokens + 60
+        self.fewest, self.per_unit = task.fewest, task.params.output_tokens + 60
 
     def sample(self, i: int) -> Sample:
         length, number = self.places[i]
 
         def work(n_events: int, n_padding: int = 0) -> Trace:
-            return Work(self.task, length, number, n_events, n_padding).trace()
+            return self.task.work(length, number, n_events, n_padding)
 
         def size(n_events: int, n_padding: int = 0) -> int:
             return self.task.size(self.tokenizer, work(n_events, n_padding))
@@ -426,7 +447,7 @@ class Days(Drawn):
         n = self.filling(length, size, self.fewest)
         if n is None:
             raise ConfigError(
-                f"task.lengths={length} is too short for {self.fewest} events and the questions on them; "
+                f"task.lengths={length} is too short for {self.fewest} outputs and the questions on them; "
                 "give more tokens, fewer task.turns or a smaller task.output_tokens"
             )
         padding = most_units(lambda words: size(n, words), length, 0, (length - size(n)) // 2)
