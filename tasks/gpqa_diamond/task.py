@@ -55,7 +55,7 @@ ASK = (
 MARKS = r"(?:[*_$`'\"\s(\[{]|\\[(\[]|\\[a-z]+\{){0,16}"  # bold, LaTeX, quotes and brackets before a letter
 # No letter of a word or a formula, such as C_2, D4 or B = 5.
 ONE = r"[A-D](?![^\W_]|_[\w{]|-\w|\s{0,4}[\^=+])"
-AND = r"[\s)\]*}$]{0,4}(?:,|/|&|;|(?:\\text\{)?\s{0,4}(?:and|or)\b)"
+AND = r"[\s)\]*}$]{0,4}(?:,|/|&|;|(?:\\text\{)?\s{0,4}(?:and|or)\b[\s}]{0,4})"
 CHOICE = re.compile(rf"(?:(?i:answer)[*_\s]{{0,8}}:|\\boxed\s{{0,4}}\{{){MARKS}({ONE})({AND}{MARKS}{ONE})?")
 
 

@@ -9,12 +9,13 @@ Licence     CC-BY-NC-SA-4.0
 Rows        hmmt/hmmt_feb_2025.jsonl or hmmt/hmmt_nov_2025.jsonl from the data folder, by `task.set`; downloaded with
             `source=hub`, and where they are missing and `data_dir` names no folder. Fields `problem` and `answer`;
             `problem_type`, a list, is kept where it is there (February).
-Grader      `math_verify`, `rkv` or `kvpress`. MathArena has a parser of its own. As there, the last
-            box counts, several answers come in any order, in brackets or not, and whole numbers, fractions, roots,
-            powers, factorials and degrees are equal by value. `math_verify` alone takes a formula without a box (of
-            which MathArena takes the last whole number), logarithms and sines, decimals and per cent for fractions,
-            `x=3, x=5`, and 3,5,5 for 3,5; boxes less than ten characters apart are one list to it. MathArena alone
-            takes `42.`, `[3,5]`, `1e3`, a root sign and digits of full width, and answers that its authors corrected.
+Grader      `math_verify`, `rkv` or `kvpress`. MathArena has a parser of its own. As there, the last box counts, several
+            answers come in any order, in brackets or not, and whole numbers, fractions, roots, powers, factorials and
+            degrees are equal by value. `math_verify` alone takes a formula without a box (of which MathArena takes the
+            last whole number), logarithms and sines, decimals and per cent for fractions, `x=3, x=5`, and 3,5,5 for
+            3,5; to it boxes are one list where less than ten characters stand between them, or less than 70 with a
+            comma, `and` or `or`. MathArena alone takes `42.`, `[3,5]`, `1e3`, a root sign and digits of full width, and
+            answers that its authors corrected.
 Scope       the context ends with the problem.
 
 Not here: prompts and grades (`tasks/reasoning`), the years before 2025.
