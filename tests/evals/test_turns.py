@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvbench.engine.batch import Answer
 from kvbench.engine.errors import ConfigError
+from kvbench.evals.batch import answers
 from kvbench.evals.screen.table import remarks, sheet
 from kvbench.plots.read import Run, load
 from kvbench.plots.scored import Scored
@@ -19,7 +21,7 @@ from kvbench.tasks.longbench import embedded
 from kvbench.tasks.longbench.shared import by_context
 from kvbench.tasks.scbench import synthetic
 from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
-from kvbench.tasks.turns.encode import encode_talk
+from kvbench.tasks.turns.encode import TalkPrompt, encode_talk
 from kvbench.tests.tiny_run import cell, run, save_tiny, sweep
 from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
 
@@ -173,6 +175,27 @@ def test_independent_questions_stand_behind_the_context() -> None:
     assert prompt.n_new == max(map(len, prompt.feeds)) + 4
 
 
+@pytest.mark.parametrize(
+    ("ids", "stopped", "end", "feed", "read"),
+    [
+        ([5, 9], True, None, (9, 1), (9, 1)),  # the feed begins with the end that the answer has
+        ([5, 7], True, None, (9, 1), (7, 9, 1)),  # with another one
+        ([5, 6], False, None, (9, 1), (6, 9, 1)),  # the answer was cut
+        ([5, 6], False, 8, (3, 1), (6, 8, 3, 1)),  # and nothing else ends it
+        ([5, 6], False, 9, (9, 1), (6, 9, 1)),
+        ([5, 8], True, 8, (3, 1), (8, 3, 1)),
+        ([], False, 8, (3, 1), (3, 1)),
+    ],
+)
+def test_an_own_answer_ends_once_before_the_next_feed(
+    ids: list[int], stopped: bool, end: int | None, feed: tuple[int, ...], read: tuple[int, ...]
+) -> None:
+    conversation = object.__new__(answers.Conversation)
+    conversation.prompt = TalkPrompt((), (), end_id=end)
+    answer = Answer(ids=ids, stopped=stopped)
+    assert conversation.behind(answer, feed) == read
+
+
 CONTEXTS = {  # one context each, asked several times
     "shared_context": ["task=shared_context", "task.max_new_tokens=3"],
     "needle": [*QUESTIONS, "task.mode=golden"],
@@ -192,6 +215,10 @@ CONTEXTS = {  # one context each, asked several times
     "agent_forced": [
         *("task=agent_forced", "task.source=embedded", "task.lengths=[4000]", "task.rows=1", "task.turns=2"),
         *("task.output_tokens=40",),
+    ],
+    "tool_calls": [
+        *("task=tool_calls", "task.lengths=[7000]", "task.rows=1", "task.turns=3", "task.mode=dialogue"),
+        *("task.max_new_tokens=3",),
     ],
     "draws": [*NEEDLE, "temperature=1", "n_answers=3"],
 }
