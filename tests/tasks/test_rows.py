@@ -1,4 +1,4 @@
-"""Bad rows of JSON lines and of tables: each kind is named with file and line, refused or skipped, never dropped silently."""
+"""Bad rows of JSON lines and tables: each is named with file and line, refused or skipped, never dropped silently."""
 
 import json
 from pathlib import Path
