@@ -66,7 +66,10 @@ class Fed(LazySamples):
         return replace(
             one, context="", question="", references=(answer,), ids=tuple(ids), forced=forced,
             max_new_tokens=len(forced), is_rendered=False,
-            fields={**one.fields, PLACES: [*self.task.part_of(self.tokenizer, one, answer)], PARTINGS: [*map(KINDS.index, partings)]},
+            fields={
+                **one.fields, PLACES: [*self.task.part_of(self.tokenizer, one, answer)],
+                PARTINGS: [*map(KINDS.index, partings)],
+            },
         )  # fmt: skip
 
 

@@ -7,15 +7,15 @@ Answers     those of the call and 32 more
 Licence     none needed: it is made here
 
 An agent has looked records up, a call and an output each; the outputs are what fills the context, and what a call needs
-stands in the first half of them. Then it is asked for calls, turn by turn. All is drawn from the seed, so that a model
-can have seen none of it, and made so that one of 0.5 billion parameters mostly succeeds with its whole cache.
+stands in the first half of them. Then it is asked for calls, turn by turn. All is drawn from the seed, so that no model
+can have seen it, and made so that one of 0.5 billion parameters mostly succeeds with its whole cache.
 
-Levels      1 all values stand in the request; 2 code and number of a record are wanted; 3 its code, with a number of the
-            request; 4 its code, with the number of another record. `task.levels` are asked in turns, and the next sample
+Levels      1 all values stand in the request; 2 code and number of a record are wanted; 3 its code, and a number of the
+            request; 4 its code, and the number of another record. `task.levels` are asked in turns, and the next sample
             begins with the next one.
 Modes       `golden`: after each turn the right call and its output are fed, whatever was answered. `dialogue`: the
-            model's own call stays, with the same output. `independent` asks every call after the records alone,
-            `query_aware` each in a prompt of its own.
+            model's own call stays, with the same output. `independent`: each call is asked after the records alone.
+            `query_aware`: each has a prompt of its own.
 Again       the last turn asks for the first call once more (`task.again`). The measures `first`, `later` and `again` are
             the scores of those turns: whether the damage of a compressed cache stays.
 Score       1 where name and all arguments agree, as in agent_traces. The kinds of damage (`tasks/calls/damage.py`) are

@@ -366,8 +366,8 @@ TASKS: dict[str, tuple[dict[str, Any], Solver, Solver, float]] = {
         {"lengths": [9000], "rows": 3, "turns": 6, "output_tokens": 60, "mode": "query_aware"}, agent, agent_wrong, 0.3,
     ),
     "tool_calls": (
-        {"lengths": [16000], "rows": 3, "turns": 9, "levels": [1, 2, 3, 4], "mode": "query_aware"}, caller, caller_wrong,
-        0.2,
+        {"lengths": [16000], "rows": 3, "turns": 9, "levels": [1, 2, 3, 4], "mode": "query_aware"},
+        caller, caller_wrong, 0.2,
     ),
     "oolong": ({"lengths": [6000], "rows": 4, "questions": 7, "mode": "query_aware"}, oolong, oolong_wrong, 0.1),
     "helmet": ({"datasets": "drawn", "lengths": [4000], "rows": 8}, helmet, helmet_wrong, 0.25),
@@ -427,7 +427,7 @@ def test_of_qa7_the_official_scoring_takes_every_right_answer_but_none(tmp_path:
     assert {*scores[True]} == {0.0} and {*scores[False]} == {1.0}
 
 
-def test_in_a_dialogue_the_models_own_call_takes_the_place_of_the_right_one(tmp_path: Path) -> None:
+def test_in_a_dialogue_the_models_own_call_stays_in_place_of_the_right_one(tmp_path: Path) -> None:
     given: dict[str, Any] = {"lengths": [8000], "rows": 1, "turns": 4}
     (fixed, own) = (
         made("tool_calls", tmp_path, **given, mode=mode)[1][0].conversation for mode in ("golden", "dialogue")
