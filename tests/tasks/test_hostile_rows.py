@@ -31,6 +31,8 @@ NEEDED = {
     "oolong/synth": ("id", "context_window_id", "context_window_text", "question", "answer"),
     "oolong/real": ("id", "context_window_id", "context_window_text", "question", "answer"),
     "agent_traces/airline": ("id", "messages"),
+    "hmmt/hmmt_feb_2025": ("problem", "answer"),
+    "gpqa_diamond/gpqa_diamond": ("Record ID", "Question", "Correct Answer", "Incorrect Answer 3"),
     "helmet/data/nq": ("question", "answers", "ctxs"),
     "helmet/data/msmarco": ("query", "ctxs"),
     "helmet/data/trec_coarse": ("text", "label"),
@@ -62,7 +64,7 @@ def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lines(file: str) -> tuple[bytes, bytes]:
     _, good, _ = fuzz.TASKS[file]
-    own = [{key: f"id{i}" if key == "_id" else i for key in ("id", "_id") if key in good} for i in range(2)]
+    own = [{key: i if key == "id" else f"id{i}" for key in ("id", "_id", "Record ID") if key in good} for i in range(2)]
     both = [json.dumps(good | one).encode() + b"\n" for one in own]
     return both[0], both[1]
 
@@ -115,6 +117,10 @@ def called(arguments: str) -> dict[str, Any]:
         ("babilong/1k/qa1", {"question": " "}, "field 'question' is empty"),
         ("aime/aime24", {"problem": ""}, "field 'problem' is missing or empty"),
         ("aime/aime24", {"answer": "7.5"}, "field 'answer' is no whole number: '7.5'"),
+        ("gpqa_diamond/gpqa_diamond", {"Record ID": "id0"}, "Record ID='id0' stands in line 1 already"),
+        ("gpqa_diamond/gpqa_diamond", {"Incorrect Answer 1": "\n"}, "field 'Incorrect Answer 1' is empty"),
+        ("hmmt/hmmt_feb_2025", {"answer": " "}, "field 'answer' is empty"),
+        ("hmmt/hmmt_feb_2025", {"problem": "q" * 100_001}, "has 100001 characters"),
         ("graphwalks/short", {"problem_type": "dfs"}, "field 'problem_type' is 'dfs'"),
         ("graphwalks/short", {"problem_type": "bfs"}, "asks for no operation of this problem_type"),
         ("graphwalks/short", {"answer_nodes": "a1"}, "no list of texts"),
