@@ -4,8 +4,8 @@
 
 The table has a row for each method and mode, so that a method's questions inside and outside of what it compressed
 stand below each other, and what its first turn and its later ones score less full attention's on the same samples: a
-method that falls after the first question differs in the later ones alone. A figure has a panel for each mode and a line
-for each method; another one has the same less full attention's score at that turn, the drift of a cache that is kept.
+method that falls after the first question differs in the later ones alone. A figure has a panel for each mode and a
+line for each method; another has the same less full attention's score at that turn, the drift of a cache that is kept.
 Intervals (95 %) are over samples: turns of one sample are not independent of each other. Few samples have none in the
 table.
 
@@ -137,7 +137,7 @@ def in_words(point: Point | None) -> str:
 
 
 def draw(title: str, runs: Sequence[Run], folder: Path, name: str, is_drift: bool = False) -> list[Path]:
-    """Score, or what is lost, by turn, a panel a mode; lines stand next to each other, so that intervals can be seen."""
+    """Score, or drift, by turn, a panel a mode; lines stand next to each other, so that intervals can be seen."""
     full = {run.result.protocol: by_turn(run) for run in runs if run.is_full}
     runs = [run for run in runs if not is_drift or (run.result.protocol in full and not run.is_full)]
     if not runs:
