@@ -80,7 +80,7 @@ class ChatJudge:
             if pause is not None:
                 time.sleep(pause)
         raise ConfigError(
-            f"task.judge={self.address} gave no verdict in {len(PAUSES) + 1} tries ({reason}); see that its server runs, "
+            f"task.judge={self.address} gave no verdict in {len(PAUSES) + 1} tries ({reason}); see that it runs, "
             "and give the same command again: it goes on after the last verdict"
         )
 

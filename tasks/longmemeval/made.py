@@ -67,6 +67,7 @@ class Plan:
     """One row but for its small talk."""
 
     question: str
+    cue: str  # with which the answer begins, for small models; it says nothing of the type
     answer: str
     rivals: tuple[str, ...]
     told: tuple[Told, ...]
@@ -119,7 +120,12 @@ def plan(rng: random.Random, kind: str, n_sessions: int) -> Plan:
         at = next(i for i, (_, is_own) in enumerate(texts) if is_own)
         texts.insert(rng.randint(0, at), (f"By the way, my {thing} is {values[1]}.", False))
     return Plan(
-        f"What is my {thing}?", answer, tuple(rivals), placed(rng, n_sessions, texts), drawn_dates(rng, n_sessions)
+        f"What is my {thing}?",
+        f"Your {thing} is",
+        answer,
+        tuple(rivals),
+        placed(rng, n_sessions, texts),
+        drawn_dates(rng, n_sessions),
     )
 
 
@@ -129,7 +135,9 @@ def count_plan(rng: random.Random, n_sessions: int) -> Plan:
     texts += [(f"By the way, my {other} bought a {thing} today.", False)] * (FEWEST - n)
     rng.shuffle(texts)
     question = f"How many times did I say that I bought a {thing}?"
-    return Plan(question, str(n), (), placed(rng, n_sessions, texts), drawn_dates(rng, n_sessions))
+    return Plan(
+        question, "The number of times is", str(n), (), placed(rng, n_sessions, texts), drawn_dates(rng, n_sessions)
+    )
 
 
 def days_plan(rng: random.Random, n_sessions: int) -> Plan:
@@ -145,7 +153,7 @@ def days_plan(rng: random.Random, n_sessions: int) -> Plan:
     ]
     question = f"How many days passed between the day I {one} and the day I {two}?"
     return Plan(
-        question, f"{days} days", (), tuple(sorted(told, key=lambda one: one.session)),
+        question, "The number of days is", f"{days} days", (), tuple(sorted(told, key=lambda one: one.session)),
         drawn_dates(rng, n_sessions, first, first + gap, days),
     )  # fmt: skip
 
@@ -155,7 +163,11 @@ def row(id: str, kind: str, plan: Plan, talk: Sequence[str]) -> dict[str, Any]:
     n_sessions = len(plan.dates)
     sessions: list[list[dict[str, Any]]] = []
     for at in range(n_sessions):
-        said = [(OPENINGS[i % len(OPENINGS)], one, False) for i, one in enumerate(talk) if i % n_sessions == at]
+        said = [
+            (OPENINGS[(i + i // n_sessions) % len(OPENINGS)], one, False)
+            for i, one in enumerate(talk)
+            if i % n_sessions == at
+        ]
         for one in plan.told:
             if one.session == at:
                 reply = REPLIES[at % len(REPLIES)]
@@ -177,6 +189,7 @@ def row(id: str, kind: str, plan: Plan, talk: Sequence[str]) -> dict[str, Any]:
         "haystack_sessions": sessions,
         "answer_session_ids": [f"{id}-{at}" for at in sorted({one.session for one in plan.told if one.is_evidence})],
         "rivals": [*plan.rivals],
+        "cue": plan.cue,
     }
 
 

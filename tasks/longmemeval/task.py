@@ -65,6 +65,7 @@ TYPES = (
 )
 LONGEST = 6  # words of an answer that is scored without a judge
 CHARACTERS = 8  # of a token at most, by which rows are left out before they are tokenised
+STRIDE = 101  # sentences from where a session's small talk begins to where the next one's does
 INTRO = """\
 Below are earlier conversations between you and a user, in the order of their dates. A question of the user follows. \
 Answer it from these conversations, in a few words. If they don't say it, answer that you don't know.
@@ -277,7 +278,7 @@ class LongMemEval(RowsTask):
             question=f"Today is {row['question_date']}. The user asks: {row['question'].strip()}\n",
             references=scores.accepted(str(row["answer"])),
             max_new_tokens=params.max_new_tokens,
-            answer_prefix="Answer:",
+            answer_prefix=f"Answer: {row.get('cue', '')}".rstrip(),
             reads=tuple(written(row["haystack_dates"][i], sessions[i]) for i in places),
         )
         sample = asked(sample, [turn], params.asking)
@@ -329,7 +330,8 @@ class Chats(Drawn):
     def draw(self, kind: str, length: int, number: int, units: int) -> Sample:
         rng = random.Random(f"longmemeval {self.task.seed} {kind} {length} {number}")
         n_sessions = self.task.params.sessions or min(40, max(8, length // 500))
-        plan, prose_from = made.plan(rng, kind, n_sessions), rng.randrange(len(sentences()))
-        talk = [" ".join(sentences()[(prose_from + i) % len(sentences())].split()) for i in range(units)]
+        plan, start, prose = made.plan(rng, kind, n_sessions), rng.randrange(len(sentences())), sentences()
+        places = (start + STRIDE * (i % n_sessions) + i // n_sessions for i in range(units))  # a session's are in a row
+        talk = [" ".join(prose[at % len(prose)].split()) for at in places]
         row = made.row(f"{kind}-{length}-{number}", kind, plan, talk)
         return self.task.chat(self.tokenizer, row, range(n_sessions), length=length)
