@@ -111,7 +111,10 @@ class Stays(urllib.request.HTTPRedirectHandler):
 
 
 def key_of() -> str:
-    return os.environ.get(KEY, "").strip()
+    key = os.environ.get(KEY, "").strip()
+    if not (key.isascii() and (key.isprintable() or not key)):  # what refuses it later would print it
+        raise ConfigError(f"the environment's {KEY} holds a character that no key for task.judge can have; set it anew")
+    return key
 
 
 def without_key(text: str) -> str:

@@ -319,10 +319,21 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-class Chats(Drawn):
-    """Drawn rows, whose units are sentences of small talk."""
+def small_talk(start: int, n_sessions: int, n_words: int) -> list[str]:
+    """Sentences for one session after the other, as many as have so many words; each session's stand in a row."""
+    found, prose = list[str](), sentences()
+    while n_words:
+        i = len(found)
+        words = prose[(start + STRIDE * (i % n_sessions) + i // n_sessions) % len(prose)].split()[:n_words]
+        found.append(" ".join(words))
+        n_words -= len(words)
+    return found
 
-    fewest, per_unit, of_fewest = 1, 40, "its facts and one sentence of small talk"
+
+class Chats(Drawn):
+    """Drawn rows, whose units are words of small talk."""
+
+    fewest, per_unit, of_fewest = 1, 2, "its facts and a word of small talk"
 
     def size(self, sample: Sample) -> int:
         return sample.fields["tokens"]
@@ -330,8 +341,7 @@ class Chats(Drawn):
     def draw(self, kind: str, length: int, number: int, units: int) -> Sample:
         rng = random.Random(f"longmemeval {self.task.seed} {kind} {length} {number}")
         n_sessions = self.task.params.sessions or min(40, max(8, length // 500))
-        plan, start, prose = made.plan(rng, kind, n_sessions), rng.randrange(len(sentences())), sentences()
-        places = (start + STRIDE * (i % n_sessions) + i // n_sessions for i in range(units))  # a session's are in a row
-        talk = [" ".join(prose[at % len(prose)].split()) for at in places]
+        plan, start = made.plan(rng, kind, n_sessions), rng.randrange(len(sentences()))
+        talk = small_talk(start, n_sessions, units)
         row = made.row(f"{kind}-{length}-{number}", kind, plan, talk)
         return self.task.chat(self.tokenizer, row, range(n_sessions), length=length)

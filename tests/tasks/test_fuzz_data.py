@@ -74,6 +74,12 @@ TASKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by name: tas
                        {"datasets": "nq", "lengths": (2000,)}),
     "helmet/data/msmarco": ("helmet", {"query": "Which one?", "ctxs": [{"id": "7", "text": TEXT, "label": 1}]},
                             {"datasets": "msmarco", "lengths": (2000,)}),
+    "longmemeval/longmemeval_s_cleaned": ("longmemeval", {
+        "question_id": "q", "question_type": "single-session-user", "question": "Which times?", "answer": "best",
+        "question_date": "2023/05/30", "haystack_session_ids": ["a", "b"], "answer_session_ids": ["b"],
+        "haystack_dates": ["2023/05/20", "2023/05/22"], "haystack_sessions": [
+            [{"role": "user", "content": "Hello."}], [{"role": "user", "content": TEXT, "has_answer": True}]]},
+        {"mode": "query_aware"}),
     "pg19/book": ("pg19", {"text": TEXT * 9, "id": 1}, {"lengths": (32,), "targets": 4, "offsets": 1, "books": 3}),
     "mine": ("fidelity", {"prompt": TEXT * 9, "continuation": "And so on and so on.", "id": 1}, {"steps": 3}),
 }  # fmt: skip
@@ -123,7 +129,11 @@ def damaged(draw: st.DrawFn, good: dict[str, Any]) -> bytes:
     """A file of three rows, of which some have other values, and whose bytes are cut, flipped, deleted or put in."""
     rows = []
     for i in range(3):
-        row = good | {key: i for key in ("id", "index") if key in good} | ({"_id": f"id{i}"} if "_id" in good else {})
+        row = (
+            good
+            | {key: i for key in ("id", "index") if key in good}
+            | {key: f"id{i}" for key in ("_id", "question_id") if key in good}
+        )
         for _ in range(draw(st.integers(0, 2))):
             key = draw(st.sampled_from(sorted(good)))
             match draw(st.sampled_from(["replace", "drop", "wrap", "swap", "token"])):
@@ -200,7 +210,9 @@ def test_a_damaged_file_becomes_samples_or_one_sentence(file: str, tmp_path: Pat
     _, good, _ = TASKS[file]
     path = tmp_path / f"{file}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(good | {"id": i, "_id": str(i), "index": i}) + "\n" for i in range(3)))
+    path.write_text(
+        "".join(json.dumps(good | {"id": i, "_id": str(i), "question_id": str(i), "index": i}) + "\n" for i in range(3))
+    )
     assert len(list(read(tmp_path, file, "refuse"))) == 3, "the rows that are damaged are good ones"
 
     counts: Counter[str] = Counter()
