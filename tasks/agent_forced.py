@@ -12,11 +12,15 @@ an action, so that small models can be told apart by the paired difference to fu
 
 Score       the share of tokens whose likeliest next token was the recorded one. `nll` is the mean loss in nats;
             `value_agreement` and `value_nll` are of the tokens of argument values alone.
+Damage      where a greedy answer would first part from a recorded call: before or at its opening (`no_call`), in the
+            tool's name (`other_calls`), in an argument's name (`missing_arguments`), in a value (`wrong_value`), in the
+            JSON around them or at its end (`broken_json`), or nowhere (`right`). These are shares of calls.
 
 Not here: traces and what is asked of them (`tasks/agent_traces/`).
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +28,14 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.tasks.agent_traces.actions import action_of, values
 from kvbench.tasks.agent_traces.task import AgentTraces
 from kvbench.tasks.base import Sample
-from kvbench.tasks.forced_answers import FedTask, places_of
+from kvbench.tasks.forced_answers import FedTask, answer_ids, places_of
 
 
 class AgentForced(FedTask, AgentTraces):
     """A sample for each decision, whose recorded action is fed."""
 
     name = "agent_forced"
-    version = 2
+    version = 3
     part = "value"
     asking: Any = None  # no turns: each decision has a prompt of its own
 
@@ -48,5 +52,35 @@ class AgentForced(FedTask, AgentTraces):
         action = action_of(answer)
         if action["kind"] != "call":
             return range(len(tokenizer.encode(answer, add_special_tokens=False)))
-        spans = [(at, at + len(value)) for value in values(action["arguments"]) if (at := answer.rfind(value)) >= 0]
-        return places_of(tokenizer, answer, spans)
+        return places_of(tokenizer, answer, spans(answer, values(action["arguments"])))
+
+    def partings(self, tokenizer: Any, sample: Sample, answer: str) -> Sequence[str]:
+        action = action_of(answer)
+        if action["kind"] != "call":
+            return ()
+        opening, name = answer.index("{"), json.dumps(action["name"])
+        parts = {
+            "missing_arguments": spans(answer, (json.dumps(key) for key in keys(action["arguments"]))),
+            "other_calls": [(at := answer.index(name, opening), at + len(name))],
+            "no_call": [(0, opening)],
+            "wrong_value": spans(answer, values(action["arguments"])),
+        }
+        found = ["broken_json"] * len(answer_ids(tokenizer, answer))
+        for kind, places in parts.items():
+            for at in places_of(tokenizer, answer, places):
+                found[at] = kind
+        return found
+
+
+def spans(text: str, parts: Iterable[str]) -> list[tuple[int, int]]:
+    """Where each part stands last."""
+    return [(at, at + len(part)) for part in parts if (at := text.rfind(part)) >= 0]
+
+
+def keys(arguments: Any) -> Iterator[str]:
+    """The names in a call's arguments, at every depth."""
+    if isinstance(arguments, dict):
+        yield from arguments
+    if isinstance(arguments, dict | list):
+        for one in arguments.values() if isinstance(arguments, dict) else arguments:
+            yield from keys(one)

@@ -191,7 +191,7 @@ def write_lines(piece: Piece, source: Path, target: Path) -> None:
 def hub_file(piece: Piece, say: Callable[[str], None]) -> Path:
     """A file of a hub dataset in the hub's cache, downloaded by the hub's own client where it is not there."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RemoteEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars
 
     at, revision = (piece.repo, piece.path), piece.revision
@@ -210,6 +210,11 @@ def hub_file(piece: Piece, say: Callable[[str], None]) -> Path:
     except RemoteEntryNotFoundError as error:
         raise ConfigError(
             f"{piece.name} is not at {endpoint} any more; put the file into the data folder by hand ({piece.target})"
+        ) from error
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"{piece.name} is gated: accept the terms at {endpoint}/datasets/{piece.repo}, set HF_TOKEN to a token of "
+            f"that account and fetch it again, or put the file into the data folder by hand ({piece.target})"
         ) from error
     except (HfHubHTTPError, OSError) as error:
         raise unreachable(piece, endpoint, error) from error

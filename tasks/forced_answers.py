@@ -17,11 +17,13 @@ from torch import Tensor
 
 from kvbench.methods.base import SelectiveAttention
 from kvbench.tasks.base import Sample
+from kvbench.tasks.calls.damage import KINDS, shares
 from kvbench.tasks.forced import ForcedContinuation, ForcedTask, ForcedWatch, Outcome
 from kvbench.tasks.lazy import LazySamples
 from kvbench.tasks.prompt import first_ids
 
 PLACES = "part_tokens"  # field of a sample: which tokens of its answer are averaged apart
+PARTINGS = "partings"  # field of a sample: the kind of damage where a token is the first wrong one, by number in KINDS
 
 
 class FedTask(ForcedTask):
@@ -33,6 +35,10 @@ class FedTask(ForcedTask):
     def part_of(self, tokenizer: Any, sample: Sample, answer: str) -> Sequence[int]:
         """Which tokens of an answer are averaged apart."""
 
+    def partings(self, tokenizer: Any, sample: Sample, answer: str) -> Sequence[str]:
+        """For each token that is fed, its end included, the kind of damage where a greedy answer first parts there."""
+        return ()
+
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         return Fed(self, super().samples(tokenizer), tokenizer)  # type: ignore[safe-super]
 
@@ -40,7 +46,9 @@ class FedTask(ForcedTask):
         self, sample: Sample, continuation: ForcedContinuation, rows: Sequence[SelectiveAttention]
     ) -> ForcedWatch:
         assert continuation.ids is not None
-        return Agreed(continuation.ids, len(rows), sample.fields[PLACES], self.part)
+        return Agreed(
+            continuation.ids, len(rows), sample.fields[PLACES], self.part, sample.fields.get(PARTINGS, ())
+        )  # fmt: skip
 
 
 class Fed(LazySamples):
@@ -54,10 +62,14 @@ class Fed(LazySamples):
         answer = self.task.right_answer(one)
         *ids, last = first_ids(self.tokenizer, one.context + one.question)
         forced = (last, *answer_ids(self.tokenizer, answer))
+        partings = self.task.partings(self.tokenizer, one, answer)
         return replace(
             one, context="", question="", references=(answer,), ids=tuple(ids), forced=forced,
             max_new_tokens=len(forced), is_rendered=False,
-            fields={**one.fields, PLACES: [*self.task.part_of(self.tokenizer, one, answer)]},
+            fields={
+                **one.fields, PLACES: [*self.task.part_of(self.tokenizer, one, answer)],
+                PARTINGS: [*map(KINDS.index, partings)],
+            },
         )  # fmt: skip
 
 
@@ -77,9 +89,11 @@ def places_of(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]) -> li
 class Agreed:
     """Whether each next token is the right one, and its loss, for all rows."""
 
-    def __init__(self, forced: Sequence[int], n_rows: int, places: Sequence[int], part: str) -> None:
+    def __init__(
+        self, forced: Sequence[int], n_rows: int, places: Sequence[int], part: str, partings: Sequence[int] = ()
+    ) -> None:
         """`places` are those of an answer's tokens that are averaged apart, under the name `part`."""
-        self.targets, self.part = list(forced[1:]), part
+        self.targets, self.part, self.partings = list(forced[1:]), part, partings
         self.apart = torch.tensor(places, dtype=torch.long)
         self.losses = torch.zeros(n_rows, len(self.targets), dtype=torch.float64)
         self.hits = torch.zeros_like(self.losses)
@@ -103,4 +117,7 @@ class Agreed:
         if len(self.apart):
             measures[f"{self.part}_agreement"] = hits[self.apart].mean().item()
             measures[f"{self.part}_nll"] = losses[self.apart].mean().item()
+        if self.partings:
+            first = int(hits.argmin()) if hits.min() == 0 else None
+            measures |= shares("right" if first is None else KINDS[self.partings[first]])
         return Outcome(hits.mean().item(), {"measures": measures, "n_targets": len(self.targets)})

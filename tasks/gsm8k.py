@@ -333,10 +333,13 @@ class Gsm8k(Reasoning):
         return len(self.tokenizer.encode(text))
 
     def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
-        answer = sample.references[0]
         if self.params.thinking:
-            return self.grading.verdict(prediction, final_number(answer))
-        return EXTRACTIONS[self.params.extraction](prediction, answer), {}
+            return super().verdict(sample, prediction)
+        return EXTRACTIONS[self.params.extraction](prediction, sample.references[0]), {}
+
+    def gold(self, sample: Sample) -> str:
+        answer = sample.references[0]
+        return final_number(answer) if self.params.thinking else answer
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         if self.params.thinking:

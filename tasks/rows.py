@@ -1,4 +1,7 @@
-"""Rows of a JSON-lines file, or of a list in a .json file, each checked; a bad one is named with file and line or row.
+"""Rows of a file, each checked; a bad one is named with file and line or row.
+
+A file has JSON lines, or a list in a .json file, or a .csv table, whose first line names the fields; all of them are
+texts there.
 
 `on_bad_row` says what then: `refuse` ends the run, `skip` leaves the row out and the result says so. A file without
 any good row is refused either way.
@@ -7,14 +10,25 @@ Not here: what a row means (its task's file), where files come from (`tasks/sour
 (`engine/foreign.py`).
 """
 
+import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
 
 from kvbench.engine.declared import Is, reader, words
 from kvbench.engine.errors import ConfigError
-from kvbench.engine.foreign import LONGEST_LINE, NoJson, NoText, numbered_lines, parse_json, read_bytes, write_csv
+from kvbench.engine.foreign import (
+    LONGEST_LINE,
+    NoJson,
+    NoText,
+    numbered_lines,
+    parse_json,
+    read_bytes,
+    read_text,
+    write_csv,
+)
 
 LARGEST_LIST = 1 << 30  # bytes of a .json file, twice the largest published one; it is read whole
 LONGEST_ID = 1000  # characters; it stands in every table, message and log
@@ -67,9 +81,11 @@ def read_rows(
     skipped: list[str] = []
     seen: dict[str, int] = {}  # 1 and "1" would be one sample
     is_list = path.suffix == ".json"
-    for number, one in numbered_items(path) if is_list else numbered_lines(path):
+    for number, one in READERS.get(path.suffix, numbered_values)(path):
         try:
-            row = with_fields(one if is_list else parse(one), fields)
+            if isinstance(one, BadRow):
+                raise one
+            row = with_fields(one, fields)
             if check is not None:
                 check(row)
             if unique is not None:
@@ -99,6 +115,41 @@ def check_id(name: str, id: Any, seen: Mapping[str, int]) -> None:
         raise BadRow(f"{name}={id!r} stands in line {seen[str(id)]} already")
 
 
+# --- rows with their numbers; in the place of a row that cannot be read stands a `BadRow` ---------
+
+
+def numbered_values(path: Path) -> Iterator[tuple[int, Any]]:
+    """The values of JSON lines, from 1."""
+    for number, line in numbered_lines(path):
+        try:
+            yield number, parse(line)
+        except BadRow as error:
+            yield number, error
+
+
+def numbered_records(path: Path) -> Iterator[tuple[int, Any]]:
+    """The rows of a table by the names of its first line, each with the line where it begins."""
+    table = csv.reader(StringIO(read_text(path), newline="\n"), strict=True)
+    names: list[str] | None = None
+    while True:
+        number = table.line_num + 1
+        try:
+            cells = next(table)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield number, BadRow(f"the row is no CSV ({error})")
+            continue
+        if names is None:
+            if twice := next((name for i, name in enumerate(cells) if name in cells[:i]), None):
+                raise ConfigError(f"{path}, line 1: the column {twice!r} stands there twice; rename one")
+            names = cells
+        elif len(cells) == len(names):
+            yield number, dict(zip(names, cells, strict=True))
+        elif cells:
+            yield number, BadRow(f"the row has {len(cells)} cells, the first line {len(names)}")
+
+
 def numbered_items(path: Path) -> Iterator[tuple[int, Any]]:
     """The rows of a list, from 0."""
     try:
@@ -108,6 +159,9 @@ def numbered_items(path: Path) -> Iterator[tuple[int, Any]]:
     if not isinstance(content, list):
         raise ConfigError(f"{path} holds no list of rows; fetch it again")
     yield from enumerate(content)
+
+
+READERS = {".json": numbered_items, ".csv": numbered_records}
 
 
 def parse(line: bytes | None) -> Any:

@@ -19,14 +19,14 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 WINDOW = 1024
 
 
-def save_tiny(folder: Path) -> Path:
+def save_tiny(folder: Path, window: int = 0) -> Path:
     """A random Llama with a tokenizer that puts a BOS in front, as a folder."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     tokenizer = tiny_tokenizer(None, adds_bos=True)
     changes: dict[str, Any] = {
         "vocab_size": len(tokenizer),
-        "max_position_embeddings": WINDOW,
+        "max_position_embeddings": window or WINDOW,
         "bos_token_id": 0,
         "eos_token_id": 1,
     }

@@ -80,7 +80,7 @@ class Conversation:
         assert conversation is not None and isinstance(prompt, TalkPrompt), one.sample.id
         self.model, self.one, self.wave, self.prompt = model, one, wave, prompt
         self.asking, self.turns = conversation.asking, conversation.turns
-        self.stop_ids, self.end_ids = stop_ids, prompt.end_ids(stop_ids)
+        self.stop_ids = stop_ids
         self.apart = wave.trace.shape.n_own > 0  # rows whose lengths differ
 
     def replies(self, progress: Progress) -> Iterator[Reply]:
@@ -155,12 +155,11 @@ class Conversation:
         """The next feed, after the answer's last token; the turn's end stands there once."""
         if not answer.ids:
             return feed
-        n_end = len(self.end_ids)
-        has_end = n_end > 0 and feed[:n_end] == self.end_ids
-        if answer.stopped and has_end and answer.ids[-1] == self.end_ids[0]:
-            return (answer.ids[-1], *feed[n_end:])
-        if self.prompt.end_id is not None and not answer.stopped:
-            return (answer.ids[-1], self.prompt.end_id, *feed)
+        if answer.stopped and feed[:1] == (answer.ids[-1],):
+            return feed
+        end = self.prompt.end_id
+        if end is not None and not answer.stopped and feed[:1] != (end,):
+            return (answer.ids[-1], end, *feed)
         return (answer.ids[-1], *feed)
 
     def grown(self, turns: Round, positions: Sequence[int], feeds: Sequence[Sequence[int]]) -> list[Variant]:

@@ -24,6 +24,7 @@ import pandas as pd
 
 from kvbench.engine.budget import show
 from kvbench.engine.foreign import CsvWriter
+from kvbench.plots.calls import kind_of
 from kvbench.plots.pages.asked import DOCS, FULL, SHOWN, Asked, page
 from kvbench.results import SampleRow, read_config
 from kvbench.results.frame import of_sample
@@ -31,9 +32,9 @@ from kvbench.results.read import parse_samples
 
 Frame = Any  # of pandas, whose own types leave open what a cell is
 KEPT = "scores.csv.gz"
-SOURCES = ("results", "register", "formats")  # that have answers beside them
+SOURCES = ("results", "register", "formats", "calls")  # that have answers beside them
 PLACE = ("set", "model", "protocol", "asked", "method")
-NAMES = (*PLACE, "method_label", "id", "sample", "comm_exact")
+NAMES = (*PLACE, "method_label", "id", "sample", "comm_exact", "damage")
 NUMBERS = (
     *("score", "timing.ttft_ratio", "timing.tt2t_ratio", "prompt_tokens", "generated_tokens", "cut_off"),
     *("bytes_resident_device", "bytes_resident_host"),
@@ -146,6 +147,7 @@ def rows_of(asked: Asked, config: Mapping[str, Any], rows: Sequence[SampleRow], 
         if asked.takes(row) and row.get("score") is not None and one.status == "ok":
             # Questions that have a prompt of their own each are samples of one trace or dialogue all the same.
             of = {"id": row["id"], "sample": one.sample_id.partition("/")[0]}
+            of["damage"] = kind_of(one.fields.get("measures", {})) or ""
             yield dict.fromkeys(COLUMNS, "") | names | {name: said(row.get(name)) for name in NUMBERS} | of
 
 

@@ -1,7 +1,7 @@
 """Pages from their templates, and the files beside them: the same answers make the same bytes.
 
-A template gets `page`, what it asks; `frame`, the answers; `tasks`, these by set. It may call all of `columns.py`,
-`fixed.py`, `queries.py`, `methods.py` and `words.py`.
+A template gets `page`, what it asks; `frame`, the answers; `tasks`, these by set. It may call all of `calls.py`,
+`columns.py`, `fixed.py`, `queries.py`, `methods.py` and `words.py`.
 
 Not here: the command (`__main__.py`).
 """
@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvbench.engine.foreign import write_csv
 from kvbench.plots import style
-from kvbench.plots.pages import columns, fixed, methods, queries, words
+from kvbench.plots.pages import calls, columns, fixed, methods, queries, words
 from kvbench.plots.pages.asked import FLOOR, FULL, HERE, SCOPES, At, page, share, size
 from kvbench.plots.pages.columns import Column, Frame, Task, tasks
 from kvbench.plots.pages.figure import SVG, heat, kept, save
@@ -25,7 +25,12 @@ from kvbench.plots.stats import is_bound
 from kvbench.results.intervals import LEVEL, Interval
 from kvbench.results.sheet import plain_markdown
 
-PAGES = {"results": ["results", "register"], "register": ["register", "results"], "formats": ["formats"]}
+PAGES = {
+    "results": ["results", "register"],
+    "register": ["register", "results"],
+    "formats": ["formats"],
+    "calls": ["calls", "register"],
+}
 HEADS = (
     "scope", "share of bytes", "method", "n", "score", "low", "high", "share kept", "kept low", "kept high",
     "difference to full", "difference low", "difference high", "p", "p after Holm", "only below", "compared",
@@ -41,7 +46,7 @@ def environment() -> Environment:
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
     made.filters["md"] = lambda text: plain_markdown(str(text))
-    for library in (columns, fixed, methods, queries, words):
+    for library in (calls, columns, fixed, methods, queries, words):
         made.globals |= vars(library)
     made.globals |= {
         "FULL": FULL,
@@ -112,7 +117,9 @@ def write_one(name: str, answers: Answers) -> Iterator[Path]:
     path = answers.out / f"{name}.md"
     path.write_text(text(name, answers), encoding="utf-8")
     yield path
-    if name != "register":  # whose sets have their pages beside docs/results.md
+    if name == "calls":
+        yield from beside_calls(answers)
+    elif name != "register":  # whose sets have their pages beside docs/results.md
         yield from beside(name, answers)
 
 
@@ -133,6 +140,15 @@ def beside(name: str, answers: Answers) -> Iterator[Path]:
                 taken = costs(of, answers.of(name)[0])
                 save(kept(task, taken, of.more["pictures"]["kept"]), folder / "kept.svg")
                 yield folder / "kept.svg"
+
+
+def beside_calls(answers: Answers) -> Iterator[Path]:
+    """The figure of what became of calls, and its numbers."""
+    found, base = calls.of_calls(every("calls", answers)), answers.out / "calls" / "calls"
+    with matplotlib.rc_context({**style.RC, **SVG}):
+        save(calls.picture(found), base.with_suffix(".svg"))
+    write_csv(base.with_suffix(".csv"), calls.HEADS, calls.numbers(found))
+    yield from (base.with_suffix(".svg"), base.with_suffix(".csv"))
 
 
 def numbers(task: Task) -> Iterator[list[Any]]:

@@ -3,51 +3,29 @@
 A call is `{"kind": "call", "name": …, "arguments": {…}}`. Other answers are of kind `text`, but for those that are no
 action: blank ones and those whose first `<tool_call>` holds no call that can be read are `invalid`.
 
-Not here: traces (`render.py`), made ones (`made.py`).
+Not here: how a call is read (`tasks/calls/read.py`), traces (`render.py`), made ones (`made.py`).
 """
 
 import json
-import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.engine.foreign import NoJson, parse_json
+from kvbench.engine.foreign import parse_json
+from kvbench.tasks.calls.read import CLOSE, OPEN, bare, call_of, said
 
 Action = Mapping[str, Any]
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-TAG = "<|python_tag|>"
-FENCE = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
 SHORTEST = 3  # characters of a value that is looked for in the past
 
 
 def action_of(prediction: str) -> dict[str, Any]:
     """What an answer does: its first call, or text, or nothing."""
-    text = prediction.rpartition("</think>")[2].strip()
-    if OPEN in text and (found := call_of(text.partition(OPEN)[2].partition(CLOSE)[0])):
-        return found
-    fenced = FENCE.fullmatch(text)
-    if found := call_of(fenced[1] if fenced else text.removeprefix(TAG)):
-        return found
+    text = said(prediction)
+    call = call_of(text.partition(OPEN)[2].partition(CLOSE)[0]) if OPEN in text else None
+    if call := call or call_of(bare(text)):
+        return {"kind": "call", **call}
     return {"kind": "invalid" if not text or OPEN in text else "text"}
-
-
-def call_of(text: str) -> dict[str, Any] | None:
-    """The call that a JSON object says, under either name of its arguments, which may be JSON in a text."""
-    found = parsed(text)
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return None
-    arguments = found.get("arguments", found.get("parameters"))
-    arguments = parsed(arguments) if isinstance(arguments, str) else arguments
-    return {"kind": "call", "name": found["name"], "arguments": arguments} if isinstance(arguments, dict) else None
-
-
-def parsed(text: str) -> Any:
-    try:
-        return parse_json(text.strip())
-    except NoJson:
-        return None
 
 
 def agree(one: Any, other: Any) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.engine.errors import ConfigError, first_line
-from kvbench.tasks.agent_traces.actions import CLOSE, OPEN
+from kvbench.tasks.calls.read import CLOSE, OPEN
 from kvbench.tasks.prompt import TODAY, dated, render
 
 Message = Mapping[str, Any]

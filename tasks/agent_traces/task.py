@@ -19,7 +19,8 @@ Modes       `golden`: every turn's output is fed and compressed, then the next a
             own. A trace is fixed, so that there is no `dialogue`.
 Score       1 where kind, name and all arguments agree. `name` and `arguments` stand next to it; of drawn work `fresh`
             (what was seen last), `stale` (what was seen before) and `count`. `invalid` is the share of answers that are
-            no action: blank ones, and calls whose JSON is broken.
+            no action: blank ones, and calls whose JSON is broken. Where a call was recorded, the kind of damage
+            (`tasks/calls/damage.py`) is told, too, as a share of such answers.
 Age         `age` is how many tokens lie between what an action needs and the decision: the oldest of its values, at
             the last place where it stands. A finished run's agents.csv has scores by turn and by age, in percent.
 
@@ -46,6 +47,8 @@ from kvbench.tasks.agent_traces import made
 from kvbench.tasks.agent_traces.actions import Point, action_of, agreement, points_of, recorded, values
 from kvbench.tasks.agent_traces.render import Message, Renderer, Talk, spoken
 from kvbench.tasks.base import Data, Sample
+from kvbench.tasks.calls.damage import Wanted, damage, shares
+from kvbench.tasks.calls.read import read_calls
 from kvbench.tasks.checks import OnBadRow, check_lengths
 from kvbench.tasks.lazy import Drawn, fitting, most_units, note_left_out
 from kvbench.tasks.prompt import first_ids
@@ -113,7 +116,7 @@ class AgentTraces(RowsTask):
 
     asking: Asking
     name = "agent_traces"
-    version = 2  # 1 took a call whose JSON is broken for text, which is right where text was recorded
+    version = 3  # 2 told no kind of damage; 1 took a call whose JSON is broken for text, right where text was recorded
     Params = Params
     data: ClassVar[Data | None] = Data(
         tuple(f"{FOLDER}/airline{end}" for end in ENDS), "without them drawn work (task.source=embedded)",
@@ -223,16 +226,18 @@ class AgentTraces(RowsTask):
         self.notes = self.notes if note in self.notes else [*self.notes, note]
         texts = renderer.steps([decision.index for decision in trace.decisions])
         context = self.context(renderer, trace, texts[0])
-        keeps = self.params.asking.mode == "golden"
+        keeps, is_own = not self.params.asking.takes_back, self.params.asking.mode == "dialogue"
         before, turns = context, list[Turn]()
+        tools = {"tools": [name_of(tool) for tool in trace.talk.tools]}
         for text, decision in zip(texts, trace.decisions, strict=True):
             ids = tokenizer.encode(decision.reference, add_special_tokens=False)
+            said = turns[-1].references[0] if is_own and turns else ""  # the model's own words stand in its place
             turns.append(
                 Turn(
-                    question=text.removeprefix(before if keeps else context),
+                    question=text.removeprefix(before if keeps else context).removeprefix(said),
                     references=(decision.reference,),
                     max_new_tokens=self.params.max_new_tokens or len(ids) + EXTRA,
-                    fields={**decision.fields, "age": age(tokenizer, text, decision.needs)},
+                    fields={**decision.fields, "age": age(tokenizer, text, decision.needs), **tools},
                 )
             )
             before = text
@@ -262,6 +267,15 @@ class AgentTraces(RowsTask):
         n = next((i for i, (a, b) in enumerate(zip(text, first, strict=False)) if a != b), min(len(text), len(first)))
         return first[:n]
 
+    @property
+    def fewest(self) -> int:
+        """Outputs of drawn work at least."""
+        return 2 * self.params.turns + 4
+
+    def work(self, length: int, number: int, n_units: int, n_padding: int) -> Trace:
+        """Drawn work with so many outputs and words of padding."""
+        return Work(self, length, number, n_units, n_padding).trace()
+
     # -- scores --
 
     def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
@@ -270,9 +284,13 @@ class AgentTraces(RowsTask):
         if fields.get("kind") in made.GROUPS and fields["kind"] not in made.CALLS:
             found = made.score(prediction, fields["value"], fields["superseded"])
             return found, {fields["group"]: found, **invalid}
-        same = agreement(action, fields["action"])
+        wanted = fields["action"]
+        same = agreement(action, wanted)
         groups = {fields["group"]: same.action} if "group" in fields else {}
-        return same.action, {"name": same.name, "arguments": same.arguments, **groups, **invalid}
+        kind = None
+        if wanted["kind"] == "call" and "tools" in fields:
+            kind = damage(read_calls(prediction), [Wanted.of(wanted)], fields["tools"], is_right=same.action == 1)
+        return same.action, {"name": same.name, "arguments": same.arguments, **groups, **invalid, **shares(kind)}
 
     def artifacts(self, folder: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
         """agents.csv: scores by turn, by age and by what is asked."""
@@ -318,6 +336,11 @@ def decision_of(messages: Sequence[Message], point: Point) -> Decision:
     return Decision(point.index, spoken(messages[point.index]), fields, needs)
 
 
+def name_of(tool: Mapping[str, Any]) -> str:
+    """A tool's name, as chat templates take it or alone."""
+    return str(tool.get("function", tool).get("name"))
+
+
 def schema(name: str, description: str, arguments: Mapping[str, str]) -> dict[str, Any]:
     """A tool as chat templates take it."""
     properties = {key: {} if kind == "any" else {"type": kind} for key, kind in arguments.items()}
@@ -336,15 +359,8 @@ class Work:
         self.rng = random.Random(f"agent_traces {task.seed} {length} {number}")
         self.events = made.draw_events(self.rng, n_events, n_records=max(4, params.lengths[0] // 800))
         self.id, self.length, self.n_turns = f"drawn-{length}-{number}", length, params.turns
-        self.words = words()
-        self.at = self.rng.randrange(len(self.words))
-        self.per_output, self.n_padding = max(0, params.output_tokens - 40) * 3 // 4, n_padding
+        self.notes, self.n_padding = Notes(self.rng, params.output_tokens), n_padding
         self.task = task
-
-    def note(self, n: int) -> str:
-        """The next n words of the embedded prose."""
-        start, self.at = self.at % len(self.words), self.at + n
-        return " ".join((self.words[start:] + self.words[:start])[:n])
 
     def trace(self) -> Trace:
         n, messages, decisions = len(self.events), list[Message](), list[Decision]()
@@ -353,9 +369,9 @@ class Work:
         self.rng.shuffle(kinds)
         messages.append({"role": "user", "content": "Please keep the records in order today."})
         for i, event in enumerate(self.events, start=1):
-            output = event["output"] | {"notes": self.note(self.per_output)}
+            output = event["output"] | {"notes": self.notes.one()}
             if i == 1:
-                output["more"] = " ".join(self.words[: self.n_padding])
+                output["more"] = self.notes.padding(self.n_padding)
             outputs.append(json.dumps(output, ensure_ascii=False))
             call = {"function": {"name": event["tool"], "arguments": json.dumps(event["arguments"])}}
             messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
@@ -394,18 +410,36 @@ def words() -> tuple[str, ...]:
     return tuple(" ".join(sentences()).split())
 
 
+class Notes:
+    """Words of the embedded prose, from a drawn place on, which outputs carry."""
+
+    def __init__(self, rng: random.Random, output_tokens: int) -> None:
+        self.words = words()
+        self.at = rng.randrange(len(self.words))
+        self.n = max(0, output_tokens - 40) * 3 // 4
+
+    def one(self) -> str:
+        """The note of the next output."""
+        start, self.at = self.at % len(self.words), self.at + self.n
+        return " ".join((self.words[start:] + self.words[:start])[: self.n])
+
+    def padding(self, n: int) -> str:
+        """So many words that fill a length."""
+        return " ".join(self.words[:n])
+
+
 class Days(Drawn):
-    """Drawn work, whose units are events; words of a note fill what is left."""
+    """Drawn work, whose units are outputs; words of a note fill what is left."""
 
     def __init__(self, task: AgentTraces, tokenizer: Any, cells: Mapping[tuple[int], int]) -> None:
         super().__init__(task, tokenizer, cells)
-        self.fewest, self.per_unit = 2 * task.params.turns + 4, task.params.output_tokens + 60
+        self.fewest, self.per_unit = task.fewest, task.params.output_tokens + 60
 
     def sample(self, i: int) -> Sample:
         length, number = self.places[i]
 
         def work(n_events: int, n_padding: int = 0) -> Trace:
-            return Work(self.task, length, number, n_events, n_padding).trace()
+            return self.task.work(length, number, n_events, n_padding)
 
         def size(n_events: int, n_padding: int = 0) -> int:
             return self.task.size(self.tokenizer, work(n_events, n_padding))
@@ -413,7 +447,7 @@ class Days(Drawn):
         n = self.filling(length, size, self.fewest)
         if n is None:
             raise ConfigError(
-                f"task.lengths={length} is too short for {self.fewest} events and the questions on them; "
+                f"task.lengths={length} is too short for {self.fewest} outputs and the questions on them; "
                 "give more tokens, fewer task.turns or a smaller task.output_tokens"
             )
         padding = most_units(lambda words: size(n, words), length, 0, (length - size(n)) // 2)

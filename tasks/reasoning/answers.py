@@ -33,7 +33,13 @@ INSTALL = "pip install -c constraints.txt -e '.[tasks]'"
 
 def question_text(question: str, template: str) -> str:
     """The prompt, without what a chat template puts round it."""
-    return (PLAIN if template == "plain" else CHAT).replace("{question}", question, 1)
+    return "".join(question_parts(question, template))
+
+
+def question_parts(question: str, template: str) -> tuple[str, str]:
+    """The prompt up to the end of the question, and what follows it."""
+    head, _, tail = (PLAIN if template == "plain" else CHAT).partition("{question}")
+    return head + question, tail
 
 
 def refuse_template(template: str, tokenizer: Any) -> None:
@@ -91,6 +97,18 @@ def fitted(tokenizer: Any, samples: Sequence[Sample], room: Room) -> tuple[list[
 # --- grades ------------------------------------------------------------------------------------
 
 
+def graded_part(text: str, answer_part: str) -> str:
+    """What a grader sees of an answer; nothing where it is what follows a thought, and the thought never ended."""
+    if answer_part == "all":
+        return text
+    return text.rpartition(THOUGHT)[2] if THOUGHT in text else ""
+
+
+def after_thought(text: str, answer_part: str) -> str:
+    """An answer where a grader sees it."""
+    return text if answer_part == "all" else f"{THOUGHT}{text}"
+
+
 @cache
 def worker() -> Judge:
     """The judge of all tasks of this process: a sweep has a task for each of its cells."""
@@ -107,10 +125,7 @@ class Grading:
 
     def graded(self, text: str, gold: str, **more: str) -> Graded:
         """The grader's verdict on an answer."""
-        if self.answer_part == "after_think":
-            if THOUGHT not in text:
-                return NO_ANSWER
-            text = text.rpartition(THOUGHT)[2]
+        text = graded_part(text, self.answer_part)
         if not text.strip():
             return NO_ANSWER
         return self.judge.grade(self.grader, text, gold, **more)

@@ -22,6 +22,7 @@ from kvbench.tasks.reasoning.answers import (
     Grading,
     Room,
     Template,
+    after_thought,
     check_grader,
     fitted,
     grader_notes,
@@ -49,6 +50,14 @@ class LongAnswers(RowsTask):
 
     usual_tokens: Any  # the longest answer where none is given
 
+    def prepare(self, shape: ModelShape) -> None:
+        given = self.params.max_new_tokens
+        if given is not None and given >= shape.window:
+            raise ConfigError(
+                f"task.max_new_tokens={given} leaves no room for a prompt in the window of {shape.name}, "
+                f"{shape.window} tokens; give less"
+            )
+
     def samples(self, tokenizer: Any) -> Sequence[Sample]:
         given, total = self.params.max_new_tokens, getattr(self.params, "max_total_tokens", None)
         room = Room(self.usual_tokens, given, total, self.window)
@@ -69,12 +78,7 @@ class Reasoning(LongAnswers):
 
     def prepare(self, shape: ModelShape) -> None:
         check_grader(self.params.grader)
-        given = self.params.max_new_tokens
-        if given is not None and given >= shape.window:
-            raise ConfigError(
-                f"task.max_new_tokens={given} leaves no room for a prompt in the window of {shape.name}, "
-                f"{shape.window} tokens; give less"
-            )
+        super().prepare(shape)
         self.notes += grader_notes(self.params.grader, self.params.answer_part)
 
     def check_row(self, name: str, row: Row) -> None:
@@ -111,7 +115,14 @@ class Reasoning(LongAnswers):
 
     def verdict(self, sample: Sample, prediction: str) -> tuple[float, dict[str, float | None]]:
         more = {key: sample.fields[key] for key in ("solution", "dataset") if key in sample.fields}
-        return self.grading.verdict(prediction, sample.references[0], **more)
+        return self.grading.verdict(prediction, self.gold(sample), **more)
+
+    def gold(self, sample: Sample) -> str:
+        """What an answer is compared with."""
+        return sample.references[0]
+
+    def right_answer(self, sample: Sample) -> str:
+        return after_thought(f"\\boxed{{{self.gold(sample)}}}", self.params.answer_part)
 
 
 def question_of(row: Row) -> str:

@@ -37,7 +37,6 @@ class TalkPrompt(Prompt):
     feeds: tuple[tuple[int, ...], ...] = ()  # of each turn; empty where the context ends with its question
     cuts: tuple[tuple[int, ...], ...] = ()  # of each turn the feed's tokens after each place where reading pauses
     n_new: int = 0  # tokens that may follow the context at once
-    change_ids: tuple[int, ...] = ()  # what the template puts between an answer and the next question
     end_id: int | None = None  # put after an answer that did not end by itself, where no template separates turns
 
     def __len__(self) -> int:
@@ -54,10 +53,6 @@ class TalkPrompt(Prompt):
 
     def n_behind(self, sample: Sample) -> int:
         return self.n_new
-
-    def end_ids(self, stop_ids: frozenset[int]) -> tuple[int, ...]:
-        """The token that ends a turn in the chat template, where it has one that also ends an answer."""
-        return self.change_ids[:1] if self.change_ids and self.change_ids[0] in stop_ids else ()
 
 
 def prompt_of(tokenizer: Any, sample: Sample, *, chat: str, system_prompt: str, scope: str) -> Prompt:
@@ -95,9 +90,8 @@ def encode_talk(tokenizer: Any, sample: Sample, *, chat: str, system_prompt: str
     read = [[token_ids(tokenizer, text) for text in texts] for texts in pieces]
     feeds = tuple(tuple(chain.from_iterable(each)) for each in read)
     cuts = tuple(tuple(accumulate(map(len, each[:0:-1])))[::-1] for each in read)
-    change = token_ids(tokenizer, between)
     end = tokenizer.eos_token_id if talk.is_rendered else None
-    return TalkPrompt(ids, (), frame, feeds, cuts, n_new(talk, [len(feed) for feed in feeds]), change, end)
+    return TalkPrompt(ids, (), frame, feeds, cuts, n_new(talk, [len(feed) for feed in feeds]), end)
 
 
 def n_new(talk: Conversation, feeds: Sequence[int]) -> int:

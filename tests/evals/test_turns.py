@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvbench.engine.batch import Answer
 from kvbench.engine.errors import ConfigError
+from kvbench.evals.batch import answers
 from kvbench.evals.runner import run_cells
 from kvbench.evals.screen.table import remarks, sheet
 from kvbench.evals.settings import from_words
@@ -22,7 +24,7 @@ from kvbench.tasks.longbench.shared import by_context
 from kvbench.tasks.scbench import synthetic
 from kvbench.tasks.texts import sentences
 from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
-from kvbench.tasks.turns.encode import encode_talk
+from kvbench.tasks.turns.encode import TalkPrompt, encode_talk
 from kvbench.tests.tiny_run import cell, run, save_tiny, sweep
 from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
 
@@ -143,6 +145,20 @@ def test_a_budget_may_grow_with_the_conversation(model: str, tmp_path: Path, mod
             held = row.fields["attended_by_answer"]
             assert held <= 0.31 * (seen + 5 * i) + 5 and held < fixed[i].fields["attended_by_answer"]
     assert [row.fields["bytes_rebuilt"] > 0 for row in h2o] == [False, True, True]
+
+
+def test_a_budget_in_bytes_grows_too_where_it_is_one_in_tokens(model: str, tmp_path: Path) -> None:
+    words = ["model=any", model, *QUESTIONS, "task.mode=golden", "task.budget_base=conversation"]
+    names = [f"method={name}" for name in ("snapkv", "streamingllm", "h2o")]
+    by_bytes = sweep(words, [[name, "memory=0.3"] for name in names], tmp_path / "bytes")
+    by_tokens = sweep(words, [[name, "ratio=0.3"] for name in names], tmp_path / "tokens")
+    for (result, rows), (_, others) in zip(by_bytes, by_tokens, strict=True):
+        assert texts(rows) == texts(others) and result.memory is not None
+        assert all(row.ledger["within_budget"] for row in rows)
+        for key in ("bytes_rebuilt", "attended_by_answer"):
+            assert [row.fields[key] for row in rows] == [row.fields[key] for row in others]
+    with pytest.raises(ConfigError, match="does not with these settings"):
+        run([*words, "method=pqcache", "memory=0.5"], tmp_path / "codes")
 
 
 def test_a_needle_run_without_questions_keeps_its_name(tmp_path: Path) -> None:
@@ -268,6 +284,27 @@ def test_texts_that_are_only_read_stand_in_the_context_of_one_question(model: st
         reading(tmp_path / "other", ["method=full"], model=model, mode="independent")
 
 
+@pytest.mark.parametrize(
+    ("ids", "stopped", "end", "feed", "read"),
+    [
+        ([5, 9], True, None, (9, 1), (9, 1)),  # the feed begins with the end that the answer has
+        ([5, 7], True, None, (9, 1), (7, 9, 1)),  # with another one
+        ([5, 6], False, None, (9, 1), (6, 9, 1)),  # the answer was cut
+        ([5, 6], False, 8, (3, 1), (6, 8, 3, 1)),  # and nothing else ends it
+        ([5, 6], False, 9, (9, 1), (6, 9, 1)),
+        ([5, 8], True, 8, (3, 1), (8, 3, 1)),
+        ([], False, 8, (3, 1), (3, 1)),
+    ],
+)
+def test_an_own_answer_ends_once_before_the_next_feed(
+    ids: list[int], stopped: bool, end: int | None, feed: tuple[int, ...], read: tuple[int, ...]
+) -> None:
+    conversation = object.__new__(answers.Conversation)
+    conversation.prompt = TalkPrompt((), (), end_id=end)
+    answer = Answer(ids=ids, stopped=stopped)
+    assert conversation.behind(answer, feed) == read
+
+
 CONTEXTS = {  # one context each, asked several times
     "shared_context": ["task=shared_context", "task.max_new_tokens=3"],
     "needle": [*QUESTIONS, "task.mode=golden"],
@@ -287,6 +324,10 @@ CONTEXTS = {  # one context each, asked several times
     "agent_forced": [
         *("task=agent_forced", "task.source=embedded", "task.lengths=[4000]", "task.rows=1", "task.turns=2"),
         *("task.output_tokens=40",),
+    ],
+    "tool_calls": [
+        *("task=tool_calls", "task.lengths=[7000]", "task.rows=1", "task.turns=3", "task.mode=dialogue"),
+        *("task.max_new_tokens=3",),
     ],
     "draws": [*NEEDLE, "temperature=1", "n_answers=3"],
 }

@@ -31,8 +31,8 @@ PAPERS = {
     "xkv": "table3 table4 figure2 figure3 figure4 figure5 figure10 figure11 figure12",
     **dict.fromkeys(("snapkv", "adakv", "quest", "kvzip", "rkv"), "table"),
     "formats": "docs needle",  # docs/formats.md
-    "register": "docs needle ruler shared gsm8k dialogues calls generating facts",  # docs/register.md
-    "evidence": "docs many costs",  # docs/results.md
+    "register": "docs needle ruler shared gsm8k dialogues calls generating facts tool_calls",  # docs/register.md
+    "evidence": "docs many costs tool_calls",  # docs/results.md
 }
 
 

@@ -14,6 +14,7 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.tasks.agent_traces import made
 from kvbench.tasks.agent_traces.actions import action_of, agree, agreement, points_of
 from kvbench.tasks.agent_traces.task import AgentTraces, age_bin
+from kvbench.tasks.calls.damage import KINDS, shares
 from kvbench.tasks.turns.encode import prompt_of
 from kvbench.tasks.turns.questions import one_question
 from kvbench.tests.golden_metrics import metrics_3
@@ -111,6 +112,8 @@ def test_answers_that_are_no_action_are_counted(two: Path) -> None:
     calls, says = one_question(texts[0], 0), one_question(texts[1], 1)
     broken, right = '<tool_call>{"name": "look", "arguments": {"id": ', calls.references[0]
     assert [made_task.verdict(calls, text)[1]["invalid"] for text in (right, "Which?", broken, "")] == [0, 0, 1, 1]
+    kinds = [{name: made_task.verdict(calls, text)[1][name] for name in KINDS} for text in (right, "Which?", broken)]
+    assert kinds == [shares("right"), shares("no_call"), shares("broken_json")]
     assert made_task.verdict(says, "Which?") == (1.0, {"name": 1.0, "arguments": None, "invalid": 0.0})
     assert made_task.verdict(says, broken) == (0.0, {"name": 0.0, "arguments": None, "invalid": 1.0})
 
@@ -153,7 +156,8 @@ def test_each_decision_sees_the_recorded_past_and_not_its_own_answer(two: Path, 
     text = tokenizer.decode([*prompt.context_ids, *prompt.feeds[1]])
     assert text == sample.context + look.question + pay.question
     again = one_question(sample, 1)
-    assert made_task.verdict(again, pay.references[0]) == (1.0, {"name": 1.0, "arguments": 1.0, "invalid": 0.0})
+    measures = {"name": 1.0, "arguments": 1.0, "invalid": 0.0, **shares("right")}
+    assert made_task.verdict(again, pay.references[0]) == (1.0, measures)
     assert made_task.verdict(again, look.references[0])[0] == 0.0
     assert 20 < again.fields["age"] < 400 and again.fields["distance"] == 3
 

@@ -40,6 +40,7 @@ class Site:
     files: dict[str, bytes] = field(default_factory=dict)
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)
     break_at: int | None = None
+    gated: set[str] = field(default_factory=set)  # what it has for accounts alone that accepted terms
     url: str = ""
 
 
@@ -64,9 +65,10 @@ def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Site]:
             wanted = self.headers.get("Range")
             made.asked.append((self.command, self.path, wanted))
             content = made.files.get(self.path)
-            if content is None:
-                self.send_response(404)
-                self.send_header("X-Error-Code", "EntryNotFound")
+            is_gated = self.path in made.gated and self.headers.get("Authorization") != "Bearer mine"
+            if content is None or is_gated:
+                self.send_response(401 if is_gated else 404)
+                self.send_header("X-Error-Code", "GatedRepo" if is_gated else "EntryNotFound")
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
@@ -233,6 +235,20 @@ def test_a_file_that_is_gone_upstream_is_named(site, sources, tmp_path: Path) ->
     site.files.clear()
     with pytest.raises(ConfigError, match=r"prompts\.json cannot be fetched .*404"):
         download.fetch("bench", tmp_path, only=["bench/config/*"])
+
+
+def test_a_gated_file_is_refused_with_what_opens_it(site, sources, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    site.gated.add(hub("big.jsonl"))
+    with pytest.raises(ConfigError) as caught:
+        download.fetch("bench", tmp_path, only=["bench/big.jsonl"])
+    said = str(caught.value)
+    assert "\n" not in said and f"accept the terms at {site.url}/datasets/o/d, set HF_TOKEN" in said
+    assert said.endswith("or put the file into the data folder by hand (bench/big.jsonl)")
+    monkeypatch.setenv("HF_TOKEN", "mine")
+    (path,) = download.fetch("bench", tmp_path, only=["bench/big.jsonl"])
+    assert path.read_bytes() == BIG
 
 
 def test_an_archive_without_the_files_is_refused(site, sources, monkeypatch, tmp_path) -> None:

@@ -53,6 +53,11 @@ TASKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by name: tas
     "math500/test": ("math500", {"problem": "What is half of 3?", "answer": "\\frac{3}{2}", "solution": "best"},
                      {"grader": "kvpress", "max_new_tokens": 8}),
     "aime/aime24": ("aime", {"problem": "How many?", "answer": "007"}, {"grader": "kvpress", "max_new_tokens": 8}),
+    "hmmt/hmmt_feb_2025": ("hmmt", {"problem": "How many?", "answer": "\\frac{3}{2}", "problem_type": ["Algebra"]},
+                           {"grader": "kvpress", "max_new_tokens": 8}),
+    "gpqa_diamond/gpqa_diamond": ("gpqa_diamond", {"Record ID": "rec", "Question": "Which one?", "Correct Answer": "1",
+                                  **{f"Incorrect Answer {i}": f"{i}1" for i in (1, 2, 3)}, "High-level domain": "x"},
+                                  {"template": "plain", "max_new_tokens": 8}),
     "babilong/1k/qa1": ("babilong", {"input": TEXT, "question": "Where is Mary?", "target": "office"},
                         {"datasets": ["qa1"], "lengths": ["1k"]}),
     "mrcr/2needle": ("mrcr", {"prompt": json.dumps([{"role": "user", "content": "write a song"},
@@ -132,7 +137,7 @@ def damaged(draw: st.DrawFn, good: dict[str, Any]) -> bytes:
         row = (
             good
             | {key: i for key in ("id", "index") if key in good}
-            | {key: f"id{i}" for key in ("_id", "question_id") if key in good}
+            | {key: f"id{i}" for key in ("_id", "Record ID", "question_id") if key in good}
         )
         for _ in range(draw(st.integers(0, 2))):
             key = draw(st.sampled_from(sorted(good)))
@@ -211,7 +216,10 @@ def test_a_damaged_file_becomes_samples_or_one_sentence(file: str, tmp_path: Pat
     path = tmp_path / f"{file}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
-        "".join(json.dumps(good | {"id": i, "_id": str(i), "question_id": str(i), "index": i}) + "\n" for i in range(3))
+        "".join(
+            json.dumps(good | {"id": i, "_id": str(i), "Record ID": str(i), "question_id": str(i), "index": i}) + "\n"
+            for i in range(3)
+        )
     )
     assert len(list(read(tmp_path, file, "refuse"))) == 3, "the rows that are damaged are good ones"
 

@@ -36,6 +36,8 @@ NEEDED = {
         *("question_id", "question_type", "question", "answer", "question_date", "haystack_session_ids"),
         *("haystack_dates", "haystack_sessions", "answer_session_ids"),
     ),
+    "hmmt/hmmt_feb_2025": ("problem", "answer"),
+    "gpqa_diamond/gpqa_diamond": ("Record ID", "Question", "Correct Answer", "Incorrect Answer 3"),
     "helmet/data/nq": ("question", "answers", "ctxs"),
     "helmet/data/msmarco": ("query", "ctxs"),
     "helmet/data/trec_coarse": ("text", "label"),
@@ -67,7 +69,7 @@ def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lines(file: str) -> tuple[bytes, bytes]:
     _, good, _ = fuzz.TASKS[file]
-    names = [key for key in ("id", "_id", "question_id") if key in good]
+    names = [key for key in ("id", "_id", "Record ID", "question_id") if key in good]
     own = [{key: i if key == "id" else f"id{i}" for key in names} for i in range(2)]
     both = [json.dumps(good | one).encode() + b"\n" for one in own]
     return both[0], both[1]
@@ -121,6 +123,10 @@ def called(arguments: str) -> dict[str, Any]:
         ("babilong/1k/qa1", {"question": " "}, "field 'question' is empty"),
         ("aime/aime24", {"problem": ""}, "field 'problem' is missing or empty"),
         ("aime/aime24", {"answer": "7.5"}, "field 'answer' is no whole number: '7.5'"),
+        ("gpqa_diamond/gpqa_diamond", {"Record ID": "id0"}, "Record ID='id0' stands in line 1 already"),
+        ("gpqa_diamond/gpqa_diamond", {"Incorrect Answer 1": "\n"}, "field 'Incorrect Answer 1' is empty"),
+        ("hmmt/hmmt_feb_2025", {"answer": " "}, "field 'answer' is empty"),
+        ("hmmt/hmmt_feb_2025", {"problem": "q" * 100_001}, "has 100001 characters"),
         ("graphwalks/short", {"problem_type": "dfs"}, "field 'problem_type' is 'dfs'"),
         ("graphwalks/short", {"problem_type": "bfs"}, "asks for no operation of this problem_type"),
         ("graphwalks/short", {"answer_nodes": "a1"}, "no list of texts"),

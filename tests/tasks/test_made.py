@@ -25,10 +25,12 @@ from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
 from kvbench.evals.settings import choice, load_class
 from kvbench.tasks.base import Sample
+from kvbench.tasks.calls.damage import KINDS as DAMAGE
 from kvbench.tasks.forced import ForcedContinuation
 from kvbench.tasks.oolong.made import KINDS
 from kvbench.tasks.prompt import encode
 from kvbench.tasks.turns.encode import prompt_of
+from kvbench.tasks.turns.questions import one_question
 from kvbench.tests.tiny_tokenizer import CHATML_TEMPLATE, tiny_tokenizer
 
 REPO = Path(__file__).resolve().parents[2]
@@ -252,6 +254,30 @@ def agent_wrong(prompt: str, rng: random.Random) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+# --- tool_calls: records found by the words of the request ---------------------------------------------------------
+
+
+def caller(prompt: str, rng: random.Random) -> str:
+    steps, request = history(prompt)
+    records = {output["owner"]: output for call, output in steps if call["name"] == "look_up"}
+    noun = re.findall(r"the (invoice|machine|parcel|room|tank)", request)[0]
+    tool = next(one for one in re.findall(r'"name": "(\w+)"', prompt) if one.endswith(noun))
+    own = re.findall(r" of ([A-Z]\w+ [A-Z]\w+(?: [A-Z]\.)?)", request)
+    code = records[own[0]][f"{noun}_id"] if own else re.findall(r"[A-Z]-\d{4}", request)[0]
+    number = re.findall(r"euros|minutes|grams|seats|litres", request)[0]
+    (n,) = re.findall(rf"{number} (\d+)", request) or [records[own[len(own) > 1]][number]]
+    call = {"name": tool, "arguments": {f"{noun}_id": code, number: int(n)}}
+    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+def caller_wrong(prompt: str, rng: random.Random) -> str:
+    """A right answer with the values of any record."""
+    steps, _ = history(prompt)
+    right = json.loads(caller(prompt, rng).split("\n")[1])
+    record = rng.choice([output for _, output in steps if {*right["arguments"]} <= {*output}])
+    return json.dumps(right | {"arguments": {key: record[key] for key in right["arguments"]}})
+
+
 # --- oolong: lines counted once more -------------------------------------------------------------------------------
 
 
@@ -377,6 +403,10 @@ TASKS: dict[str, tuple[dict[str, Any], Solver, Solver, float]] = {
     "agent_traces": (
         {"lengths": [9000], "rows": 3, "turns": 6, "output_tokens": 60, "mode": "query_aware"}, agent, agent_wrong, 0.3,
     ),
+    "tool_calls": (
+        {"lengths": [16000], "rows": 3, "turns": 9, "levels": [1, 2, 3, 4], "mode": "query_aware"},
+        caller, caller_wrong, 0.2,
+    ),
     "oolong": ({"lengths": [6000], "rows": 4, "questions": 7, "mode": "query_aware"}, oolong, oolong_wrong, 0.1),
     "helmet": ({"datasets": "drawn", "lengths": [4000], "rows": 8}, helmet, helmet_wrong, 0.25),
     "longmemeval": (
@@ -388,6 +418,7 @@ LENGTHS: dict[str, dict[str, Any]] = {
     "mrcr ": {"needles": [1], "lengths": [2500], "words": [10, 20], "questions": 6},
     "graphwalks": {"lengths": [2000, 5000]},
     "agent_traces": {"lengths": [7000], "output_tokens": 60, "turns": 3},
+    "tool_calls": {"lengths": [8000], "turns": 3},
     "oolong": {"lengths": [12000]},
     "helmet": {"datasets": ["icl"], "lengths": [5000]},
     "longmemeval": {"lengths": [7000]},
@@ -436,6 +467,25 @@ def test_of_qa7_the_official_scoring_takes_every_right_answer_but_none(tmp_path:
         assert answer == sample.references[0]
         scores[answer == "none"].append(task.score(sample, answer))
     assert {*scores[True]} == {0.0} and {*scores[False]} == {1.0}
+
+
+def test_in_a_dialogue_the_models_own_call_stays_in_place_of_the_right_one(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"lengths": [8000], "rows": 1, "turns": 4}
+    (fixed, own) = (
+        made("tool_calls", tmp_path, **given, mode=mode)[1][0].conversation for mode in ("golden", "dialogue")
+    )
+    assert fixed and own and fixed.turns[0] == own.turns[0]
+    for before, golden, turn in zip(fixed.turns, fixed.turns[1:], own.turns[1:], strict=False):
+        assert golden.question == before.references[0] + turn.question and turn.question.startswith("<|im_end|>")
+
+
+def test_the_last_turn_asks_for_the_first_call_again(tmp_path: Path) -> None:
+    task, (sample,) = made("tool_calls", tmp_path, lengths=[8000], rows=1, turns=4)
+    first, *later, again = [one_question(sample, i) for i in range(4)]
+    assert [one.fields["group"] for one in (first, *later, again)] == ["first", "later", "later", "again"]
+    assert first.references == again.references and "once more" in again.question
+    score, measures = task.verdict(again, "It is done.")
+    assert score == 0 and measures["again"] == 0 and measures["no_call"] == 1 and "first" not in measures
 
 
 @pytest.mark.parametrize("part", ["icl", "json_kv"])
@@ -517,6 +567,9 @@ def test_what_is_compressed_is_the_same_text_under_both_scopes(name: str, tmp_pa
         ("agent_traces", {}, "agent_traces/airline.jsonl is missing"),
         ("agent_traces", {"mode": "dialogue"}, "task.mode=dialogue is not allowed; use golden, independent or query_"),
         ("agent_traces", {"source": "embedded", "lengths": [33768]}, "more than the 32768 tokens"),
+        ("tool_calls", {"source": "embedded", "lengths": [33768]}, "more than the 32768 tokens"),
+        ("tool_calls", {"source": "embedded", "levels": [5]}, "task.levels"),
+        ("tool_calls", {"source": "embedded", "turns": 1}, "task.again=true needs two turns"),
         ("babilong", {}, "babilong/4k/qa1.json is missing"),
         ("babilong", {"lengths": ["4kb"]}, "task.lengths=4kb is not allowed; use a length like 4k or 1M"),
         ("babilong", {"source": "embedded", "datasets": ["qa11"]}, "and qa10 only, not qa11"),
@@ -554,6 +607,26 @@ FORCED: dict[str, dict[str, Any]] = {
     "mrcr_forced": TASKS["mrcr "][0] | {"rows": 1},
 }
 OF = {"agent_forced": "agent_traces", "graphwalks_forced": "graphwalks", "mrcr_forced": "mrcr"}
+
+
+def test_the_first_wrong_token_of_a_call_says_what_kind_of_damage_it_is(tmp_path: Path) -> None:
+    task, samples = made("agent_forced", tmp_path, **FORCED["agent_forced"] | {"turns": 9})
+    sample = next(one for one in samples if one.fields["kind"] == "restore")
+    assert sample.forced is not None
+    continuation, (right,) = ForcedContinuation(task, sample, sample.forced), sample.references
+    kinds = dict.fromkeys(DAMAGE, "")
+    for wrong in range(1, len(sample.forced)):
+        watch = task.watch(sample, continuation, [None])
+        for i, token in enumerate(sample.forced[1:], 1):
+            logits = torch.zeros(1, len(TOKENIZER))
+            logits[0, token - (i == wrong)] = 1.0
+            watch.predicted([0], logits)
+        (kind,) = [name for name, share in watch.outcomes()[0].fields["measures"].items() if name in DAMAGE and share]
+        kinds[kind] += TOKENIZER.decode([sample.forced[wrong]])
+    assert right.startswith(kinds["no_call"]) and "<tool_call>" in kinds["no_call"]
+    assert kinds["other_calls"] == '"set_field"' and kinds["missing_arguments"] == '"id""field""value"'
+    assert kinds["right"] == kinds["unknown_tool"] == "" and kinds["broken_json"].endswith(TOKENIZER.eos_token)
+    assert all(str(value) in kinds["wrong_value"] for value in sample.fields["action"]["arguments"].values())
 
 
 @pytest.mark.parametrize("name", FORCED)

@@ -336,7 +336,8 @@ def test_right_and_wrong_answers_of_each_task(tokenizer, folder) -> None:
     right = {"math500": "\\boxed{1.5}", "aime": "it is 7", "gsm8k": "#### or \\boxed{1,200}"}
     for name, text in right.items():
         made, (sample,) = asked(name, folder, tokenizer)
-        assert made.score(sample, text) == 1.0 and made.score(sample, "\\boxed{11}") == 0.0
+        assert made.score(sample, text) == made.score(sample, made.right_answer(sample)) == 1.0
+        assert made.score(sample, "\\boxed{11}") == 0.0
         assert made.verdict(sample, "")[1]["no_answer"] == 1.0
         made.grading.judge.close()
 

@@ -1,0 +1,99 @@
+"""docs/calls.md: the kept answers of conversations that ask for calls, as `plots/calls.py` takes them.
+
+Not here: the kinds of damage and the figure (`plots/calls.py`), words (`calls.md.j2`).
+"""
+# pyright: basic
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvbench.plots.calls import Called, Told, draw
+from kvbench.plots.pages.asked import FULL
+from kvbench.plots.pages.columns import Task
+from kvbench.plots.pages.words import label
+from kvbench.plots.style import Picture
+from kvbench.tasks.calls.damage import KINDS
+
+BROKEN = ("no_call", "broken_json")  # nothing that an agent could run
+
+
+def of_calls(tasks: Iterable[Task]) -> list[Task]:
+    """The sets whose answers say what became of a call."""
+    return [task for task in tasks if (task.rows["damage"] != "").any()]
+
+
+def variants(task: Task) -> dict[str, Called]:
+    """The answers of each method of a set, by turn; the last turn asks for the first call again."""
+    (column,) = task.columns
+    found = dict[str, Called]()
+    for method, rows in column.rows.items():
+        told = [
+            Told(row["sample"], turn := int(row["id"].rpartition("/")[2]), row["damage"], row["score"],
+                 turn == task.asked.where["turns"])
+            for row in rows.to_dict("records")
+        ]  # fmt: skip
+        name = "Full" if method == FULL else label(task, column.at, method)
+        mode = {"golden": "the right call is fed", "dialogue": "its own call stays"}[task.asked.where["mode"]]
+        found[method] = Called(name, method, "", f"{mode}, n = {column.n}", told, method == FULL)
+    return found
+
+
+def picture(tasks: Iterable[Task]) -> Picture:
+    """The figure of the page, a row of panels for each set."""
+    every = list(of_calls(tasks))
+    first = every[0]
+    about = f"{first.model} · {first.columns[0].words}"
+    return draw("What becomes of calls", about, [one for task in every for one in variants(task).values()])
+
+
+HEADS = ("set", "method", "turn", "kind", "n", "share", "low", "high")
+
+
+def numbers(tasks: Iterable[Task]) -> Iterator[list[Any]]:
+    """The share of each kind, of all turns and of each."""
+    for task in tasks:
+        for one in variants(task).values():
+            for turn in (None, *one.turns):
+                told = [each for each in one.told if turn in (None, each.turn)]
+                for kind in KINDS:
+                    found = replace(one, told=told).share(kind)
+                    spread = found.interval
+                    ends = ["", ""] if spread is None else [f"{100 * end:.1f}" for end in (spread.low, spread.high)]
+                    yield [
+                        task.asked.key,
+                        one.label,
+                        turn or "all",
+                        kind,
+                        found.n,
+                        f"{100 * (found.mean or 0):.1f}",
+                        *ends,
+                    ]
+
+
+def whole(of: Called, kinds: Iterable[str]) -> str:
+    """The share of answers of some kinds, in percent."""
+    return f"{100 * sum(of.share(kind).mean or 0 for kind in kinds):.0f}"
+
+
+def right(of: Called) -> str:
+    return whole(of, KINDS[:1])
+
+
+def ranking(every: Mapping[str, Called]) -> str:
+    """The methods by their right calls, the best first."""
+    others = sorted(
+        (one for one in every.values() if not one.is_full), key=lambda one: -(one.share(KINDS[0]).mean or 0)
+    )
+    return ", ".join(f"{one.label} {right(one)}" for one in others)
+
+
+def stays_of(of: Called) -> tuple[int, int]:
+    """Of how many conversations whose first call was damaged it is when asked again, and how many those are."""
+    n, still = of.stays
+    return still, n
+
+
+def lost_at(of: Called, full: Called, which: int) -> str:
+    """Points less than full attention in the first turn (0) or the last (-1)."""
+    return f"{100 * [*of.lost(full).values()][which].mean:+.0f}"

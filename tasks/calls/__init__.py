@@ -1,0 +1,1 @@
+"""Calls of tools in answers, for all tasks that ask for them."""

@@ -1,0 +1,1 @@
+"""HMMT: 30 competition problems a set; the task alone, all else is in `tasks/reasoning`."""

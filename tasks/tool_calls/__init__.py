@@ -1,0 +1,1 @@
+"""Made conversations that ask for calls of tools."""
