@@ -100,7 +100,7 @@ results: $(DONE) ## what docs/results.md asks, twelve methods by bytes and all o
 	done
 	$(BIN)/python -m kvbench.plots.pages results runs/evidence
 
-pages: $(DONE) ## docs/results.md, register.md and formats.md from the scores beside them (with runs: ARGS=FOLDER)
+pages: $(DONE) ## docs/results.md, register.md, formats.md and calls.md from the scores beside them (with runs: ARGS=FOLDER)
 	$(BIN)/python -m kvbench.plots.pages $(ARGS)
 
 paper-tables: $(DONE) ## the papers' tables from runs/, as Markdown, LaTeX, HTML and CSV (other runs: ARGS=FOLDER)

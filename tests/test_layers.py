@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "plots.site": {*("plots", "results", "methods.cite", "engine.errors", "engine.foreign", "engine.terminal")},
     "serving": {"engine", "methods", "evals", "results", "tasks", "serving"},
     "plots": {
-        *("plots", "results", "tasks.needle.heatmap"),
+        *("plots", "results", "tasks.needle.heatmap", "tasks.calls.damage"),
         *("engine.budget", "engine.errors", "engine.foreign", "engine.terminal"),
     },
     "hydra_plugins": {"evals.composing"},  # within a function: Hydra imports its plugins at every start

@@ -1,6 +1,6 @@
 """Tool calls: a small set of tools, and calls whose arguments stand far back in the outputs of earlier ones.
 
-Names       tool calls; calls whose arguments stand far back
+Names       tool calls
 Asks        calls of five tools, whose arguments were looked up long before, one after the other
 Lengths     any, from 1,000 tokens
 Answers     those of the call and 32 more
@@ -28,7 +28,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from annotated_types import Ge, Le
 
@@ -98,7 +98,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Params:
-    source: Literal["embedded"]
+    source: ClassVar[str] = "embedded"
     levels: Annotated[tuple[Annotated[int, Ge(1), Le(4)], ...], Once()]
     lengths: Annotated[tuple[Annotated[int, Ge(1000)], ...], Once()]  # tokens, the last answer included
     turns: Count

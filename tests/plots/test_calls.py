@@ -49,8 +49,8 @@ def test_an_answer_of_which_no_call_was_wanted_has_no_kind() -> None:
 
 
 def test_runs_become_a_table_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = f"model.id={save_tiny(tmp_path / 'tiny', 4096)}"
-    words = ["model=any", model, "task=tool_calls", "task.lengths=[3900]", "task.rows=2", "task.max_new_tokens=3"]
+    model = f"model.id={save_tiny(tmp_path / 'tiny', 1 << 14)}"
+    words = ["model=any", model, "task=tool_calls", "task.lengths=[7900]", "task.rows=2", "task.max_new_tokens=3"]
     sweep([*words, "task.output_tokens=10"], [["method=full"], ["method=snapkv", "memory=1/4"]], tmp_path / "runs")
     assert main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out" / "calls.md").read_text()

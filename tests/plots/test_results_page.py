@@ -117,7 +117,8 @@ def test_a_table_of_numbers_is_recomputed_from_the_scores_file(path: Path) -> No
 
 def test_the_page_is_short() -> None:
     first, _, second = TEXT.partition("## Which method?")
-    assert len(first.split()) <= 700 and len(second.split()) <= 700
+    for part in (first, second):  # the bars of a table are no words
+        assert len([word for word in part.split() if re.search(r"\w", word)]) <= 700
 
 
 def test_a_served_model_takes_what_its_shape_says() -> None:

@@ -53,7 +53,8 @@ def made(name: str, tmp_path: Path, seed: int = 0, **given: Any) -> tuple[Any, l
 def made_anew(name: str, tmp_path: Path, seed: int = 0, **given: Any) -> tuple[Any, list[Sample]]:
     tree = yaml.safe_load((REPO / "conf" / "task" / f"{name}.yaml").read_text())
     kind: Any = load_class(choice("task", name, tree))
-    values = {key: value for key, value in tree.items() if key != "_target_"} | {"source": "embedded"} | given
+    values = {key: value for key, value in tree.items() if key != "_target_"} | given
+    values |= {"source": "embedded"} if "source" in values and "source" not in given else {}
     task = kind(build_params(kind, values, "task"), str(tmp_path), seed)
     task.check(SHAPE)
     samples = task.samples(TOKENIZER)
@@ -567,9 +568,9 @@ def test_what_is_compressed_is_the_same_text_under_both_scopes(name: str, tmp_pa
         ("agent_traces", {}, "agent_traces/airline.jsonl is missing"),
         ("agent_traces", {"mode": "dialogue"}, "task.mode=dialogue is not allowed; use golden, independent or query_"),
         ("agent_traces", {"source": "embedded", "lengths": [33768]}, "more than the 32768 tokens"),
-        ("tool_calls", {"source": "embedded", "lengths": [33768]}, "more than the 32768 tokens"),
-        ("tool_calls", {"source": "embedded", "levels": [5]}, "task.levels"),
-        ("tool_calls", {"source": "embedded", "turns": 1}, "task.again=true needs two turns"),
+        ("tool_calls", {"lengths": [33768]}, "more than the 32768 tokens"),
+        ("tool_calls", {"levels": [5]}, "task.levels"),
+        ("tool_calls", {"turns": 1}, "task.again=true needs two turns"),
         ("babilong", {}, "babilong/4k/qa1.json is missing"),
         ("babilong", {"lengths": ["4kb"]}, "task.lengths=4kb is not allowed; use a length like 4k or 1M"),
         ("babilong", {"source": "embedded", "datasets": ["qa11"]}, "and qa10 only, not qa11"),
@@ -595,7 +596,7 @@ def test_what_cannot_be_asked_is_refused_in_a_sentence(
     name: str, given: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        made(name, tmp_path, **{"source": "local", **given})
+        made(name, tmp_path, **({} if name == "tool_calls" else {"source": "local"}) | given)
     assert says in str(caught.value)
 
 

@@ -25,6 +25,8 @@ WORDS = {
     "ruler.synthetic.LAST_NAMES": 0x68CB67E1,
     "ruler.synthetic.NOUNS": 0xD3697DF0,
     "ruler.synthetic.SINGLE": 0x44B4D54E,
+    "tool_calls.task.FIRST_NAMES": 0x6B3FFCCA,
+    "tool_calls.task.LAST_NAMES": 0xA93F8EC6,
 }
 
 
