@@ -12,7 +12,7 @@ abstention    one of the plain phrases that say that something isn't known (`UNK
 An answer that says that it isn't known is wrong where it is known, whatever else it says. One that holds a value which
 is known to be wrong (`rivals`), and not behind `not`, is wrong, too: so nobody is right who lists all that was told.
 
-Not here: which questions this is fair to (`task.py`), a model as a judge (`tasks/chat_judge.py`).
+Not here: which questions this is fair to (`task.py`), a model as a judge (`chat_judge.py`).
 """
 
 import re

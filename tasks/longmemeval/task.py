@@ -19,14 +19,14 @@ Score       without a judge by rules (`scores.py`), which is fair where the answ
             and single-session-preference, whose answer is a rubric, are left out and counted: they need a judge. Days
             that are off by one are wrong, which the authors forgive.
 Judge       `task.judge=http://localhost:8000/v1 task.judge_model=NAME`: a model says yes or no to every answer, after
-            the run, by `python -m kvbench.evals.rescore --write RUN` (`tasks/chat_judge.py`). It is asked in words of
+            the run, by `python -m kvbench.evals.rescore --write RUN` (`chat_judge.py`). It is asked in words of
             our own, which stand in the result's notes, so that scores are not those of the authors' judge. What it says
             neither yes nor no to is worth 0 and counted as `unjudged`.
 Columns     `question_type` (abstention is one), `sessions`, `age`: how many sessions ago what is needed stands, of the
             oldest piece, for knowledge-update of the newest; 1 is the last session. `refused` is the share of answers
             that say it isn't known. A finished run's longmemeval.csv has the means by type, in percent.
 
-Not here: the rules of scores (`scores.py`), drawn rows (`made.py`), the judge's server (`tasks/chat_judge.py`).
+Not here: the rules of scores (`scores.py`), drawn rows (`made.py`), the judge's server (`chat_judge.py`).
 """
 
 import random
@@ -40,11 +40,11 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.methods.calibration import prose
 from kvbench.tasks import sources
 from kvbench.tasks.base import Data, Sample
-from kvbench.tasks.chat_judge import ChatJudge, check_address
 from kvbench.tasks.checks import Lengths, OnBadRow, check_lengths
 from kvbench.tasks.download import Piece
 from kvbench.tasks.lazy import Drawn, fitting, in_turns, note_left_out
 from kvbench.tasks.longmemeval import made, scores
+from kvbench.tasks.longmemeval.chat_judge import ChatJudge, check_address
 from kvbench.tasks.published import Fields, Row, RowsTask
 from kvbench.tasks.rows import BadRow, Id, Text
 from kvbench.tasks.texts import sentences

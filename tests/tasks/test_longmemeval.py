@@ -22,9 +22,8 @@ from kvbench.evals import rescore
 from kvbench.results import read_samples
 from kvbench.results.read import read_run
 from kvbench.run import main
-from kvbench.tasks import chat_judge
-from kvbench.tasks.chat_judge import KEY, ChatJudge, check_address
-from kvbench.tasks.longmemeval import made
+from kvbench.tasks.longmemeval import chat_judge, made
+from kvbench.tasks.longmemeval.chat_judge import KEY, ChatJudge, check_address
 from kvbench.tasks.longmemeval.scores import accepted, head, score
 from kvbench.tasks.longmemeval.task import FILES, TYPES, LongMemEval
 from kvbench.tasks.turns.encode import TalkPrompt, prompt_of

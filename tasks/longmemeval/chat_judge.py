@@ -1,6 +1,6 @@
 """`ChatJudge`: a model behind an OpenAI-compatible address that says yes or no to an answer.
 
-Scores of a judge come later (`scores_later` in `base.py`): a run writes its answers, and `python -m
+Scores of a judge come later (`scores_later` in `tasks/base.py`): a run writes its answers, and `python -m
 kvbench.evals.rescore --write RUN` asks the judge for one after the other and keeps each verdict at once. A judge that
 cannot be reached ends it with one sentence, and the same command goes on after the last verdict.
 
