@@ -188,8 +188,6 @@ def row(id: str, kind: str, plan: Plan, talk: Sequence[str]) -> dict[str, Any]:
         "haystack_dates": [written(day) for day in plan.dates],
         "haystack_sessions": sessions,
         "answer_session_ids": [f"{id}-{at}" for at in sorted({one.session for one in plan.told if one.is_evidence})],
-        "rivals": [*plan.rivals],
-        "cue": plan.cue,
     }
 
 

@@ -1,7 +1,7 @@
 """LongMemEval: a question on many earlier sessions of a chat, which are read one by one; S form, 115k tokens a row.
 
 Names       LongMemEval; small facts in small talk
-Asks        a fact that the user told in one of many sessions, how often or when, its newest value, or what was not told
+Asks        what a user told in many sessions of a chat: a fact, its newest value, how often, when, or nothing of it
 Lengths     115k published, less with task.sessions; any from about 1k with source=embedded
 Answers     64 tokens
 Licence     MIT
@@ -167,7 +167,8 @@ class LongMemEval(RowsTask):
         params = self.params
         size = f"{'+'.join(map(str, params.lengths))}-tokens" if self.is_embedded else "s"
         sessions = "" if params.sessions is None else f"/{params.sessions}-sessions"
-        return f"{size}{sessions}" + ("" if params.types is None else f"/{'+'.join(params.types)}")
+        types = "" if params.types is None else f"/{'+'.join(params.types)}"
+        return f"{size}{sessions}{types}" + (f"/judged by {params.judge_model}" if params.judge else "")
 
     @property
     def names(self) -> Sequence[str]:
@@ -193,7 +194,9 @@ class LongMemEval(RowsTask):
         if not scores.words_of(str(row["answer"])):
             raise BadRow("field 'answer' holds no word")
         sessions = row["haystack_sessions"]
-        if not sessions or any(len(row[key]) != len(sessions) for key in ("haystack_session_ids", "haystack_dates")):
+        if not any(sessions) or any(
+            len(row[key]) != len(sessions) for key in ("haystack_session_ids", "haystack_dates")
+        ):
             raise BadRow("field 'haystack_sessions' is empty, or has not as many elements as its ids and dates")
         for i, session in enumerate(sessions):
             if not isinstance(session, list) or not all(is_message(one) for one in session):
@@ -256,8 +259,8 @@ class LongMemEval(RowsTask):
         kept = {*needed, *others[: max(0, self.params.sessions - len(needed))]}
         return [i for i in order if i in kept]
 
-    def chat(self, tokenizer: Any, row: Row, places: Sequence[int], **fields: Any) -> Sample:
-        """A row as one conversation: its sessions are read, then it is asked."""
+    def chat(self, tokenizer: Any, row: Row, places: Sequence[int], cue: str = "", **fields: Any) -> Sample:
+        """A row as one conversation: its sessions are read, then it is asked. Its answer begins with the cue."""
         kind, params, sessions = type_of(row), self.params, row["haystack_sessions"]
         needed = [at for at, i in enumerate(places) if row["haystack_session_ids"][i] in row["answer_session_ids"]]
         oldest = None if not needed else needed[-1] if kind == "knowledge-update" else needed[0]
@@ -266,19 +269,20 @@ class LongMemEval(RowsTask):
             context=INTRO,
             question="",
             evidence=tuple(
-                one["content"].strip() for i in places for one in sessions[i] if one.get("has_answer") is True
+                text for i in places for one in sessions[i]
+                if one.get("has_answer") is True and (text := one["content"].strip())
             ),
             fields={
                 "dataset": kind, "question_type": kind, "sessions": len(places),
                 "age": None if oldest is None else len(places) - oldest, "question": row["question"],
-                "rivals": [*row.get("rivals", ())], **fields,
+                "rivals": [], **fields,
             },
         )  # fmt: skip
         turn = Turn(
             question=f"Today is {row['question_date']}. The user asks: {row['question'].strip()}\n",
             references=scores.accepted(str(row["answer"])),
             max_new_tokens=params.max_new_tokens,
-            answer_prefix=f"Answer: {row.get('cue', '')}".rstrip(),
+            answer_prefix=f"Answer: {cue}".rstrip(),
             reads=tuple(written(row["haystack_dates"][i], sessions[i]) for i in places),
         )
         sample = asked(sample, [turn], params.asking)
@@ -344,4 +348,6 @@ class Chats(Drawn):
         plan, start = made.plan(rng, kind, n_sessions), rng.randrange(len(sentences()))
         talk = small_talk(start, n_sessions, units)
         row = made.row(f"{kind}-{length}-{number}", kind, plan, talk)
-        return self.task.chat(self.tokenizer, row, range(n_sessions), length=length)
+        return self.task.chat(
+            self.tokenizer, row, range(n_sessions), cue=plan.cue, rivals=[*plan.rivals], length=length
+        )
