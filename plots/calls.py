@@ -26,7 +26,7 @@ from kvbench.plots.read import Run
 from kvbench.plots.scored import Answer, Scored
 from kvbench.plots.stats import Paired
 from kvbench.plots.style import PAGE, Canvas, Picture
-from kvbench.plots.turns import budget_of, groups, mode_rank
+from kvbench.plots.turns import budget_of, groups, lost, mode_rank
 from kvbench.results.intervals import SHARE, few_samples
 from kvbench.results.sheet import Sheet, as_csv, markdown
 from kvbench.results.sheet import write as write_texts
@@ -70,9 +70,7 @@ class Called:
         return {turn: scored([one for one in self.told if one.turn == turn]) for turn in numbers}
 
     def lost(self, full: "Called") -> dict[int, Paired]:
-        """The scores of each turn less full attention's on the same samples."""
-        pairs = {turn: place.against(full.turns[turn]) for turn, place in self.turns.items() if turn in full.turns}
-        return {turn: pair for turn, pair in pairs.items() if pair is not None}
+        return lost(self.turns, full.turns)
 
     @property
     def stays(self) -> tuple[int, int]:
@@ -112,11 +110,11 @@ def sheet_of(title: str, variants: Sequence[Called]) -> Sheet:
     head += ["first turn, Δ vs Full", "last turn, Δ vs Full", "still damaged when asked again"]
     lines = []
     for one in variants:
-        lost = list(one.lost(full[one.mode]).values()) if one.mode in full and not one.is_full else []
+        pairs = list(one.lost(full[one.mode]).values()) if one.mode in full and not one.is_full else []
         n, still = one.stays
         lines.append(
             [one.label, one.budget or "-", one.mode, str(len(one.told)), *(words(one.share(kind)) for kind in KINDS)]
-            + [difference(pair) for pair in (lost[:1] + lost[-1:] if len(lost) > 1 else [None, None])]
+            + [difference(pair) for pair in (pairs[:1] + pairs[-1:] if len(pairs) > 1 else [None, None])]
             + [f"{still} of {n}" if n else "-"]
         )
     return Sheet(head, lines, title=title)
@@ -182,13 +180,13 @@ def lines(ax: Axes, variants: Sequence[Called]) -> None:
     others = [one for one in variants if not one.is_full] if full is not None else []
     for i, one in enumerate(others):
         assert full is not None
-        lost = one.lost(full)
+        pairs = one.lost(full)
         look, beside = style.look(one.method), WIDTH * (i / max(1, len(others) - 1) - 0.5)
-        x = [turn + beside for turn in lost]
-        for at, pair in zip(x, lost.values(), strict=True):
+        x = [turn + beside for turn in pairs]
+        for at, pair in zip(x, pairs.values(), strict=True):
             if pair.difference is not None and not few_samples(pair.n):
                 ax.vlines(at, 100 * pair.difference.low, 100 * pair.difference.high, color=look["color"], linewidth=0.6)
-        ax.plot(x, [100 * pair.mean for pair in lost.values()], label=one.label, **look)
+        ax.plot(x, [100 * pair.mean for pair in pairs.values()], label=one.label, **look)
     ax.set_xlabel("turn")
     ax.set_ylabel("score, Δ vs Full")
     ax.xaxis.get_major_locator().set_params(integer=True)

@@ -4,16 +4,17 @@
 
 The table has a row for each method and mode, so that a method's questions inside and outside of what it compressed
 stand below each other, and what its first turn and its later ones score less full attention's on the same samples: a
-method that falls after the first question differs in the later ones alone. The figure has a panel for each mode and a
-line for each method. Intervals (95 %) are over samples: turns of one sample are not independent of each other. Few
-samples have none in the table.
+method that falls after the first question differs in the later ones alone. A figure has a panel for each mode and a
+line for each method; another has the same less full attention's score at that turn, the drift of a cache that is kept.
+Intervals (95 %) are over samples: turns of one sample are not independent of each other. Few samples have none in the
+table.
 
 Not here: runs whose samples have one question each (`plots/table.py`).
 """
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -24,7 +25,7 @@ from kvbench.plots.figures.chart import Chart, Scale, written
 from kvbench.plots.figures.rows import Data, Row
 from kvbench.plots.read import Run
 from kvbench.plots.scored import Scored, joined, places
-from kvbench.plots.stats import scaled
+from kvbench.plots.stats import Paired, scaled
 from kvbench.plots.style import PAGE, SCORE
 from kvbench.results.intervals import few_samples, interval
 from kvbench.results.sheet import Sheet, as_csv, markdown
@@ -37,6 +38,7 @@ CHART = Chart(
     "Score against turn", Scale("turn", "whole"), Scale(SCORE, limits=(-3, 103)), 2.8, PAGE, legend=3, share=True,
     titled=True,
 )  # fmt: skip
+DRIFT = replace(CHART, title="Score less full attention's, by turn", y=Scale("score, Δ vs Full"))
 Point = tuple[float, list[float] | None]  # a mean, and its interval
 
 
@@ -86,6 +88,12 @@ def less_full(run: Run, full: Run | None, is_first: bool) -> Point | None:
     return fmean(differences), None if found is None else [found.low, found.high]
 
 
+def lost(ours: Mapping[int, Scored], full: Mapping[int, Scored]) -> dict[int, Paired]:
+    """The scores of each turn less full attention's on the same samples."""
+    pairs = {turn: place.against(full[turn]) for turn, place in ours.items() if turn in full}
+    return {turn: pair for turn, pair in pairs.items() if pair is not None}
+
+
 def of_samples(run: Run, is_first: bool) -> dict[str, float]:
     """Samples' scores in the first turn, or in all others."""
     chosen = [place for turn, place in by_turn(run).items() if (turn == 1) == is_first]
@@ -128,8 +136,12 @@ def in_words(point: Point | None) -> str:
     return f"{100 * mean:+.1f}" + ("" if ends is None else f" ({100 * ends[0]:+.1f} to {100 * ends[1]:+.1f})")
 
 
-def draw(title: str, runs: Sequence[Run], folder: Path, name: str) -> list[Path]:
-    """Score against turn, a panel for each mode; lines stand next to each other, so that intervals can be seen."""
+def draw(title: str, runs: Sequence[Run], folder: Path, name: str, is_drift: bool = False) -> list[Path]:
+    """Score, or drift, by turn, a panel a mode; lines stand next to each other, so that intervals can be seen."""
+    full = {run.result.protocol: by_turn(run) for run in runs if run.is_full}
+    runs = [run for run in runs if not is_drift or (run.result.protocol in full and not run.is_full)]
+    if not runs:
+        return []
     budgets = list(dict.fromkeys(budget_of(run) for run in runs if not run.is_full))
     panels: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: (mode_rank(run), run.result.protocol)):
@@ -142,18 +154,20 @@ def draw(title: str, runs: Sequence[Run], folder: Path, name: str) -> list[Path]
             label = f"{run.result.method_label} {budget_of(run) if len(budgets) > 1 else ''}".strip()
             line = {"panel": mode, "line": label, "look": run.method, "nth": seen[run.method]}
             seen[run.method] += 1
-            for turn, place in by_turn(run).items():
-                ends = place.interval if len(drawn) <= MOST_INTERVALS else None
+            turns = by_turn(run)
+            for turn, place in (lost(turns, full[mode]) if is_drift else turns).items():
+                ends = place.difference if isinstance(place, Paired) else place.interval
+                ends = ends if len(drawn) <= MOST_INTERVALS else None
                 spread = {} if ends is None else {"low": 100 * ends.low, "high": 100 * ends.high}
                 beside = WIDTH * (i / max(1, len(drawn) - 1) - 0.5)
                 rows.append(line | spread | {"x": turn + beside, "y": 100 * (place.mean or 0)})
     about = f"{title}, {budgets[0]}" if len(budgets) == 1 else title
     note = "Vertical lines: 95 % intervals over samples" if few else "Intervals are in turns.csv"
-    return written(replace(CHART, columns=len(panels)), rows, about, runs, folder, name, note)
+    return written(replace(DRIFT if is_drift else CHART, columns=len(panels)), rows, about, runs, folder, name, note)
 
 
 def write(runs: Sequence[Run], out: Path) -> list[Path]:
-    """turns.md, turns.csv, and a figure for each group."""
+    """turns.md, turns.csv, and two figures for each group."""
     sets = groups(runs)
     records = [
         {"set": title, "method": run.result.method_label, "budget": budget_of(run), "mode": run.result.protocol}
@@ -165,6 +179,7 @@ def write(runs: Sequence[Run], out: Path) -> list[Path]:
     ]
     page = "\n".join(markdown(sheet_of(title, each)) for title, each in sets.items())
     drawn = [draw(title, each, out, f"turns-{i}") for i, (title, each) in enumerate(sets.items(), 1)]
+    drawn += [draw(title, each, out, f"drift-{i}", is_drift=True) for i, (title, each) in enumerate(sets.items(), 1)]
     return [*write_texts(out, "turns", {"md": page, "csv": as_csv(records)}), *chain(*drawn)]
 
 

@@ -42,6 +42,7 @@ class Asked:
     skill: str = ""  # what it asks of a model, of which several sets may ask the same
     n: int = 0  # samples that the experiment asks of each column
     stopped: str = ""  # why there are not so many
+    fixed: str = ""  # when its comparisons were, where later than the others
     # of which runs
     where: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what the task's parameters must be
     model: str = ""

@@ -16,8 +16,8 @@ Levels      1 all values stand in the request; 2 code and number of a record are
 Modes       `golden`: after each turn the right call and its output are fed, whatever was answered. `dialogue`: the
             model's own call stays, with the same output. `independent`: each call is asked after the records alone.
             `query_aware`: each has a prompt of its own.
-Again       the last turn asks for the first call once more (`task.again`). The measures `first`, `later` and `again` are
-            the scores of those turns: whether the damage of a compressed cache stays.
+Again       the last turn asks for the first call once more (`task.again`). The measures `first`, `later` and `again`
+            are the scores of those turns: whether the damage of a compressed cache stays.
 Score       1 where name and all arguments agree, as in agent_traces. The kinds of damage (`tasks/calls/damage.py`) are
             shares of answers. A finished run's agents.csv has scores by turn, by age and by level.
 

@@ -15,7 +15,7 @@ from kvbench.evals.screen.table import remarks, sheet
 from kvbench.evals.settings import from_words
 from kvbench.plots.read import Run, load
 from kvbench.plots.scored import Scored
-from kvbench.plots.turns import in_words, less_full, with_turns, write
+from kvbench.plots.turns import by_turn, in_words, less_full, lost, with_turns, write
 from kvbench.results import SampleRow, interval, read_samples
 from kvbench.results.read import read_run
 from kvbench.tasks.base import Sample
@@ -426,6 +426,8 @@ def test_later_turns_are_compared_with_those_of_full_attention(model: str, tmp_p
     less = less_full(ours, full, is_first=False)
     assert found is not None and less is not None
     assert less[0] == pytest.approx(-2 / 3) and less[1] == pytest.approx([found.low, found.high])
+    drift = {turn: pair.mean for turn, pair in lost(by_turn(ours), by_turn(full)).items()}
+    assert drift == pytest.approx({1: 0.0, 2: -2 / 3, 3: -2 / 3})
     assert less_full(full, full, is_first=True) is None and less_full(ours, None, is_first=True) is None
     assert in_words((-2 / 3, [-1.0, 0.05])) == "-66.7 (-100.0 to +5.0)" and in_words(None) == "-"
 

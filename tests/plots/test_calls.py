@@ -1,4 +1,4 @@
-"""What becomes of calls: shares, losses by turn and repeated damage, of runs and of the kept answers of docs/calls.md."""
+"""What becomes of calls: shares, losses by turn and repeated damage, of runs and of what docs/calls.md stands on."""
 
 import csv
 import gzip
