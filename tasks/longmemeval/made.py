@@ -2,7 +2,8 @@
 
 Small talk is sentences of the embedded prose. A fact stands in one message: what somebody's dog is called, that
 somebody bought a kite today. Besides the user other people have such facts, so that the form of a statement doesn't
-answer a question. By type:
+answer a question; with `task.others=0` there are none, which a small model answers better, and a guess among what was
+told is right. By type, of three others:
 
 single-session-user   told once by the user, and of three others: a guess among what was told is right once in four
 knowledge-update      told and changed later by the user, and told of two others: once in four
@@ -47,6 +48,7 @@ REPLIES = ("Good to know.", "Thanks for telling me.", "I see.", "Noted.")
 TYPES = ("single-session-user", "knowledge-update", "multi-session", "temporal-reasoning", "abstention")
 COUNTS, DAYS = (2, 5), (2, 21)
 FEWEST = 6  # sessions
+MOST_OTHERS = 3
 START = date(2023, 1, 9)
 WEEKDAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 UNTOLD = "You did not tell me."
@@ -93,12 +95,12 @@ def drawn_dates(rng: random.Random, n: int, first: int = 0, second: int = 1, day
     return tuple(dates)
 
 
-def plan(rng: random.Random, kind: str, n_sessions: int) -> Plan:
+def plan(rng: random.Random, kind: str, n_sessions: int, n_others: int = MOST_OTHERS) -> Plan:
     """A row of this type."""
     if kind == "multi-session":
-        return count_plan(rng, n_sessions)
+        return count_plan(rng, n_sessions, n_others)
     if kind == "temporal-reasoning":
-        return days_plan(rng, n_sessions)
+        return days_plan(rng, n_sessions, n_others)
     thing = rng.choice([*THINGS])
     values = rng.sample(THINGS[thing], 4)
     others = [
@@ -107,13 +109,13 @@ def plan(rng: random.Random, kind: str, n_sessions: int) -> Plan:
     ]
     answer, rivals = values[0], values[1:]
     if kind == "abstention":
-        texts, answer, rivals = [(text, False) for text in others], UNTOLD, values
+        texts, answer, rivals = [(text, False) for text in others[: n_others and n_others + 1]], UNTOLD, values
     elif kind == "single-session-user":
-        texts = [(f"By the way, my {thing} is {answer}.", True), *((text, False) for text in others[:3])]
+        texts = [(f"By the way, my {thing} is {answer}.", True), *((text, False) for text in others[:n_others])]
     else:
         texts = [
             (f"By the way, my {thing} has changed: now it is {answer}.", True),
-            *((text, False) for text in others[:2]),
+            *((text, False) for text in others[: max(0, n_others - 1)]),
         ]
     rng.shuffle(texts)
     if kind == "knowledge-update":
@@ -129,10 +131,10 @@ def plan(rng: random.Random, kind: str, n_sessions: int) -> Plan:
     )
 
 
-def count_plan(rng: random.Random, n_sessions: int) -> Plan:
+def count_plan(rng: random.Random, n_sessions: int, n_others: int) -> Plan:
     thing, other, n = rng.choice(BOUGHT), rng.choice(OTHERS), rng.randint(*COUNTS)
     texts = [(f"By the way, I bought a {thing} today.", True)] * n
-    texts += [(f"By the way, my {other} bought a {thing} today.", False)] * (FEWEST - n)
+    texts += [(f"By the way, my {other} bought a {thing} today.", False)] * (FEWEST - n if n_others else 0)
     rng.shuffle(texts)
     question = f"How many times did I say that I bought a {thing}?"
     return Plan(
@@ -140,7 +142,7 @@ def count_plan(rng: random.Random, n_sessions: int) -> Plan:
     )
 
 
-def days_plan(rng: random.Random, n_sessions: int) -> Plan:
+def days_plan(rng: random.Random, n_sessions: int, n_others: int) -> Plan:
     days = rng.randint(*DAYS)
     gap = rng.randint(1, min(days, n_sessions - 1))
     first = rng.randrange(n_sessions - gap)
@@ -149,8 +151,9 @@ def days_plan(rng: random.Random, n_sessions: int) -> Plan:
     told = [
         Told(first, f"By the way, today I {one}.", True, rng.random()),
         Told(first + gap, f"By the way, today I {two}.", True, rng.random()),
-        Told(rng.choice(free), f"By the way, today my {rng.choice(OTHERS)} {three}.", False, rng.random()),
     ]
+    if n_others:
+        told.append(Told(rng.choice(free), f"By the way, today my {rng.choice(OTHERS)} {three}.", False, rng.random()))
     question = f"How many days passed between the day I {one} and the day I {two}?"
     return Plan(
         question, "The number of days is", f"{days} days", (), tuple(sorted(told, key=lambda one: one.session)),

@@ -34,6 +34,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import Ge, Le
+
 from kvbench.engine.declared import Count, Some
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.shapes import ModelShape
@@ -95,6 +97,7 @@ class Params:
     types: Annotated[tuple[str, ...], Some(TYPES)] | None  # None: all that can be scored
     sessions: Count | None  # of a row at most; None: all, or by the length of drawn rows
     lengths: Lengths  # of drawn rows, answer included
+    others: Annotated[int, Ge(0), Le(made.MOST_OTHERS)]  # people with facts of the same kind in drawn rows
     rows: Count | None  # of each type and length; None: all, or ten drawn ones
     max_new_tokens: Count
     judge: str | None  # address of an OpenAI-compatible server; None: scores by rules
@@ -165,7 +168,7 @@ class LongMemEval(RowsTask):
 
     def title(self) -> str:
         params = self.params
-        size = f"{'+'.join(map(str, params.lengths))}-tokens" if self.is_embedded else "s"
+        size = f"{'+'.join(map(str, params.lengths))}-tokens/{params.others}-others" if self.is_embedded else "s"
         sessions = "" if params.sessions is None else f"/{params.sessions}-sessions"
         types = "" if params.types is None else f"/{'+'.join(params.types)}"
         return f"{size}{sessions}{types}" + (f"/judged by {params.judge_model}" if params.judge else "")
@@ -345,7 +348,7 @@ class Chats(Drawn):
     def draw(self, kind: str, length: int, number: int, units: int) -> Sample:
         rng = random.Random(f"longmemeval {self.task.seed} {kind} {length} {number}")
         n_sessions = self.task.params.sessions or min(40, max(8, length // 500))
-        plan, start = made.plan(rng, kind, n_sessions), rng.randrange(len(sentences()))
+        plan, start = made.plan(rng, kind, n_sessions, self.task.params.others), rng.randrange(len(sentences()))
         talk = small_talk(start, n_sessions, units)
         row = made.row(f"{kind}-{length}-{number}", kind, plan, talk)
         return self.task.chat(

@@ -186,6 +186,17 @@ def test_drawn_rows_have_the_published_layout_and_say_where_their_answer_stands(
             assert f"{(days[1] - days[0]).days} days" == plan.answer
 
 
+@pytest.mark.parametrize("kind", made.TYPES)
+def test_without_others_nobody_else_has_such_facts(kind: str) -> None:
+    for i in range(20):
+        alone, among = (made.plan(random.Random(i), kind, 8, n) for n in (0, 3))
+        own, everybody = ([one.text for one in plan.told] for plan in (alone, among))
+        assert (alone.question, alone.answer, alone.rivals) == (among.question, among.answer, among.rivals)
+        assert not any(f"my {other}" in text for text in own for other in made.OTHERS)
+        assert sorted(own) == sorted(one for one in everybody if not any(f"my {x}" in one for x in made.OTHERS))
+        assert len(everybody) == {"multi-session": 6, "temporal-reasoning": 3}.get(kind, 4)
+
+
 def test_age_counts_sessions_to_the_oldest_thing_that_is_needed() -> None:
     few = task(None, source="embedded", lengths=[6000], rows=2)
     samples = few.samples(TOKENIZER)
@@ -226,6 +237,7 @@ def test_every_session_is_a_feed_of_its_own_and_the_question_comes_last() -> Non
         ({"judge": "http://x:y/v1", "judge_model": "big"}, "is no plain address of a server"),
         ({"source": "embedded", "types": ["single-session-assistant"]}, "not single-session-assistant"),
         ({"source": "embedded", "sessions": 5}, "too few for drawn rows; give 6 or more"),
+        ({"source": "embedded", "others": 4}, "task.others=4 is out of range"),
         ({"source": "embedded", "lengths": [9000]}, "more than the 8192 tokens"),
         ({"mode": "dialogue"}, "task.mode=dialogue is not allowed"),
     ],
