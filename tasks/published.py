@@ -30,6 +30,7 @@ class RowsTask(Task):
     place: ClassVar[str]  # of a file below a data folder, such as "bench/{name}_{length}.jsonl": a dataset, parameters
     fields: ClassVar[Fields] = {}  # that every row has
     unique: ClassVar[str | None] = None  # the field that no two rows of a file share
+    suffix: ClassVar[str | None] = None  # how files are read, where their own does not say it
     upstream: ClassVar[str]  # where the files are got
     instead: ClassVar[str] = ""  # what task.source=embedded asks in their place
     words_first: ClassVar[bool] = True  # whether the wording comes first in the hash of what was read
@@ -113,7 +114,7 @@ class RowsTask(Task):
         self.paths = self.paths or self.files()
         for name, file in self.paths.items():
             found = read_rows(
-                file, self.fields_of(name), self.params.on_bad_row, unique=self.unique,
+                file, self.fields_of(name), self.params.on_bad_row, unique=self.unique, suffix=self.suffix,
                 check=partial(self.check_row, name),
             )  # fmt: skip
             self.notes += found.notes

@@ -74,14 +74,19 @@ def read_rows(
     on_bad_row: str,
     *,
     unique: str | None = None,
+    suffix: str | None = None,
     check: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Rows:
-    """All rows of a file that hold `fields`; `unique` names a field that must not repeat; `check` may raise BadRow."""
+    """All rows of a file that hold `fields`.
+
+    `unique` names a field that must not repeat; `suffix` says how the file is read where its own does not; `check` may
+    raise BadRow.
+    """
     rows: list[tuple[int, Mapping[str, Any]]] = []
     skipped: list[str] = []
     seen: dict[str, int] = {}  # 1 and "1" would be one sample
-    is_list = path.suffix == ".json"
-    for number, one in READERS.get(path.suffix, numbered_values)(path):
+    suffix = path.suffix if suffix is None else suffix
+    for number, one in READERS.get(suffix, numbered_values)(path):
         try:
             if isinstance(one, BadRow):
                 raise one
@@ -91,7 +96,7 @@ def read_rows(
             if unique is not None:
                 check_id(unique, row[unique], seen)
         except BadRow as error:
-            problem = f"{path}, {'row' if is_list else 'line'} {number}: {error}"
+            problem = f"{path}, {'row' if suffix == '.json' else 'line'} {number}: {error}"
             if on_bad_row == "refuse":
                 raise ConfigError(
                     f"{problem}; mend the file, or leave such rows out with task.on_bad_row=skip"

@@ -75,6 +75,11 @@ TASKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by name: tas
                                  {"function": {"name": "look", "arguments": '{"id": "mia_17"}'}}]},
                              {"role": "tool", "name": "look", "content": TEXT}]},
                              {"mode": "query_aware"}),
+    "bfcl/BFCL_v4_simple_python.json": ("bfcl", {"id": 0, "question": [[{"role": "user", "content": TEXT}]],
+                                        "function": [{"name": "look", "description": "best", "parameters": {
+                                            "type": "dict", "required": ["at"], "properties": {
+                                                "at": {"type": "array", "items": {"type": "string"}}}}}]},
+                                        {"datasets": ["simple_python"]}),
     "helmet/data/nq": ("helmet", {"question": "Which?", "answers": ["best"], "ctxs": [{"title": "x", "text": TEXT}]},
                        {"datasets": "nq", "lengths": (2000,)}),
     "helmet/data/msmarco": ("helmet", {"query": "Which one?", "ctxs": [{"id": "7", "text": TEXT, "label": 1}]},
@@ -172,6 +177,11 @@ def damaged(draw: st.DrawFn, good: dict[str, Any]) -> bytes:
     return bytes(content)
 
 
+def place(folder: Path, file: str) -> Path:
+    """A task's file, whose name ends in .jsonl where it has no other end."""
+    return folder / (file if file.endswith(".json") else f"{file}.jsonl")
+
+
 def read(folder: Path, file: str, on_bad_row: str) -> Iterator[Any]:
     """Every sample of the task, as a run makes it before and behind the model."""
     name, _, given = TASKS[file]
@@ -180,6 +190,11 @@ def read(folder: Path, file: str, on_bad_row: str) -> Iterator[Any]:
             path = folder / "agent_traces" / beside
             if not path.exists():
                 path.write_text(content)
+    if name == "bfcl":
+        path = place(folder, file).parent / "possible_answer" / Path(file).name
+        path.parent.mkdir(exist_ok=True)
+        answers = [{"id": i, "ground_truth": [{"look": {"at": [["best"], ""]}}]} for i in range(3)]
+        path.write_text("".join(f"{json.dumps(answer)}\n" for answer in answers))
     tree = yaml.safe_load((REPO / "conf" / "task" / f"{name}.yaml").read_text())
     if name == "fidelity":
         given = given | {"path": str(folder / "mine.jsonl")}
@@ -213,7 +228,7 @@ def graded_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("file", TASKS)
 def test_a_damaged_file_becomes_samples_or_one_sentence(file: str, tmp_path: Path) -> None:
     _, good, _ = TASKS[file]
-    path = tmp_path / f"{file}.jsonl"
+    path = place(tmp_path, file)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         "".join(

@@ -36,6 +36,7 @@ NEEDED = {
         *("question_id", "question_type", "question", "answer", "question_date", "haystack_session_ids"),
         *("haystack_dates", "haystack_sessions", "answer_session_ids"),
     ),
+    "bfcl/BFCL_v4_simple_python.json": ("id", "question", "function"),
     "hmmt/hmmt_feb_2025": ("problem", "answer"),
     "gpqa_diamond/gpqa_diamond": ("Record ID", "Question", "Correct Answer", "Incorrect Answer 3"),
     "helmet/data/nq": ("question", "answers", "ctxs"),
@@ -43,6 +44,7 @@ NEEDED = {
     "helmet/data/trec_coarse": ("text", "label"),
     "helmet/data/json_kv": ("context", "question", "answer"),
 }
+BFCL = "bfcl/BFCL_v4_simple_python.json"
 Damage = Callable[[bytes, bytes], tuple[bytes, str]]  # two good lines -> the file, and what must be said
 DAMAGES: dict[str, Damage] = {
     "half a row": lambda one, two: (one + two[:-3] + b"\n", "line 2: the line is no whole JSON object"),
@@ -76,7 +78,7 @@ def lines(file: str) -> tuple[bytes, bytes]:
 
 
 def refusal(folder: Path, file: str, content: bytes) -> str:
-    path = folder / f"{file}.jsonl"
+    path = fuzz.place(folder, file)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
@@ -91,7 +93,7 @@ def test_a_damaged_file_is_refused_with_its_name_and_the_line(file: str, tmp_pat
     for name, damage in DAMAGES.items():
         content, says = damage(*lines(file))
         assert says in refusal(tmp_path, file, content), name
-    (tmp_path / f"{file}.jsonl").write_bytes(b"".join(lines(file)))
+    fuzz.place(tmp_path, file).write_bytes(b"".join(lines(file)))
     assert len(list(fuzz.read(tmp_path, file, "refuse"))) == 2
 
 
@@ -103,6 +105,10 @@ def test_a_row_without_a_field_or_with_another_type_is_refused_by_its_name(file:
         for bad in ({k: v for k, v in row.items() if k != key}, *(row | {key: x} for x in ({"x": 1}, None, True, 0.5))):
             said = refusal(tmp_path, file, first + json.dumps(bad).encode() + b"\n")
             assert "line 2: " in said and f"'{key}'" in said, (key, said)
+
+
+def tool(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"name": "look", "parameters": {"required": [], "properties": properties}}
 
 
 def called(arguments: str) -> dict[str, Any]:
@@ -119,6 +125,18 @@ def called(arguments: str) -> dict[str, Any]:
         ("agent_traces/airline", {"messages": [called("{}") | {"role": "user", "content": "x"}]}, "of an assistant"),
         ("agent_traces/airline", {"messages": [called("[")]}, "are no JSON"),
         ("agent_traces/airline", {"messages": [called("[]")]}, "are no object"),
+        (BFCL, {"question": []}, "has 0 turns, not one"),
+        (BFCL, {"question": [[{"role": "robot", "content": "x"}]]}, "without a role of"),
+        (BFCL, {"question": [[{"role": "assistant", "content": "x"}]]}, "does not end with the user's words"),
+        (BFCL, {"function": []}, "field 'function' is empty"),
+        (BFCL, {"function": [{"name": " "}]}, "a tool without a name"),
+        (BFCL, {"function": [{"name": "look"}]}, "has no description or no parameters"),
+        (BFCL, {"function": [{"name": "look", "parameters": {"properties": {}}}]}, "no list of required arguments"),
+        (BFCL, {"function": [{"name": "look", "parameters": {"required": []}}]}, "has no properties"),
+        (BFCL, {"function": [tool({"at": {"type": "text"}})]}, "argument 'at' of tool 'look' has no type of"),
+        (BFCL, {"function": [tool({"at": {"type": "array"}})]}, "argument 'at' of tool 'look' has no type of"),
+        (BFCL, {"function": [tool({}) | {"name": "x"}]}, "no object with the name of one of the row's tools"),
+        (BFCL, {"id": 7}, "its id stands nowhere in the file of right answers"),
         ("babilong/1k/qa1", {"target": "moon"}, "field 'target' is 'moon', no answer to qa1"),
         ("babilong/1k/qa1", {"question": " "}, "field 'question' is empty"),
         ("aime/aime24", {"problem": ""}, "field 'problem' is missing or empty"),
@@ -208,7 +226,7 @@ def test_a_list_of_rows_is_refused_by_its_row(content: bytes, says: str, tmp_pat
 def test_a_damaged_file_beside_the_rows_is_named(file: str, beside: str, content: bytes, tmp_path: Path) -> None:
     folder = tmp_path / Path(file).parent
     folder.mkdir(parents=True)
-    (tmp_path / f"{file}.jsonl").write_bytes(lines(file)[0])
+    fuzz.place(tmp_path, file).write_bytes(lines(file)[0])
     (tmp_path / beside).write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         list(fuzz.read(tmp_path, file, "refuse"))

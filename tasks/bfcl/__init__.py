@@ -1,0 +1,1 @@
+"""The Berkeley Function-Calling Leaderboard: one call, several, none, and calls over turns on simulated tools."""
