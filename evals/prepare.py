@@ -120,7 +120,7 @@ class Preparation:
         packed = with_ids(prompt, lambda ids: array("i", ids))
         stop_ids = self.ending.stop_ids(sample, sample.is_rendered or uses_chat(self.tokenizer, sample, model.chat))
         short = shortened(sample, prompt, self.tokenizer)
-        names = line_ids(sample.id, 0 if sample.conversation is None else len(sample.conversation.turns))
+        names = line_ids(sample.id, len(sample.turns))
         asked = self.first.settings
         draws = asked.sampling.draws()
         lines = {draw: tuple(draw_id(name, draw) for name in names) for draw in draws}
@@ -169,11 +169,14 @@ def with_ids(prompt: Prompt, kind: Callable[[Iterable[int]], Any]) -> Prompt:
 
 def shortened(sample: Sample, prompt: Prompt, tokenizer: Any) -> Sample:
     """The sample with no more of its texts than a line repeats: their ends, and what stands around the evidence."""
-    context = sample.context
+    context, talk = sample.texts_read, sample.conversation
     if not context and prompt.context_ids:
         context = tokenizer.decode(prompt.context_ids[-SHOWN_TOKENS:])
     around = tuple(piece for part in sample.evidence if (piece := around_of(part.strip(), context)))
-    return replace(sample, context=end_of(context), question=end_of(sample.question), evidence=around)
+    talk = talk and replace(talk, turns=tuple(replace(turn, reads=()) for turn in talk.turns))
+    return replace(
+        sample, context=end_of(context), question=end_of(sample.question), evidence=around, conversation=talk
+    )  # fmt: skip
 
 
 def end_of(text: str) -> str:

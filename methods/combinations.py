@@ -382,5 +382,6 @@ def answer_bytes(c: Case) -> str:
 
 def no_growth(c: Case) -> str:
     """Why a method's budget cannot grow; those that do divide their tokens by themselves."""
-    is_plain = c.allocator is c.compose is c.budget.memory is None and not c.post_processing.changes
+    counts_tokens = c.budget.memory is None or c.traits.drops  # bytes of tokens, all of which it attends to
+    is_plain = c.allocator is c.compose is None and counts_tokens and not c.post_processing.changes
     return "" if is_plain and c.traits.grows else c.traits.no_growth or "does not with these settings"

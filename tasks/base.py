@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from kvbench.engine.shapes import ModelShape
 from kvbench.tasks.download import Piece
-from kvbench.tasks.turns.conversation import Asking, Conversation
+from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,16 @@ class Sample:
     ids: tuple[int, ...] | None = None  # the prompt as tokens, in a task that cuts its text at tokens
     conversation: Conversation | None = None  # several turns on the context, in place of one question
     forced: tuple[int, ...] | None = None  # the continuation that a `ForcedTask` feeds after the prompt
+
+    @property
+    def texts_read(self) -> str:
+        """The context, and what its turns read before they ask."""
+        return self.context + "".join(text for turn in self.turns for text in turn.reads)
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """Its turns; none where it has one question."""
+        return () if self.conversation is None else self.conversation.turns
 
 
 @dataclass(frozen=True)

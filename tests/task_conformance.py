@@ -162,7 +162,7 @@ def is_cut_behind_the_context(one: Subject) -> None:
 
 def evidence_stands_in_the_context(one: Subject) -> None:
     for sample in one.samples:
-        context = sample.context if sample.ids is None else one.tokenizer.decode(sample.ids)
+        context = sample.texts_read if sample.ids is None else one.tokenizer.decode(sample.ids)
         for part in sample.evidence:
             assert part.strip() in context, f"sample {sample.id!r} has the evidence {part!r:.60} nowhere"
 

@@ -17,6 +17,7 @@ EMBEDDED = {  # every task that asks without data of somebody else, so long that
     "helmet": ["task.datasets=[icl,json_kv]", "task.lengths=[6000]"],
     "infinitebench": ["task.length=2000", "task.datasets=made"],
     "longbench": [],
+    "longmemeval": ["task.lengths=[6000]"],
     "mrcr": ["task.lengths=[6000]"],
     "mrcr_forced": ["task.lengths=[6000]"],
     "needle": ["task.grid=smoke"],

@@ -6,6 +6,8 @@ independent   each variant is copied once per question, and all copies read and 
 golden        all variants read the next feed, copies of them answer, and are dropped.
 dialogue      all variants read the next feed and answer; each goes on with its own answer.
 
+A feed is read in one pass, or in several where the turn begins with texts that are only read.
+
 The last token of an answer that stays is read with the next feed.
 
 Not here: the prefill (`evals/batch/reading.py`), how rows answer (`engine/batch.py`), tokens of turns
@@ -93,8 +95,8 @@ class Conversation:
             for turns in rounds:
                 feeds = self.feeds(turns, earlier)
                 n_passes, n_before = batch.n_steps, [len(row.store.accesses or ()) for row in batch.rows]
-                if any(feeds):
-                    logits = batch.read(feeds, self.asking.feed, self.grown(turns, batch.positions, feeds))
+                for pieces in self.pieces(turns, feeds):
+                    logits = batch.read(pieces, self.asking.feed, self.grown(turns, batch.positions, pieces))
                 feed_s = sum(batch.seconds()[n_passes:])
                 read = [row.store.take_ledger() for row in batch.rows] if mode == "golden" else []
                 speaking = batch.fork() if mode == "golden" else batch
@@ -145,6 +147,10 @@ class Conversation:
         feeds = [self.prompt.feeds[i] for i, _ in turns]
         return [self.behind(answer, feed) for answer, feed in zip(earlier, feeds, strict=True)] if earlier else feeds
 
+    def pieces(self, turns: Round, feeds: Sequence[tuple[int, ...]]) -> Iterator[Sequence[Sequence[int]]]:
+        """What the rows read at once, one piece of their feeds after the other."""
+        return zip(*(self.prompt.pieces(i, feed) for (i, _), feed in zip(turns, feeds, strict=True)), strict=True)
+
     def behind(self, answer: Answer, feed: tuple[int, ...]) -> tuple[int, ...]:
         """The next feed, after the answer's last token; the turn's end stands there once."""
         if not answer.ids:
@@ -156,7 +162,7 @@ class Conversation:
             return (answer.ids[-1], end, *feed)
         return (answer.ids[-1], *feed)
 
-    def grown(self, turns: Round, positions: Sequence[int], feeds: Sequence[tuple[int, ...]]) -> list[Variant]:
+    def grown(self, turns: Round, positions: Sequence[int], feeds: Sequence[Sequence[int]]) -> list[Variant]:
         """The rows' variants where budgets grow: on prompts as long as the conversation after their feeds."""
         if self.asking.budget_base != "conversation":
             return []

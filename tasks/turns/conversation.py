@@ -4,6 +4,9 @@ A turn is a feed and its answer. In mode `independent` every question is asked a
 after the earlier questions and their references, in `dialogue` after the earlier questions and the model's own
 answers. In the last two the first question is part of what is compressed.
 
+A turn may begin with texts that are only read (`reads`): each is a feed of its own, without an answer behind it, and
+they count as read for the turn's answer. Of the first turn the first one is compressed with the context.
+
 Not here: how turns become tokens (`encode.py`), how they are asked (`evals/batch/answers.py`).
 """
 
@@ -46,6 +49,7 @@ class Turn:
     references: tuple[str, ...]
     max_new_tokens: int
     answer_prefix: str = ""  # a cue after the user's turn
+    reads: tuple[str, ...] = ()  # before the question, each in a feed of its own
     history: str | None = None  # what later turns find as its answer in `golden`; None: the first reference
     fields: Mapping[str, Any] = field(default_factory=dict)  # columns of the turn's own line
 
@@ -66,6 +70,11 @@ class Conversation:
     def __post_init__(self) -> None:
         if not self.turns:
             raise ConfigError("a conversation has no turns; give each sample at least one question")
+        if self.asking.mode == "independent" and any(turn.reads for turn in self.turns):
+            raise ConfigError(
+                "task.mode=independent asks every question after the context alone, where nothing more is read; use "
+                "golden, dialogue or query_aware"
+            )
 
 
 def line_id(sample_id: str, turn: int) -> str:

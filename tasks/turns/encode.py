@@ -8,7 +8,7 @@ Not here: the prompt of a single question (`tasks/prompt.py`).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from kvbench.engine.budget import Frame
@@ -35,6 +35,7 @@ class TalkPrompt(Prompt):
     """The context and the feeds of a conversation."""
 
     feeds: tuple[tuple[int, ...], ...] = ()  # of each turn; empty where the context ends with its question
+    cuts: tuple[tuple[int, ...], ...] = ()  # of each turn the feed's tokens after each place where reading pauses
     n_new: int = 0  # tokens that may follow the context at once
     end_id: int | None = None  # put after an answer that did not end by itself, where no template separates turns
 
@@ -44,6 +45,11 @@ class TalkPrompt(Prompt):
 
     def every_id(self, sample: Sample) -> Iterator[int]:
         return chain(super().every_id(sample), *self.feeds)
+
+    def pieces(self, turn: int, feed: Sequence[int]) -> list[Sequence[int]]:
+        """The feed of a turn, whose beginning may be another than it was encoded with, as what is read at once."""
+        edges = [0, *(len(feed) - n for n in self.cuts[turn]), len(feed)]
+        return [feed[start:stop] for start, stop in pairwise(edges) if start < stop]
 
     def n_behind(self, sample: Sample) -> int:
         return self.n_new
@@ -69,23 +75,23 @@ def encode_talk(tokenizer: Any, sample: Sample, *, chat: str, system_prompt: str
         head, tail = sample_wrapper(tokenizer, sample, system_prompt, chat)
         between = turn_change(tokenizer, head, tail) if chat != "inst" else tail
     first, turns = first_ids(tokenizer, head), talk.turns
-    context, feeds = head + sample.context, [
-        f"{turn.question}{tail}{turn.answer_prefix}" for turn in turns
-    ]  # fmt: skip
-    suffix = 0
+    pieces = [[*turn.reads, f"{turn.question}{tail}{turn.answer_prefix}"] for turn in turns]
+    context, suffix = head + sample.context, 0
     if talk.asking.mode != "independent":
-        context, feeds[0] = context + feeds[0], ""
+        context += pieces[0].pop(0)
         for i in range(1, 1 if talk.is_rendered else len(turns)):
             before = turns[i - 1].golden if talk.asking.mode == "golden" else ""
-            feeds[i] = f"{before}{between}{feeds[i]}"
+            pieces[i][0] = f"{before}{between}{pieces[i][0]}"
     ids = first_ids(tokenizer, context)
-    if talk.asking.mode != "independent":
+    if not pieces[0]:
         suffix = n_alike(token_ids(tokenizer, tail + turns[0].answer_prefix)[::-1], ids[::-1])
     n_prefix = n_alike(first, ids)
     frame = Frame(n_prefix, min(suffix, len(ids) - n_prefix), postfix_ids=token_ids(tokenizer, tail))
-    each = tuple(token_ids(tokenizer, text) for text in feeds)
+    read = [[token_ids(tokenizer, text) for text in texts] for texts in pieces]
+    feeds = tuple(tuple(chain.from_iterable(each)) for each in read)
+    cuts = tuple(tuple(accumulate(map(len, each[:0:-1])))[::-1] for each in read)
     end = tokenizer.eos_token_id if talk.is_rendered else None
-    return TalkPrompt(ids, (), frame, each, n_new(talk, [len(feed) for feed in each]), end)
+    return TalkPrompt(ids, (), frame, feeds, cuts, n_new(talk, [len(feed) for feed in feeds]), end)
 
 
 def n_new(talk: Conversation, feeds: Sequence[int]) -> int:

@@ -54,6 +54,7 @@ def one_question(sample: Sample, turn: int) -> Sample:
     return replace(
         sample,
         id=line_id(sample.id, turn + 1),
+        context=sample.context + "".join(this.reads),
         question=this.question,
         answer_prefix=this.answer_prefix,
         references=this.references,

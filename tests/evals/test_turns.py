@@ -10,16 +10,19 @@ import pytest
 from kvbench.engine.batch import Answer
 from kvbench.engine.errors import ConfigError
 from kvbench.evals.batch import answers
+from kvbench.evals.runner import run_cells
 from kvbench.evals.screen.table import remarks, sheet
+from kvbench.evals.settings import from_words
 from kvbench.plots.read import Run, load
 from kvbench.plots.scored import Scored
 from kvbench.plots.turns import by_turn, in_words, less_full, lost, with_turns, write
-from kvbench.results import SampleRow, interval
+from kvbench.results import SampleRow, interval, read_samples
 from kvbench.results.read import read_run
 from kvbench.tasks.base import Sample
 from kvbench.tasks.longbench import embedded
 from kvbench.tasks.longbench.shared import by_context
 from kvbench.tasks.scbench import synthetic
+from kvbench.tasks.texts import sentences
 from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
 from kvbench.tasks.turns.encode import TalkPrompt, encode_talk
 from kvbench.tests.tiny_run import cell, run, save_tiny, sweep
@@ -144,6 +147,20 @@ def test_a_budget_may_grow_with_the_conversation(model: str, tmp_path: Path, mod
     assert [row.fields["bytes_rebuilt"] > 0 for row in h2o] == [False, True, True]
 
 
+def test_a_budget_in_bytes_grows_too_where_it_is_one_in_tokens(model: str, tmp_path: Path) -> None:
+    words = ["model=any", model, *QUESTIONS, "task.mode=golden", "task.budget_base=conversation"]
+    names = [f"method={name}" for name in ("snapkv", "streamingllm", "h2o")]
+    by_bytes = sweep(words, [[name, "memory=0.3"] for name in names], tmp_path / "bytes")
+    by_tokens = sweep(words, [[name, "ratio=0.3", "compensate=false"] for name in names], tmp_path / "tokens")
+    for (result, rows), (_, others) in zip(by_bytes, by_tokens, strict=True):
+        assert texts(rows) == texts(others) and result.memory is not None
+        assert all(row.ledger["within_budget"] for row in rows)
+        for key in ("bytes_rebuilt", "attended_by_answer"):
+            assert [row.fields[key] for row in rows] == [row.fields[key] for row in others]
+    with pytest.raises(ConfigError, match="does not with these settings"):
+        run([*words, "method=pqcache", "memory=0.5"], tmp_path / "codes")
+
+
 def test_a_needle_run_without_questions_keeps_its_name(tmp_path: Path) -> None:
     """Keys that came later are no part of what identifies a run that does not use them."""
     identity = cell(["task=needle"], tmp_path).resolved()["task"]["params"]
@@ -173,6 +190,98 @@ def test_independent_questions_stand_behind_the_context() -> None:
     assert tokenizer.decode(prompt.context_ids) == "<|im_start|>user\na text "
     assert tokenizer.decode(prompt.feeds[1]) == "question 2?<|im_end|>\n<|im_start|>assistant\n"
     assert prompt.n_new == max(map(len, prompt.feeds)) + 4
+
+
+# A task whose turns begin with texts that are only read, or have the same texts within their question.
+READING = """
+from dataclasses import dataclass
+from kvbench.tasks.base import Sample, Task
+from kvbench.tasks.turns.conversation import Asking, Conversation, Turn
+from kvbench.tasks.texts import sentences
+
+class Reading(Task):
+    name, version, dataset, data_source = "reading", 1, "drawn", "embedded"
+
+    @dataclass(frozen=True)
+    class Params:
+        mode: str = "golden"
+        joined: bool = False
+        budget_base: str = "context"
+
+    def __init__(self, params, data_dir, seed):
+        self.params, self.asking = params, Asking(params.mode, "compressed", params.budget_base)
+
+    def check(self, shape):
+        pass
+
+    def samples(self, tokenizer):
+        return [self.one(i) for i in range(2)]
+
+    def one(self, i):
+        texts = [f"{sentence}\\n" for sentence in sentences()[10 * i : 10 * i + 7]]
+        turns = [self.turn(texts[:4], "Who?"), self.turn(texts[4:6], "Where?"), self.turn([], "When?")]
+        conversation = Conversation(tuple(turns), self.asking)
+        return Sample(f"{i}", texts[6], "", max_new_tokens=4, conversation=conversation)
+
+    def turn(self, reads, question):
+        reads, joined = (reads[:1], "".join(reads[1:])) if self.params.joined else (reads, "")
+        return Turn(joined + question, ("nobody",), 4, reads=tuple(reads))
+
+    def score(self, sample, prediction):
+        return 0.0
+"""
+COUNTS = ("feed_tokens", "attended_by_feed", "attended_by_answer", "measures")
+
+
+def reading(folder: Path, *variants: list[str], model: str, **given: Any) -> list[tuple[Any, list[SampleRow]]]:
+    folder.mkdir(exist_ok=True)
+    (folder / "reading.py").write_text(READING)
+    words = ["model=any", model, "dtype=float32", "device=cpu", f"task={folder / 'reading.py'}"]
+    words += [f"task.{key}={value}" for key, value in given.items()]
+    cells = [replace(from_words([*words, *variant]), out=folder / "runs", is_sweep=True) for variant in variants]
+    return [(result, read_samples(path)) for path, result in run_cells(cells)]
+
+
+@pytest.mark.parametrize("mode", ["golden", "dialogue"])
+def test_texts_that_are_only_read_count_for_the_answer_behind_them(model: str, tmp_path: Path, mode: str) -> None:
+    """One by one or as one feed: the same answers, and the same counts, where a budget is the context's."""
+    names = [["method=full"], *([f"method={name}", "ratio=0.4"] for name in ("snapkv", "streamingllm", "h2o"))]
+    names.append(["method=quest", "ratio=0.4", "comm=1/4"])
+    apart = reading(tmp_path / "apart", *names, model=model, mode=mode)
+    joined = reading(tmp_path / "joined", *names, model=model, mode=mode, joined=True)
+    for (_, rows), (_, others) in zip(apart, joined, strict=True):
+        assert [row.id for row in rows] == ["0/1", "0/2", "0/3", "1/1", "1/2", "1/3"]
+        assert texts(rows) == texts(others)
+        for row, other in zip(rows, others, strict=True):
+            assert row.prompt_sha256 == other.prompt_sha256
+            assert [row.fields[key] for key in COUNTS] == [other.fields[key] for key in COUNTS]
+            times = {"bytes_resident_device_actual"}
+            assert {k: v for k, v in row.ledger.items() if k not in times} == {
+                k: v for k, v in other.ledger.items() if k not in times
+            }
+
+
+def test_each_text_that_is_only_read_is_compressed_before_the_next(model: str, tmp_path: Path) -> None:
+    words = {"model": model, "budget_base": "conversation"}
+    variants = [["method=snapkv", "ratio=0.3"], ["method=snapkv", "ratio=1"], ["method=full"]]
+    (_, apart), (_, whole), (_, full) = reading(tmp_path / "apart", *variants, **words)
+    (_, joined), *_ = reading(tmp_path / "joined", *variants, **words, joined=True)
+    assert texts(whole) == texts(full)
+    for row, other in zip(apart, joined, strict=True):
+        n = {1: 3, 2: 2, 3: 1}[row.fields["turn"]]  # feeds: of the first turn one is in the context
+        assert row.fields["feed_tokens"] == other.fields["feed_tokens"]
+        assert (row.fields["bytes_rebuilt"] > other.fields["bytes_rebuilt"]) == (n > 1)
+        assert row.fields["attended_by_answer"] == other.fields["attended_by_answer"]  # within one budget
+        if n > 1:
+            assert row.fields["attended_by_feed"] < other.fields["attended_by_feed"]
+
+
+def test_texts_that_are_only_read_stand_in_the_context_of_one_question(model: str, tmp_path: Path) -> None:
+    ((_, rows),) = reading(tmp_path, ["method=full"], model=model)
+    shown = rows[0].fields["prompt_end"]["context"]
+    assert shown.endswith(sentences()[5] + "\n") and shown.startswith("… ") and len(shown) < 700
+    with pytest.raises(ConfigError, match="nothing more is read"):
+        reading(tmp_path / "other", ["method=full"], model=model, mode="independent")
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,12 @@ TASKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by name: tas
                        {"datasets": "nq", "lengths": (2000,)}),
     "helmet/data/msmarco": ("helmet", {"query": "Which one?", "ctxs": [{"id": "7", "text": TEXT, "label": 1}]},
                             {"datasets": "msmarco", "lengths": (2000,)}),
+    "longmemeval/longmemeval_s_cleaned": ("longmemeval", {
+        "question_id": "q", "question_type": "single-session-user", "question": "Which times?", "answer": "best",
+        "question_date": "2023/05/30", "haystack_session_ids": ["a", "b"], "answer_session_ids": ["b"],
+        "haystack_dates": ["2023/05/20", "2023/05/22"], "haystack_sessions": [
+            [{"role": "user", "content": "Hello."}], [{"role": "user", "content": TEXT, "has_answer": True}]]},
+        {"mode": "query_aware"}),
     "pg19/book": ("pg19", {"text": TEXT * 9, "id": 1}, {"lengths": (32,), "targets": 4, "offsets": 1, "books": 3}),
     "mine": ("fidelity", {"prompt": TEXT * 9, "continuation": "And so on and so on.", "id": 1}, {"steps": 3}),
 }  # fmt: skip
@@ -136,7 +142,7 @@ def damaged(draw: st.DrawFn, good: dict[str, Any]) -> bytes:
         row = (
             good
             | {key: i for key in ("id", "index") if key in good}
-            | {key: f"id{i}" for key in ("_id", "Record ID") if key in good}
+            | {key: f"id{i}" for key in ("_id", "Record ID", "question_id") if key in good}
         )
         for _ in range(draw(st.integers(0, 2))):
             key = draw(st.sampled_from(sorted(good)))
@@ -225,7 +231,10 @@ def test_a_damaged_file_becomes_samples_or_one_sentence(file: str, tmp_path: Pat
     path = place(tmp_path, file)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
-        "".join(json.dumps(good | {"id": i, "_id": str(i), "Record ID": str(i), "index": i}) + "\n" for i in range(3))
+        "".join(
+            json.dumps(good | {"id": i, "_id": str(i), "Record ID": str(i), "question_id": str(i), "index": i}) + "\n"
+            for i in range(3)
+        )
     )
     assert len(list(read(tmp_path, file, "refuse"))) == 3, "the rows that are damaged are good ones"
 

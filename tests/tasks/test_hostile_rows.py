@@ -23,6 +23,7 @@ MORE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # as in TASKS: 
     "helmet/data/json_kv": ("helmet", {"context": '{"a": "b"}', "question": "a", "answer": "b"},
                             {"datasets": ["json_kv"], "lengths": (2000,)}),
 }  # fmt: skip
+MEMORY = "longmemeval/longmemeval_s_cleaned"
 NEEDED = {
     "babilong/1k/qa1": ("input", "question", "target"),
     "mrcr/2needle": ("prompt", "answer", "random_string_to_prepend"),
@@ -31,6 +32,10 @@ NEEDED = {
     "oolong/synth": ("id", "context_window_id", "context_window_text", "question", "answer"),
     "oolong/real": ("id", "context_window_id", "context_window_text", "question", "answer"),
     "agent_traces/airline": ("id", "messages"),
+    MEMORY: (
+        *("question_id", "question_type", "question", "answer", "question_date", "haystack_session_ids"),
+        *("haystack_dates", "haystack_sessions", "answer_session_ids"),
+    ),
     "bfcl/BFCL_v4_simple_python.json": ("id", "question", "function"),
     "hmmt/hmmt_feb_2025": ("problem", "answer"),
     "gpqa_diamond/gpqa_diamond": ("Record ID", "Question", "Correct Answer", "Incorrect Answer 3"),
@@ -66,7 +71,8 @@ def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lines(file: str) -> tuple[bytes, bytes]:
     _, good, _ = fuzz.TASKS[file]
-    own = [{key: i if key == "id" else f"id{i}" for key in ("id", "_id", "Record ID") if key in good} for i in range(2)]
+    names = [key for key in ("id", "_id", "Record ID", "question_id") if key in good]
+    own = [{key: i if key == "id" else f"id{i}" for key in names} for i in range(2)]
     both = [json.dumps(good | one).encode() + b"\n" for one in own]
     return both[0], both[1]
 
@@ -156,6 +162,15 @@ def called(arguments: str) -> dict[str, Any]:
         ("longbench/data/qasper", {"_id": "id0"}, "_id='id0' stands in line 1 already"),
         ("longbench/data/qasper", {"length": None}, "field 'length' is not a whole number: None"),
         ("longbench/data/trec", {"all_classes": None}, "field 'all_classes' is empty"),
+        (MEMORY, {"question_id": "id0"}, "question_id='id0' stands in line 1 already"),
+        (MEMORY, {"question_type": "small-talk"}, "field 'question_type' is 'small-talk', no type"),
+        (MEMORY, {"answer": "?"}, "field 'answer' holds no word"),
+        (MEMORY, {"haystack_dates": ["2023/05/20"]}, "has not as many elements as its ids and dates"),
+        (MEMORY, {"haystack_sessions": []}, "'haystack_sessions' is empty"),
+        (MEMORY, {"haystack_sessions": [[], ["x"]]}, "session 1 of field 'haystack_sessions' is no list of messages"),
+        (MEMORY, {"haystack_sessions": [[], [{"role": "user"}]]}, "session 1 of field 'haystack_sessions' is no list"),
+        (MEMORY, {"haystack_sessions": [[{"role": "tool", "content": "x"}], []]}, "with role and content"),
+        (MEMORY, {"answer_session_ids": ["c"]}, "field 'answer_session_ids' names no session of the row"),
         ("math500/test", {"problem": ""}, "field 'problem' is empty"),
         ("math500/test", {"answer": " "}, "field 'answer' is empty"),
         ("math500/test", {"problem": "q" * 100_001}, "has 100001 characters"),

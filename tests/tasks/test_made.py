@@ -11,6 +11,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -346,6 +347,43 @@ def helmet_wrong(prompt: str, rng: random.Random) -> str:
     return str(rng.randrange(6))
 
 
+# --- longmemeval: what the user said, session by session ----------------------------------------------------------
+
+
+def told(prompt: str) -> tuple[str, str, list[tuple[date, str]]]:
+    """The question, its subject, and the messages of all sessions with their dates."""
+    before, _, question = prompt.rpartition("\nToday is ")
+    found = [
+        (date(*map(int, day.split("/"))), text)
+        for day, session in re.findall(r"Conversation of (\S+) \(\w+\)\n(.*?)(?=\n\n)", f"{before}\n\n", re.DOTALL)
+        for text in session.split("\n")
+    ]
+    subject = re.search(r"What is my (.+)\?|that I bought a (.+)\?|between the day I (.+)\?", question)
+    assert subject is not None, question
+    return question, next(filter(None, subject.groups())), found
+
+
+def longmemeval(prompt: str, rng: random.Random) -> str:
+    question, subject, messages = told(prompt)
+    if "How many times" in question:
+        return str(sum(f" I bought a {subject} today." in text for _, text in messages))
+    if "How many days" in question:
+        days = [day for one in subject.split(" and the day I ") for day, text in messages if f"today I {one}." in text]
+        return f"{(days[1] - days[0]).days} days"
+    pattern = rf"way, my {re.escape(subject)} (?:is|has changed: now it is) (.+)\."
+    values = [match[1] for _, text in messages if (match := re.search(pattern, text))]
+    return values[-1] if values else "You did not tell me."
+
+
+def longmemeval_wrong(prompt: str, rng: random.Random) -> str:
+    """One of the values that were told of anybody, or a number."""
+    question, subject, messages = told(prompt)
+    if "How many" in question:
+        return str(rng.randint(2, 5 if "times" in question else 21))
+    pattern = rf"{re.escape(subject)} (?:is|has changed: now it is) (.+)\."
+    return rng.choice([match[1] for _, text in messages if (match := re.search(pattern, text))])
+
+
 # --- all of them -------------------------------------------------------------------------------------------------
 
 # By task: what is asked, its solver, a wrong one, and the most that the wrong one may score.
@@ -372,6 +410,9 @@ TASKS: dict[str, tuple[dict[str, Any], Solver, Solver, float]] = {
     ),
     "oolong": ({"lengths": [6000], "rows": 4, "questions": 7, "mode": "query_aware"}, oolong, oolong_wrong, 0.1),
     "helmet": ({"datasets": "drawn", "lengths": [4000], "rows": 8}, helmet, helmet_wrong, 0.25),
+    "longmemeval": (
+        {"lengths": [5000], "rows": 8, "mode": "query_aware"}, longmemeval, longmemeval_wrong, 0.3,
+    ),
 }  # fmt: skip
 LENGTHS: dict[str, dict[str, Any]] = {
     "mrcr": {"needles": [2], "lengths": [2000, 6000]},
@@ -381,6 +422,7 @@ LENGTHS: dict[str, dict[str, Any]] = {
     "tool_calls": {"lengths": [8000], "turns": 3},
     "oolong": {"lengths": [12000]},
     "helmet": {"datasets": ["icl"], "lengths": [5000]},
+    "longmemeval": {"lengths": [7000]},
 }
 
 
@@ -537,6 +579,7 @@ def test_what_is_compressed_is_the_same_text_under_both_scopes(name: str, tmp_pa
         ("graphwalks", {"problems": ["dfs"]}, "no task.problems 'dfs'"),
         ("graphwalks", {"source": "embedded", "lengths": [33768]}, "answers of 512 tokens leave"),
         ("graphwalks", {"source": "embedded", "lengths": [31768], "thinking": True}, "answers of 8192 tokens leave"),
+        ("longmemeval", {}, "longmemeval_s_cleaned.json is missing"),
         ("mrcr", {}, "2needle_0.jsonl is missing"),
         ("mrcr", {"needles": [3]}, "no task.needles '3'"),
         ("mrcr", {"lengths": [10]}, "task.lengths=10 is out of range; it is a whole number from 500"),

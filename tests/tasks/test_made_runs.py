@@ -21,6 +21,13 @@ TASKS = {
         "task.budget_base=context",
     ],
     "agent_forced": ["task.lengths=[4000]", "task.turns=2", "task.output_tokens=40"],
+    "longmemeval": [
+        "task.lengths=[6000]",
+        "task.sessions=6",
+        "task.types=[knowledge-update]",
+        "task.max_new_tokens=4",
+        "task.budget_base=context",
+    ],
     "oolong": ["task.lengths=[2000]", "task.questions=2", "task.max_new_tokens=4"],
     "helmet": ["task.datasets=[icl]", "task.lengths=[1500]", "task.classes=3", "task.max_new_tokens=4"],
 }

@@ -1,0 +1,1 @@
+"""LongMemEval: a question behind many sessions of a chat, which are read one by one."""
