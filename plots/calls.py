@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from kvbench.plots import style
 from kvbench.plots.command import Page
@@ -189,7 +190,7 @@ def lines(ax: Axes, variants: Sequence[Called]) -> None:
         ax.plot(x, [100 * pair.mean for pair in pairs.values()], label=one.label, **look)
     ax.set_xlabel("turn")
     ax.set_ylabel("score, Δ vs Full")
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 # --- the page ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvbench.plots.calls import Called, Told, draw
-from kvbench.plots.pages.asked import FULL
+from kvbench.plots.pages.asked import FULL, share
 from kvbench.plots.pages.columns import Task
 from kvbench.plots.pages.words import label
 from kvbench.plots.style import Picture
@@ -19,8 +19,9 @@ BROKEN = ("no_call", "broken_json")  # nothing that an agent could run
 
 
 def of_calls(tasks: Iterable[Task]) -> list[Task]:
-    """The sets whose answers say what became of a call."""
-    return [task for task in tasks if (task.rows["damage"] != "").any()]
+    """The sets whose answers say what became of a call, those where the right one is fed first."""
+    found = [task for task in tasks if (task.rows["damage"] != "").any()]
+    return sorted(found, key=lambda task: task.asked.where["mode"] != "golden")
 
 
 def variants(task: Task) -> dict[str, Called]:
@@ -36,14 +37,14 @@ def variants(task: Task) -> dict[str, Called]:
         name = "Full" if method == FULL else label(task, column.at, method)
         mode = {"golden": "the right call is fed", "dialogue": "its own call stays"}[task.asked.where["mode"]]
         found[method] = Called(name, method, "", f"{mode}, n = {column.n}", told, method == FULL)
-    return found
+    return dict(sorted(found.items(), key=lambda item: (not item[1].is_full, -right_share(item[1]))))
 
 
 def picture(tasks: Iterable[Task]) -> Picture:
     """The figure of the page, a row of panels for each set."""
     every = list(of_calls(tasks))
     first = every[0]
-    about = f"{first.model} · {first.columns[0].words}"
+    about = f"{first.model} · {share(first.columns[0].at.asked)} of the bytes"
     return draw("What becomes of calls", about, [one for task in every for one in variants(task).values()])
 
 
@@ -71,6 +72,10 @@ def numbers(tasks: Iterable[Task]) -> Iterator[list[Any]]:
                     ]
 
 
+def right_share(of: Called) -> float:
+    return of.share(KINDS[0]).mean or 0.0
+
+
 def whole(of: Called, kinds: Iterable[str]) -> str:
     """The share of answers of some kinds, in percent."""
     return f"{100 * sum(of.share(kind).mean or 0 for kind in kinds):.0f}"
@@ -82,10 +87,7 @@ def right(of: Called) -> str:
 
 def ranking(every: Mapping[str, Called]) -> str:
     """The methods by their right calls, the best first."""
-    others = sorted(
-        (one for one in every.values() if not one.is_full), key=lambda one: -(one.share(KINDS[0]).mean or 0)
-    )
-    return ", ".join(f"{one.label} {right(one)}" for one in others)
+    return ", ".join(f"{one.label} {right(one)}" for one in every.values() if not one.is_full)
 
 
 def stays_of(of: Called) -> tuple[int, int]:
@@ -94,6 +96,6 @@ def stays_of(of: Called) -> tuple[int, int]:
     return still, n
 
 
-def lost_at(of: Called, full: Called, which: int) -> str:
-    """Points less than full attention in the first turn (0) or the last (-1)."""
-    return f"{100 * [*of.lost(full).values()][which].mean:+.0f}"
+def behind(of: Called, full: Called, which: int) -> int:
+    """Points behind full attention in the first turn (0) or the last (-1)."""
+    return round(-100 * [*of.lost(full).values()][which].mean)

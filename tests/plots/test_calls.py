@@ -89,14 +89,14 @@ def test_the_page_says_what_the_answers_hold(tmp_path: Path) -> None:
     assert {path.name for path in paths} == {"calls.md", "calls.svg", "calls.csv"}
     text = (tmp_path / "calls.md").read_text()
     assert "right in 100 of 100 calls, and in 0 there" in text and "SnapKV 75, Random tokens 0." in text
-    assert "loses -50 points in the last turn (-50 in the first)" in text
-    assert f"wrong again in {n // 2} of {n // 2} conversations" in text
+    assert "is still 50 points behind full attention in the last turn (50 in the first)" in text
+    assert f"wrong again in {n // 2} of {n // 2} conversations, full attention in 0 of 0" in text
 
 
 def test_every_share_of_the_committed_page_is_recomputed() -> None:
     """By counting in the scores files alone."""
     rows = [row for name in ("register", "calls") for row in cells_of(DOCS / name / KEPT) if row.get("damage")]
-    printed = [*csv.DictReader((DOCS / "calls" / "calls.csv").open(encoding="utf-8"))]
+    printed = [*csv.DictReader(io.StringIO((DOCS / "calls" / "calls.csv").read_text(encoding="utf-8")))]
     assert printed and {row["set"] for row in printed} == {row["set"] for row in rows}
     for (key, label), lines in groups(printed, "set", "method").items():
         names = ("method_label", "method") if label != "Full" else ("method",)

@@ -595,8 +595,9 @@ def test_what_is_compressed_is_the_same_text_under_both_scopes(name: str, tmp_pa
 def test_what_cannot_be_asked_is_refused_in_a_sentence(
     name: str, given: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
+    source: dict[str, Any] = {} if name == "tool_calls" else {"source": "local"}
     with pytest.raises(ConfigError) as caught:
-        made(name, tmp_path, **({} if name == "tool_calls" else {"source": "local"}) | given)
+        made(name, tmp_path, **source | given)
     assert says in str(caught.value)
 
 
@@ -615,7 +616,7 @@ def test_the_first_wrong_token_of_a_call_says_what_kind_of_damage_it_is(tmp_path
     sample = next(one for one in samples if one.fields["kind"] == "restore")
     assert sample.forced is not None
     continuation, (right,) = ForcedContinuation(task, sample, sample.forced), sample.references
-    kinds = dict.fromkeys(DAMAGE, "")
+    kinds: dict[str, str] = dict.fromkeys(DAMAGE, "")
     for wrong in range(1, len(sample.forced)):
         watch = task.watch(sample, continuation, [None])
         for i, token in enumerate(sample.forced[1:], 1):
