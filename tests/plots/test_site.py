@@ -213,7 +213,7 @@ def test_kept_scores_are_those_of_their_pages() -> None:
         and run.result.memory_exact == "1/8"
     }
     assert found == pytest.approx(mine.groupby("method")["score"].mean().to_dict()) and len(found) > 10
-    assert {run.page for run in runs} == {f"docs/{name}.md" for name in ("results", "register", "formats")}
+    assert {run.page for run in runs} == {f"docs/{name}.md" for name in ("results", "register", "formats", "calls")}
     (shared,) = [
         run for run in runs if run.page == "docs/register.md" and run.result.task.startswith("Eight") and run.is_full
     ]

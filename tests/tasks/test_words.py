@@ -15,6 +15,8 @@ WORDS = {
     "longbench.facts.FIRST_NAMES": 0x6B3FFCCA,
     "longbench.facts.LAST_NAMES": 0xA93F8EC6,
     "longbench.task.NAMES": 0x8E28347C,
+    "longmemeval.made.FIRST_NAMES": 0x6B3FFCCA,
+    "longmemeval.made.LAST_NAMES": 0xA93F8EC6,
     "needle.task.CITIES": 0x76CAF687,
     "needle.task.FIRST_NAMES": 0x023F02F8,
     "needle.task.LAST_NAMES": 0x68CB67E1,
