@@ -5,8 +5,9 @@
     renewed     kept answers with those of later runs
 
 A page's answers lie in docs/PAGE/scores.csv.gz. Columns are named as in `kvbench.results.frame`; `set` says where on
-the page a row stands, `damage` what is wrong with a call. `sample` is the cluster: a context, a dialogue or a prompt, whose answers are not independent;
-`id` is what two methods must both have answered. Of values that were not kept there are none.
+the page a row stands, `damage` what is wrong with a call. `sample` is the cluster: a context, a dialogue or a prompt,
+whose answers are not independent; `id` is what two methods must both have answered. Of values that were not kept there
+are none.
 
 Not here: which answers a page asks for (`asked.py`), what is worked out of them (`columns.py`).
 """
