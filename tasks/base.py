@@ -11,7 +11,7 @@ Not here: averages over samples with their intervals (`plots/stats.py` and the r
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -64,6 +64,12 @@ class Data:
     what: str = "files"  # or "datasets", "folders"
     by_hand: str = ""  # where those are that are put there by hand
     pieces: tuple[Piece, ...] = ()  # that are downloaded
+    shipped: Callable[[str], Path | None] | None = None  # where a package brings a file of this name
+
+    def here(self, find: Callable[[str, None], Path | None]) -> list[Path]:
+        """The files that are here: in the data folders, where `find` looks, or in a package."""
+        found = [find(file, None) or (self.shipped and self.shipped(Path(file).name)) for file in self.files]
+        return [path for path in found if path]
 
 
 class Task(ABC):

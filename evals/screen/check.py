@@ -309,7 +309,7 @@ def data() -> list[Fact]:
 def found(name: str, data: Any) -> str:
     """Which of a task's files are here, and how to get the others."""
     sources = import_module("kvbench.tasks.sources")
-    here = [path for file in data.files if (path := sources.find(file, None))]
+    here = data.here(sources.find)
     where = f" in {shown(root_of(here[0], sources))}" if here else ""
     if len(here) == len(data.files):
         return f"{count(len(here), data.what)}{where}"
@@ -326,7 +326,8 @@ def tasks() -> dict[str, Any]:
 
 
 def root_of(path: Path, sources: Any) -> Path:
-    return next(root for root in sources.data_roots(None) if path.is_relative_to(root))
+    """The data folder that a file lies in, or the folder of a package."""
+    return next((root for root in sources.data_roots(None) if path.is_relative_to(root)), path.parent)
 
 
 # --- words ---

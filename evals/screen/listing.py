@@ -217,5 +217,4 @@ def here(data: Data | None) -> str:
     """How many of a task's files are here."""
     if data is None:
         return "needs none"
-    n = sum(sources.find(file, None) is not None for file in data.files)
-    return f"{n} of {len(data.files)} {data.what}"
+    return f"{len(data.here(sources.find))} of {len(data.files)} {data.what}"

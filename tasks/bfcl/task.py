@@ -95,6 +95,7 @@ class Bfcl(RowsTask):
     data: ClassVar[Data | None] = Data(
         tuple(f"{FOLDER}/BFCL_v4_{name}.json" for name in ONE),
         f"those of the package bfcl-eval are asked ({INSTALL})", by_hand="one's own rows, or copies of the package's",
+        shipped=data_file,
     )  # fmt: skip
     upstream, unique, suffix = f"the package bfcl-eval ({INSTALL})", "id", ".jsonl"  # in files that end in .json
     means: ClassVar[Mapping[str, str]] = {"dataset": "dataset"}

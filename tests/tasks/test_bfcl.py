@@ -420,3 +420,10 @@ def test_every_published_row_is_solved_and_guessed_to_chance(name: str) -> None:
         one.verdict(sample, lines[i - shift][1].right)[0] for i, (sample, asked) in enumerate(lines) if asked.is_wanted
     ]
     assert name == "live_relevance" or sum(others) <= max(1, 0.02 * len(others)), sum(others)
+
+
+@needs_package
+def test_files_that_the_package_brings_count_as_here(tmp_path: Path) -> None:
+    assert Bfcl.data is not None and len(Bfcl.data.here(lambda file, _: None)) == len(Bfcl.data.files)
+    mine = tmp_path / "mine.json"
+    assert Bfcl.data.here(lambda file, _: mine)[0] == mine
