@@ -11,6 +11,7 @@ from typing import Any
 from kvbench.plots.calls import Called, Told, draw
 from kvbench.plots.pages.asked import FULL, share
 from kvbench.plots.pages.columns import Task
+from kvbench.plots.pages.methods import title
 from kvbench.plots.pages.words import label
 from kvbench.plots.style import Picture
 from kvbench.tasks.calls.damage import KINDS
@@ -87,7 +88,7 @@ def right(of: Called) -> str:
 
 def ranking(every: Mapping[str, Called]) -> str:
     """The methods by their right calls, the best first."""
-    return ", ".join(f"{one.label} {right(one)}" for one in every.values() if not one.is_full)
+    return ", ".join(f"{title(one.method)} {right(one)}" for one in every.values() if not one.is_full)
 
 
 def stays_of(of: Called) -> tuple[int, int]:
