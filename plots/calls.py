@@ -39,7 +39,7 @@ WIDTH = 0.3  # of a turn, over which lines stand next to each other, so that the
 NOTE = "Left: shares of answers. Right: the score of a turn less full attention's; bars are 95 % intervals over samples"
 
 
-class Told(NamedTuple):
+class CallAnswer(NamedTuple):
     """An answer that should call a tool."""
 
     sample: str
@@ -50,51 +50,51 @@ class Told(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Called:
+class VariantCalls:
     """The answers of a variant."""
 
     label: str
     method: str
     budget: str
     mode: str
-    told: Sequence[Told]
+    answers: Sequence[CallAnswer]
     is_full: bool
 
     def share(self, kind: str) -> Scored:
         """Whether each answer is of a kind; answers of one sample count as one, with their mean."""
-        return scored([one._replace(score=float(one.kind == kind)) for one in self.told])
+        return scored([one._replace(score=float(one.kind == kind)) for one in self.answers])
 
     @cached_property
     def turns(self) -> dict[int, Scored]:
         """The scores of each turn."""
-        numbers = sorted({one.turn for one in self.told})
-        return {turn: scored([one for one in self.told if one.turn == turn]) for turn in numbers}
+        numbers = sorted({one.turn for one in self.answers})
+        return {turn: scored([one for one in self.answers if one.turn == turn]) for turn in numbers}
 
-    def lost(self, full: "Called") -> dict[int, Paired]:
+    def lost(self, full: "VariantCalls") -> dict[int, Paired]:
         return lost(self.turns, full.turns)
 
     @property
     def stays(self) -> tuple[int, int]:
         """Samples whose first call was damaged, of which the last turn asks again; and of how many it still is."""
-        first = {one.sample for one in self.told if one.turn == 1 and one.kind != KINDS[0]}
-        again = [one.kind != KINDS[0] for one in self.told if one.is_again and one.sample in first]
+        first = {one.sample for one in self.answers if one.turn == 1 and one.kind != KINDS[0]}
+        again = [one.kind != KINDS[0] for one in self.answers if one.is_again and one.sample in first]
         return len(again), sum(again)
 
 
-def scored(told: Sequence[Told]) -> Scored:
-    return Scored([Answer(one.score, one.sample, one.sample) for one in told], limits=SHARE, by_sample=True)
+def scored(answers: Sequence[CallAnswer]) -> Scored:
+    return Scored([Answer(one.score, one.sample, one.sample) for one in answers], limits=SHARE, by_sample=True)
 
 
-def called(run: Run) -> Called | None:
+def calls_of(run: Run) -> VariantCalls | None:
     """A run's answers that should call a tool; None where there are none."""
-    told = [
-        Told(row.sample_id, row.fields.get("turn", 1), kind, row.score, row.fields.get("group") == "again")
+    answers = [
+        CallAnswer(row.sample_id, row.fields.get("turn", 1), kind, row.score, row.fields.get("group") == "again")
         for row in run.rows
         if row.score is not None and (kind := kind_of(row.fields.get("measures", {}))) is not None
     ]
-    if not told:
+    if not answers:
         return None
-    return Called(run.result.method_label, run.method, budget_of(run), run.result.protocol, told, run.is_full)
+    return VariantCalls(run.result.method_label, run.method, budget_of(run), run.result.protocol, answers, run.is_full)
 
 
 def kind_of(measures: Any) -> str | None:
@@ -105,7 +105,7 @@ def kind_of(measures: Any) -> str | None:
 # --- the table -----------------------------------------------------------------------------------
 
 
-def sheet_of(title: str, variants: Sequence[Called]) -> Sheet:
+def sheet_of(title: str, variants: Sequence[VariantCalls]) -> Sheet:
     full = {one.mode: one for one in variants if one.is_full}
     head = ["method", "budget", "mode", "answers", *(kind.replace("_", " ") for kind in KINDS)]
     head += ["first turn, Δ vs Full", "last turn, Δ vs Full", "still damaged when asked again"]
@@ -114,7 +114,7 @@ def sheet_of(title: str, variants: Sequence[Called]) -> Sheet:
         pairs = list(one.lost(full[one.mode]).values()) if one.mode in full and not one.is_full else []
         n, still = one.stays
         lines.append(
-            [one.label, one.budget or "-", one.mode, str(len(one.told)), *(words(one.share(kind)) for kind in KINDS)]
+            [one.label, one.budget or "-", one.mode, str(len(one.answers)), *(words(one.share(kind)) for kind in KINDS)]
             + [difference(pair) for pair in (pairs[:1] + pairs[-1:] if len(pairs) > 1 else [None, None])]
             + [f"{still} of {n}" if n else "-"]
         )
@@ -141,9 +141,9 @@ def span(interval: Any, sign: str = "") -> str:
 # --- the figure ----------------------------------------------------------------------------------
 
 
-def draw(title: str, about: str, variants: Sequence[Called], runs: Sequence[Run] = ()) -> Picture:
+def draw(title: str, about: str, variants: Sequence[VariantCalls], runs: Sequence[Run] = ()) -> Picture:
     """Two panels for each mode: the kinds of damage, and what is lost turn by turn."""
-    modes: dict[str, list[Called]] = {}
+    modes: dict[str, list[VariantCalls]] = {}
     for one in variants:
         modes.setdefault(one.mode, []).append(one)
     tallest = max(map(len, modes.values()))
@@ -158,7 +158,7 @@ def draw(title: str, about: str, variants: Sequence[Called], runs: Sequence[Run]
     return canvas.finish(columns=7)
 
 
-def bars(ax: Axes, variants: Sequence[Called]) -> None:
+def bars(ax: Axes, variants: Sequence[VariantCalls]) -> None:
     """A bar for each variant, of the shares of the kinds."""
     several = len({one.budget for one in variants}) > 2  # full attention's and another
     names = [f"{one.label} {one.budget}" if several else one.label for one in variants]
@@ -174,7 +174,7 @@ def bars(ax: Axes, variants: Sequence[Called]) -> None:
     ax.grid(axis="y", visible=False)
 
 
-def lines(ax: Axes, variants: Sequence[Called]) -> None:
+def lines(ax: Axes, variants: Sequence[VariantCalls]) -> None:
     """A line for each variant, of its score less full attention's by turn."""
     full = next((one for one in variants if one.is_full), None)
     ax.axhline(0, color=style.ink(), linewidth=0.7)
@@ -198,7 +198,7 @@ def lines(ax: Axes, variants: Sequence[Called]) -> None:
 
 def write(out: Path, runs: Sequence[Run]) -> list[Path]:
     """calls.md, calls.csv, and a figure for each group of runs; nothing without answers that should call a tool."""
-    found = {run.folder: one for run in runs if (one := called(run)) is not None}
+    found = {run.folder: one for run in runs if (one := calls_of(run)) is not None}
     of_calls = sorted((run for run in runs if run.folder in found), key=lambda run: (mode_rank(run), not run.is_full))
     sets = groups(of_calls)
     records, pages, drawn = list[dict[str, Any]](), list[str](), list[Path]()
@@ -206,7 +206,13 @@ def write(out: Path, runs: Sequence[Run]) -> list[Path]:
         variants = [found[run.folder] for run in each]
         pages.append(markdown(sheet_of(title, variants)))
         for one in variants:
-            row = {"set": title, "method": one.label, "budget": one.budget, "mode": one.mode, "answers": len(one.told)}
+            row = {
+                "set": title,
+                "method": one.label,
+                "budget": one.budget,
+                "mode": one.mode,
+                "answers": len(one.answers),
+            }
             records += [row | {"kind": kind, **ends(one.share(kind))} for kind in KINDS]
         with matplotlib.rc_context(Canvas().rc), told_apart(run.method for run in each):
             picture = draw("What becomes of calls", title, variants, each)

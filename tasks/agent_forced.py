@@ -19,8 +19,8 @@ Damage      where a greedy answer would first part from a recorded call: before 
 Not here: traces and what is asked of them (`tasks/agent_traces/`).
 """
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,10 @@ from kvbench.engine.shapes import ModelShape
 from kvbench.tasks.agent_traces.actions import action_of, values
 from kvbench.tasks.agent_traces.task import AgentTraces
 from kvbench.tasks.base import Sample
+from kvbench.tasks.calls.read import OPEN
 from kvbench.tasks.forced_answers import FedTask, answer_ids, places_of
+
+SCALAR = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|false|null')  # of JSON, names of keys among them
 
 
 class AgentForced(FedTask, AgentTraces):
@@ -58,16 +61,18 @@ class AgentForced(FedTask, AgentTraces):
         action = action_of(answer)
         if action["kind"] != "call":
             return ()
-        opening, name = answer.index("{"), json.dumps(action["name"])
-        parts = {
-            "missing_arguments": spans(answer, (json.dumps(key) for key in keys(action["arguments"]))),
-            "other_calls": [(at := answer.index(name, opening), at + len(name))],
-            "no_call": [(0, opening)],
-            "wrong_value": spans(answer, values(action["arguments"])),
-        }
+        opening = answer.index("{", max(0, answer.find(OPEN)))
+        arguments = answer.index('"arguments"', opening) + len('"arguments"')
         found = ["broken_json"] * len(answer_ids(tokenizer, answer))
-        for kind, places in parts.items():
-            for at in places_of(tokenizer, answer, places):
+        places = {"no_call": [(0, opening)]}
+        for part in SCALAR.finditer(answer, answer.index(":", opening)):
+            is_key = answer[part.end() :].startswith(":")
+            kind = "missing_arguments" if is_key else "wrong_value"
+            if part.start() < arguments:
+                kind = "broken_json" if is_key else "other_calls"
+            places.setdefault(kind, []).append(part.span())
+        for kind, of_kind in places.items():
+            for at in places_of(tokenizer, answer, of_kind):
                 found[at] = kind
         return found
 
@@ -75,12 +80,3 @@ class AgentForced(FedTask, AgentTraces):
 def spans(text: str, parts: Iterable[str]) -> list[tuple[int, int]]:
     """Where each part stands last."""
     return [(at, at + len(part)) for part in parts if (at := text.rfind(part)) >= 0]
-
-
-def keys(arguments: Any) -> Iterator[str]:
-    """The names in a call's arguments, at every depth."""
-    if isinstance(arguments, dict):
-        yield from arguments
-    if isinstance(arguments, dict | list):
-        for one in arguments.values() if isinstance(arguments, dict) else arguments:
-            yield from keys(one)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvbench.plots.calls import Called, Told, draw
+from kvbench.plots.calls import CallAnswer, VariantCalls, draw
 from kvbench.plots.pages.asked import FULL, share
 from kvbench.plots.pages.columns import Task
 from kvbench.plots.pages.methods import title
@@ -25,19 +25,19 @@ def of_calls(tasks: Iterable[Task]) -> list[Task]:
     return sorted(found, key=lambda task: task.asked.where["mode"] != "golden")
 
 
-def variants(task: Task) -> dict[str, Called]:
+def variants(task: Task) -> dict[str, VariantCalls]:
     """The answers of each method of a set, by turn; the last turn asks for the first call again."""
     (column,) = task.columns
-    found = dict[str, Called]()
+    found = dict[str, VariantCalls]()
     for method, rows in column.rows.items():
-        told = [
-            Told(row["sample"], turn := int(row["id"].rpartition("/")[2]), row["damage"], row["score"],
+        answers = [
+            CallAnswer(row["sample"], turn := int(row["id"].rpartition("/")[2]), row["damage"], row["score"],
                  turn == task.asked.where["turns"])
             for row in rows.to_dict("records")
         ]  # fmt: skip
         name = "Full" if method == FULL else label(task, column.at, method)
         mode = {"golden": "the right call is fed", "dialogue": "its own call stays"}[task.asked.where["mode"]]
-        found[method] = Called(name, method, "", f"{mode}, n = {column.n}", told, method == FULL)
+        found[method] = VariantCalls(name, method, "", f"{mode}, n = {column.n}", answers, method == FULL)
     return dict(sorted(found.items(), key=lambda item: (not item[1].is_full, -right_share(item[1]))))
 
 
@@ -57,46 +57,38 @@ def numbers(tasks: Iterable[Task]) -> Iterator[list[Any]]:
     for task in tasks:
         for one in variants(task).values():
             for turn in (None, *one.turns):
-                told = [each for each in one.told if turn in (None, each.turn)]
+                answers = [each for each in one.answers if turn in (None, each.turn)]
                 for kind in KINDS:
-                    found = replace(one, told=told).share(kind)
-                    spread = found.interval
-                    ends = ["", ""] if spread is None else [f"{100 * end:.1f}" for end in (spread.low, spread.high)]
-                    yield [
-                        task.asked.key,
-                        one.label,
-                        turn or "all",
-                        kind,
-                        found.n,
-                        f"{100 * (found.mean or 0):.1f}",
-                        *ends,
-                    ]
+                    found = replace(one, answers=answers).share(kind)
+                    ends = (found.interval.low, found.interval.high) if found.interval is not None else ()
+                    shares = [f"{100 * share:.1f}" for share in (found.mean or 0.0, *ends)]
+                    yield [task.asked.key, one.label, turn or "all", kind, found.n, *shares]
 
 
-def right_share(of: Called) -> float:
+def right_share(of: VariantCalls) -> float:
     return of.share(KINDS[0]).mean or 0.0
 
 
-def whole(of: Called, kinds: Iterable[str]) -> str:
+def whole(of: VariantCalls, kinds: Iterable[str]) -> str:
     """The share of answers of some kinds, in percent."""
     return f"{100 * sum(of.share(kind).mean or 0 for kind in kinds):.0f}"
 
 
-def right(of: Called) -> str:
+def right(of: VariantCalls) -> str:
     return whole(of, KINDS[:1])
 
 
-def ranking(every: Mapping[str, Called]) -> str:
+def ranking(every: Mapping[str, VariantCalls]) -> str:
     """The methods by their right calls, the best first."""
     return ", ".join(f"{title(one.method)} {right(one)}" for one in every.values() if not one.is_full)
 
 
-def stays_of(of: Called) -> tuple[int, int]:
+def stays_of(of: VariantCalls) -> tuple[int, int]:
     """Of how many conversations whose first call was damaged it is when asked again, and how many those are."""
     n, still = of.stays
     return still, n
 
 
-def behind(of: Called, full: Called, which: int) -> int:
+def behind(of: VariantCalls, full: VariantCalls, which: int) -> int:
     """Points behind full attention in the first turn (0) or the last (-1)."""
     return round(-100 * [*of.lost(full).values()][which].mean)

@@ -8,11 +8,11 @@ import random
 
 from kvbench.tasks.agent_traces import made
 from kvbench.tasks.agent_traces.render import Message
-from kvbench.tasks.agent_traces.task import schema, words
+from kvbench.tasks.agent_traces.task import Notes, schema
 from kvbench.tasks.bfcl.plans import DONE, calling
 
 N_RECORDS = 12
-N_WORDS = 60  # of a note
+OUTPUT_TOKENS = 120
 PER_EVENT = 170  # tokens, about
 BEGIN = "Please keep the records in order first."
 NAMES = [name for name, *_ in made.TOOLS]
@@ -24,9 +24,9 @@ def messages(seed: str, n: int) -> list[Message]:
     if not n:
         return []
     said: list[Message] = [{"role": "user", "content": BEGIN}]
-    for i, event in enumerate(made.draw_events(random.Random(seed), n, N_RECORDS)):
-        at = random.Random(f"{seed} {i}").randrange(len(words()) - N_WORDS)
-        output = event["output"] | {"notes": " ".join(words()[at : at + N_WORDS])}
+    notes = Notes(random.Random(f"{seed} notes"), OUTPUT_TOKENS)
+    for event in made.draw_events(random.Random(seed), n, N_RECORDS):
+        output = event["output"] | {"notes": notes.one()}
         said.append(calling([{"name": event["tool"], "arguments": event["arguments"]}]))
         said.append({"role": "tool", "name": event["tool"], "content": json.dumps(output, ensure_ascii=False)})
     return [*said, {"role": "assistant", "content": DONE}]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.plots.calls import Called, Told, called, kind_of, main, sheet_of
+from kvbench.plots.calls import CallAnswer, VariantCalls, calls_of, kind_of, main, sheet_of
 from kvbench.plots.pages.asked import page
 from kvbench.plots.pages.read import KEPT, keep
 from kvbench.plots.pages.write import write
@@ -20,13 +20,13 @@ from kvbench.tests.plots.made_pages import DOCS, frame_of
 from kvbench.tests.tiny_run import save_tiny, sweep
 
 
-def variant(kinds: dict[str, list[str]], label: str = "A", is_full: bool = False) -> Called:
-    told = [
-        Told(sample, turn, kind, float(kind == "right"), turn == 3)
+def variant(kinds: dict[str, list[str]], label: str = "A", is_full: bool = False) -> VariantCalls:
+    answers = [
+        CallAnswer(sample, turn, kind, float(kind == "right"), turn == 3)
         for sample, each in kinds.items()
         for turn, kind in enumerate(each, 1)
     ]
-    return Called(label, label, "", "golden", told, is_full)
+    return VariantCalls(label, label, "", "golden", answers, is_full)
 
 
 FULL = variant({"a": ["right"] * 3, "b": ["right"] * 3, "c": ["wrong_value", "right", "right"]}, "Full", is_full=True)
@@ -57,8 +57,8 @@ def test_runs_become_a_table_and_a_figure(tmp_path: Path, capsys: pytest.Capture
     assert "| Full |" in text and "| SnapKV |" in text and (tmp_path / "out" / "calls-1.svg").is_file()
     rows = [*csv.DictReader(io.StringIO((tmp_path / "out" / "calls.csv").read_text()))]
     for run in load(tmp_path / "runs"):
-        of = called(run)
-        assert of is not None and len(of.told) == 8
+        of = calls_of(run)
+        assert of is not None and len(of.answers) == 8
         found = {row["kind"]: float(row["share"]) for row in rows if row["method"] == of.label}
         assert found == pytest.approx({kind: (of.share(kind).mean or 0) for kind in KINDS})
     assert main([str(tmp_path / "tiny")]) == 2 and "should call a tool" in capsys.readouterr().err

@@ -631,6 +631,16 @@ def test_the_first_wrong_token_of_a_call_says_what_kind_of_damage_it_is(tmp_path
     assert all(str(value) in kinds["wrong_value"] for value in sample.fields["action"]["arguments"].values())
 
 
+def test_short_values_and_names_of_keys_are_told_apart(tmp_path: Path) -> None:
+    task, (sample, *_) = made("agent_forced", tmp_path, **FORCED["agent_forced"] | {"turns": 9})
+    call = '<tool_call>\n{"name": "f", "arguments": {"n": 3, "is": true, "to": "n", "no": null}}\n</tool_call>'
+    kinds = dict[str, str]()
+    for token, kind in zip(TOKENIZER.encode(call), task.partings(TOKENIZER, sample, call), strict=False):
+        kinds[kind] = kinds.get(kind, "") + TOKENIZER.decode([token]).strip()
+    assert kinds["wrong_value"] == '3true"n"null' and kinds["missing_arguments"] == '"n""is""to""no"'
+    assert kinds["other_calls"] == '"f"' and kinds["no_call"] == "<tool_call>"
+
+
 @pytest.mark.parametrize("name", FORCED)
 def test_a_model_that_knows_the_answer_scores_1_and_one_that_knows_nothing_chance(name: str, tmp_path: Path) -> None:
     task, samples = made(name, tmp_path, **FORCED[name])
