@@ -24,7 +24,7 @@ def tables_of(parts: Sequence[Part], table: Tensor, h_kv: int, block: int) -> tu
     positions = torch.cat([idx[0] for idx in reversed(some)], -1)  # what is resident stands last
     n = positions.shape[1]
     firsts = positions[:, ::block]
-    steps = torch.arange(n) - torch.arange(n) // block * block
+    steps = torch.arange(n, device=table.device) % block
     if bool((firsts % block).any()) or not torch.equal(positions, firsts.repeat_interleave(block, 1)[:, :n] + steps):
         raise Unserved(f"selects tokens that are no whole pages of {block} tokens, which are vLLM's blocks")
-    return table[firsts // block], torch.full((h_kv,), n)
+    return table[firsts // block], torch.full((h_kv,), n, device=table.device)

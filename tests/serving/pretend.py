@@ -15,10 +15,30 @@ from kvbench.engine.causal import causal
 from kvbench.engine.model import Model
 from kvbench.engine.softmax import Softmax
 from kvbench.serving.order import DROPPING, Order
-from kvbench.serving.pages import Pages
+from kvbench.serving.pages import Layout, Pages, beside, vec
 from kvbench.serving.reader import Desk, Turn
 
-BLOCK = 32
+
+@dataclass(frozen=True)
+class Form:
+    """Pages of one of vLLM's kernels."""
+
+    block: int
+    layout: Layout
+    order: tuple[int, ...]  # of the axes (layers, blocks, h_kv, block, 2 d_h) in memory, as vLLM's KVCacheLayout has it
+
+    def caches(self, n_layers: int, n_blocks: int, h_kv: int, d_h: int, device: torch.device) -> Tensor:
+        shape = (n_layers, n_blocks, h_kv, self.block, 2 * d_h)
+        made = torch.full([shape[axis] for axis in self.order], torch.nan, device=device)
+        return made.permute([self.order.index(axis) for axis in range(5)])
+
+
+FORMS = {
+    "cpu": Form(32, vec, (0, 1, 2, 3, 4)),
+    "flash": Form(16, beside, (0, 1, 3, 2, 4)),  # FlashAttention's and Triton's, FlashInfer's NHD: LBNHC
+    "infer": Form(16, beside, (0, 1, 2, 3, 4)),  # FlashInfer's HND, which Blackwell takes: LBHNC
+    "across": Form(16, beside, (1, 0, 3, 2, 4)),  # a block of all layers: BLNHC
+}
 
 
 @dataclass
@@ -38,14 +58,12 @@ class Asked:
 class Pretend:
     """An engine with one method."""
 
-    def __init__(self, model: Model, order: Order, n_blocks: int = 200) -> None:
+    def __init__(self, model: Model, order: Order, form: Form = FORMS["cpu"], n_blocks: int = 200) -> None:
         shape = model.shape
         self.model, self.order, self.free = model, order, list(range(n_blocks))[::-1]
-        self.caches = {
-            layer: torch.full((n_blocks, shape.h_kv, BLOCK, 2 * shape.d_h), torch.nan)
-            for layer in shape.attention_layers
-        }
-        pages = {layer: Pages.of(cache) for layer, cache in self.caches.items()}
+        self.block, layers = form.block, shape.attention_layers
+        self.caches = form.caches(len(layers), n_blocks, shape.h_kv, shape.d_h, model.device)
+        pages = {layer: Pages.of(cache, form.layout) for layer, cache in zip(layers, self.caches, strict=True)}
         self.desk = Desk(order, pages, dict.fromkeys(pages, Softmax(shape.d_h**-0.5)))
         self.living: dict[str, Asked] = {}
 
@@ -58,14 +76,13 @@ class Pretend:
         s = len(one.ids)
         if self.order.rung == DROPPING and not one.is_placed and one.n_read >= s:
             one.is_placed = True
-            stay = ceil(self.order.most_slots(s, one.n_read) / BLOCK)
+            stay = ceil(self.order.most_slots(s, one.n_read) / self.block)
             self.free += one.blocks[stay:]
             del one.blocks[stay:]
         wanted = self.order.most_slots(s, n_tokens) if one.is_placed else n_tokens
-        for _ in range(ceil(wanted / BLOCK) - len(one.blocks)):
+        for _ in range(ceil(wanted / self.block) - len(one.blocks)):
             block = self.free.pop()
-            for cache in self.caches.values():
-                cache[block] = torch.nan  # whoever reads what was freed, or not yet written, says so
+            self.caches[:, block] = torch.nan  # whoever reads what was freed, or not yet written, says so
             one.blocks.append(block)
             one.table.append(block)
 
@@ -82,10 +99,10 @@ class Pretend:
         text = one.ids + one.said
         stop = len(text) if n is None else min(len(text), one.n_read + n)
         self.give(one, stop)
-        table = torch.tensor([one.table + [0] * 4])
+        table = torch.tensor([one.table + [0] * 4], device=self.model.device)
         who = [(one.name, one.ids, one.n_new)]
         (turn,) = self.desk.turns(who, [0, stop - one.n_read], [stop], table, self.living)
-        ids = torch.tensor([text[one.n_read : stop]])
+        ids = torch.tensor([text[one.n_read : stop]], device=self.model.device)
         logits = self.model.forward(ids, one.n_read, self.model.new_cache(), Session(self, turn))
         one.n_read = stop
         if stop == len(text):
@@ -105,19 +122,19 @@ class Session:
     turn: Turn
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, window: Any) -> Tensor:
-        turn, pages = self.turn, self.engine.desk.pages[layer]
+        turn, pages, block = self.turn, self.engine.desk.pages[layer], self.engine.block
         trace = turn.reader.trace
-        slots = torch.arange(turn.first, turn.seen)
-        slots = trace.table[slots // BLOCK] * BLOCK + slots % BLOCK if turn.slots is None else turn.slots
-        pages.write(torch.arange(len(pages.v)), slots.unsqueeze(0), k, v)
+        slots = torch.arange(turn.first, turn.seen, device=q.device)
+        slots = trace.table[slots // block] * block + slots % block if turn.slots is None else turn.slots
+        pages.write(torch.arange(len(pages.v), device=q.device), slots.unsqueeze(0), k, v)
         if turn.is_step and turn.reader.is_still:  # what vLLM's kernel would do
-            held = pages.read(trace.table, torch.arange(turn.n_attended).unsqueeze(0))
+            held = pages.read(trace.table, trace.span(0, turn.n_attended))
             out, _ = attend_rows(q, [[Part(*held)]], softmax, [False])
             turn.reader.count(layer)
             return out
         out = torch.full_like(q, torch.nan)
         if turn.n_prompt:
-            past = pages.read(trace.table, torch.arange(turn.first + turn.n_prompt).unsqueeze(0))
+            past = pages.read(trace.table, trace.span(0, turn.first + turn.n_prompt))
             out[:, :, : turn.n_prompt] = causal(q[:, :, : turn.n_prompt], *past, softmax)[0]
         own_q, own_k, own_v = (x[0].transpose(0, 1) for x in (q, k, v))
         given = out[0].transpose(0, 1).contiguous()
