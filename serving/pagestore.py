@@ -123,7 +123,9 @@ class Moved:
         return Part(*self.trace.read(self.index, self.trace.span(start, stop)))
 
     def move(self, start: int, order: Tensor | None, places: Tensor) -> None:
-        slots = self.trace.span(start, start + places.shape[-1]).expand(places.shape) if order is None else start + order
+        slots = (
+            self.trace.span(start, start + places.shape[-1]).expand(places.shape) if order is None else start + order
+        )
         self.put(places[0], *self.trace.read(self.index, slots[0]))
 
     def hold(self, k: Tensor, v: Tensor, n_free: int) -> None:

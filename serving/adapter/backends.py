@@ -32,7 +32,9 @@ def put() -> None:
         raise ConfigError(f"vLLM runs on {platform} here, of which the adapter knows no pages; it knows CPU and CUDA")
     if platform != "CPU":
         if os.environ.get(ON_GPU) != "1":
-            raise ConfigError(f"nobody has run this adapter on a GPU; set {ON_GPU}=1 to be the first, and check answers")
+            raise ConfigError(
+                f"nobody has run this adapter on a GPU; set {ON_GPU}=1 to be the first, and check answers"
+            )
         os.environ.setdefault(RUNNER, "0")  # the other one says nothing of its requests to a backend
     for name, path in OURS[platform].items():
         register_backend(AttentionBackendEnum[name], path)

@@ -46,14 +46,19 @@ def check(name: str, layer: Any, rung: str) -> None:
     """`ValueError` where a layer is none that pages are known of."""
     impl, backend = layer.impl, layer.attn_backend
     if not issubclass(backend, Ours):
-        raise ValueError(f"layer {name} has vLLM's backend {backend.get_name()}, which the adapter has no own in place of")
+        raise ValueError(
+            f"layer {name} has vLLM's backend {backend.get_name()}, which the adapter has no own in place of"
+        )
     unknown = backend.unknown_layout(layer)
     says = [
         ("has a sliding window", impl.sliding_window not in (-1, (-1, -1))),
         ("reads another layer's pages", impl.kv_sharing_target_layer_name is not None),
         ("has ALiBi's slopes", impl.alibi_slopes is not None),
         (f"lies in pages of {unknown}", unknown is not None),
-        ("is no layer of a decoder", f"{getattr(impl, 'attn_type', 'decoder')}".lower().rpartition(".")[2] != "decoder"),
+        (
+            "is no layer of a decoder",
+            f"{getattr(impl, 'attn_type', 'decoder')}".lower().rpartition(".")[2] != "decoder",
+        ),
         ("has a kernel that reads no pages of one head (rung=pages)", rung == PAGES and not impl.reads_tables),
         ("has sinks of query heads (rung=pages)", rung == PAGES and impl.sinks is not None),
     ]
