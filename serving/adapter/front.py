@@ -23,13 +23,10 @@ USUAL = {  # of the environment, where nothing else is said
 }
 RESTRICTED: Mapping[str, Any] = {  # what a method needs, with or without one
     "enforce_eager": True,
-    "enable_prefix_caching": False,
     "async_scheduling": False,
     "block_size": BLOCK,
 }
 REFUSED = {
-    "enable_prefix_caching": "prefix caching hands on pages whose queries nobody sees again, and rung=dropping would "
-    "write over them",
     "async_scheduling": "async scheduling counts tokens before the worker has read them",
     "speculative_config": "speculative decoding takes tokens back that a method has counted",
     "kv_transfer_config": "a KV connector moves pages that a method has changed",
@@ -145,8 +142,10 @@ class Engine:
         self.order = order
         order.give()
         guard(self.core, order)
-        for manager in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
-            manager.order = order
+        blocks = self.scheduler.kv_cache_manager
+        blocks.manager.order = order
+        while blocks.chains:
+            blocks.drop(blocks.chains[0])
         self.llm.collective_rpc("kvbench_open")
 
     def told(self) -> dict[str, Any]:
