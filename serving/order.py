@@ -81,6 +81,10 @@ class Order:
             return n_tokens
         return min(n_tokens, variant.budget.tokens + (n_new if self.slack is None else min(n_new, self.slack)))
 
+    def moves(self, s_prompt: int) -> bool:
+        """Whether a prompt's tokens leave their pages."""
+        return self.rung == DROPPING and not self.variant(s_prompt).is_full
+
     def most_shared(self, s_prompt: int) -> int:
         """Tokens of a prompt that a prefix cache may hand on: those whose queries the method does not look at."""
         looks = [what.looks_at for what in self.variant(s_prompt).observations]

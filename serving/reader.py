@@ -228,13 +228,12 @@ class Desk:
             if reader is None or reader.n_seen != first:  # new, or from the beginning again
                 reader = self.readers[asked.name] = self.begin(asked, first, seen[i])
             reader.n_seen = seen[i]
-            reader.trace.table = reader.blocks(table)
+            reader.trace.table = reader.trace.own = reader.blocks(table)
             turn = Turn(reader, slice(starts[i], starts[i + 1]), first)
             if self.order.rung == DROPPING:
                 if reader.is_placed:
-                    reader.trace.own = reader.trace.table
                     turn.slots, turn.n_attended = self.slots(reader, n), reader.n_attended(n)
-                elif turn.ends_prompt:
+                elif turn.ends_prompt and self.order.moves(reader.s_prompt):
                     reader.take_blocks(table, turn.seen, self.block, self.is_shared)
             turns.append(turn)
         self.n_steps += 1

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import RequestStatus
 
-from kvbench.serving.order import DROPPING, Note, Order
+from kvbench.serving.order import Note, Order
 
 
 @dataclass
@@ -57,18 +57,14 @@ class Manager(FullAttentionManager):
         self.order = order
         self.held: dict[str, Held] = {}
 
-    @property
-    def drops(self) -> bool:
-        return self.order.rung == DROPPING
+    def n_stay(self, held: Held, n_tokens: int) -> int:
+        """Blocks of what survives of so many tokens."""
+        n = self.order.most_slots(held.s_prompt, n_tokens) if self.order.moves(held.s_prompt) else n_tokens
+        return -(-n // self.block_size)
 
-    def slots(self, held: Held, n_tokens: int) -> int:
-        """Slots in place of tokens."""
-        return self.order.most_slots(held.s_prompt, n_tokens) if self.drops else n_tokens
-
-    def n_own(self, held: Held, n_tokens: int) -> int:
-        """Blocks beside the prompt's that a pass needs, to which what survives moves."""
-        ends = self.drops and not held.is_placed and n_tokens >= held.s_prompt
-        return -(-self.slots(held, n_tokens) // self.block_size) if ends and self.enable_caching else 0
+    def ends(self, held: Held, n_tokens: int) -> bool:
+        """Whether a pass up to so many tokens moves what survives."""
+        return not held.is_placed and n_tokens >= held.s_prompt and self.order.moves(held.s_prompt)
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -89,9 +85,10 @@ class Manager(FullAttentionManager):
     ) -> int:
         held = self.held[request_id]
         if held.chain is not None:
-            return max(0, -(-self.slots(held, num_tokens) // self.block_size) - len(held.chain.blocks))
-        n = self.slots(held, num_tokens) if held.is_placed else num_tokens
-        own = self.n_own(held, num_tokens)
+            return max(0, self.n_stay(held, num_tokens) - len(held.chain.blocks))
+        stay = self.n_stay(held, num_tokens)
+        n = stay * self.block_size if held.is_placed else num_tokens
+        own = stay if self.enable_caching and self.ends(held, num_tokens) else 0
         return own + super().get_num_blocks_to_allocate(request_id, n, new_computed_blocks, *args, **kwargs)
 
     def add_local_computed_blocks(self, request_id: str, new_computed_blocks: Sequence[Any], *args: Any) -> None:
@@ -104,22 +101,23 @@ class Manager(FullAttentionManager):
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[Any]:
         held = self.held[request_id]
-        n = self.slots(held, num_tokens) if held.is_placed else num_tokens
+        stay = self.n_stay(held, num_tokens)
+        n = stay * self.block_size if held.is_placed else num_tokens
         made = super().allocate_new_blocks(request_id, n, num_tokens_main_model)
-        if self.drops and not held.is_placed and num_tokens >= held.s_prompt:
-            blocks, own = self.req_to_blocks[request_id], self.n_own(held, num_tokens)
-            stay = -(-self.slots(held, num_tokens) // self.block_size)
-            held.going = slice(0 if own else stay, len(blocks))
-            if own:
-                more = self.block_pool.get_new_blocks(own)
-                blocks.extend(more)
-                made = made + more
-        return made
+        if not self.ends(held, num_tokens):
+            return made
+        blocks = self.req_to_blocks[request_id]
+        held.going = slice(0 if self.enable_caching else stay, len(blocks))
+        own = self.block_pool.get_new_blocks(stay) if self.enable_caching else []
+        if self.records_new_block_ids:
+            self.new_block_ids.extend(block.block_id for block in own)
+        blocks.extend(own)
+        return made + own
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Hand on the prompt's blocks alone: what follows has been made by a method."""
         held = self.held[request.request_id]
-        if not (self.drops and held.is_placed):
+        if not held.is_placed:
             super().cache_blocks(request, min(num_tokens, held.s_prompt), *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:

@@ -15,7 +15,7 @@ from kvbench.engine.attend import Part, attend_rows
 from kvbench.engine.causal import causal
 from kvbench.engine.model import Model
 from kvbench.engine.softmax import Softmax
-from kvbench.serving.order import DROPPING, Note, Order
+from kvbench.serving.order import Note, Order
 from kvbench.serving.pages import Pages
 from kvbench.serving.reader import Asked, Desk, Turn
 
@@ -92,7 +92,7 @@ class Pretend:
 
     def give(self, one: Request, n_tokens: int) -> None:
         """The scheduler's part, as `Manager` has it."""
-        s, drops = one.note.s_prompt, self.order.rung == DROPPING
+        s = one.note.s_prompt
         if one.going is not None:
             self.release(one.blocks[one.going])
             del one.blocks[one.going]
@@ -103,7 +103,7 @@ class Pretend:
         if self.is_shared and not one.is_placed:
             for at in range(min(n_tokens, s) // BLOCK):
                 self.cached.setdefault((*one.text[: (at + 1) * BLOCK],), one.blocks[at])
-        if drops and not one.is_placed and n_tokens >= s:
+        if self.order.moves(s) and not one.is_placed and n_tokens >= s:
             stay, n = ceil(slots / BLOCK), len(one.blocks)
             one.blocks += self.new(stay) if self.is_shared else []
             one.going = slice(0 if self.is_shared else stay, n)
