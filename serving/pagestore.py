@@ -256,8 +256,8 @@ class PageStore(Store):
         n, n_window, _ = placement.size(home.s_prompt, home.n_new)
         if n + n_window > (most := len(self.trace.own) * self.trace.pages[layer].block):
             raise Unserved(
-                f"keeps {n + n_window} tokens of {home.s_prompt} in layer {layer}, where vLLM's scheduler has blocks for "
-                f"{most}: it keeps another number of tokens in each layer, and vLLM has one table of blocks for all"
+                f"keeps {n + n_window} tokens of {home.s_prompt} in layer {layer}, where vLLM's scheduler has blocks "
+                f"for {most}: it keeps another number of tokens in each layer, and vLLM has one table of blocks for all"
             )
 
     def is_even(self, placement: Kept) -> bool:

@@ -26,7 +26,6 @@ from kvbench.serving.order import DROPPING, PAGES, VISIBLE, Note, Order, Unserve
 from kvbench.serving.pages import Pages
 from kvbench.serving.pagestore import PageStore, PageTrace
 
-
 NO_NOTE = Note()
 
 

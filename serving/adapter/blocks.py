@@ -1,12 +1,12 @@
 """The scheduler's side: which of vLLM's blocks a request has, with vLLM's prefix cache and with chains of turns.
 
-What the prefix cache hands on is what an exact prefill has read: blocks of prompts alone, and no more of them than those
-whose queries the method can do without (`Order.most_shared`). On the dropping rung what survives moves, and the
+What the prefix cache hands on is what an exact prefill has read: blocks of prompts alone, and no more of them than
+those whose queries the method can do without (`Order.most_shared`). On the dropping rung what survives moves, and the
 prompt's blocks go back by vLLM's own count of who else holds them. With the prefix cache it moves to blocks of its own,
 without it to the prompt's first ones.
 
-Worker and scheduler count with the same arithmetic (`Order.most_slots`), each for itself: nothing that a worker finds is
-waited for. The worker's table of blocks only grows, and leaves out what is free by itself.
+Worker and scheduler count with the same arithmetic (`Order.most_slots`), each for itself: nothing that a worker finds
+is waited for. The worker's table of blocks only grows, and leaves out what is free by itself.
 
 Not here: what survives (`serving/reader.py`).
 """
@@ -153,7 +153,10 @@ class Blocks(KVCacheManager):
         blocks, n, *rest = super().get_computed_blocks(request, *limits)
         if n > (most := self.order.most_shared(held.s_prompt)):
             k = most // self.manager.block_size
-            blocks, n = self.create_kv_cache_blocks(tuple([*group[:k]] for group in blocks.blocks)), k * self.manager.block_size
+            blocks, n = (
+                self.create_kv_cache_blocks(tuple([*group[:k]] for group in blocks.blocks)),
+                k * self.manager.block_size,
+            )
         return blocks, n, *rest
 
     def allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,6 +177,14 @@ class Blocks(KVCacheManager):
     def drop(self, chain: Chain) -> None:
         self.chains.remove(chain)
         self.block_pool.free_blocks(reversed(chain.blocks))
+
+    def drop_chains(self) -> None:
+        while self.chains:
+            self.drop(self.chains[0])
+
+    def reset_prefix_cache(self) -> bool:
+        self.drop_chains()
+        return super().reset_prefix_cache()
 
     def free(self, request: Any) -> None:
         held = self.manager.held.get(request.request_id)

@@ -124,7 +124,7 @@ class Pretend:
         """The next turn of a request that is over: more text behind its own."""
         before = self.left.pop(one.name)
         note = Note(before.note.s_prompt, before.name, [*self.left])
-        self.living[name] = made = Request(name, before.text + [*ids], n_new, note)
+        self.living[name] = made = Request(name, [*before.text, *ids], n_new, note)
         made.blocks, made.n_read, made.is_placed = before.blocks, before.n_read, before.is_placed
         made.table = [*made.blocks]
         return made

@@ -47,9 +47,7 @@ def looks_at(one: Variant) -> int:
     return max((S if what.looks_at is None else what.looks_at for what in one.observations), default=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "rung"), [(name, VISIBLE) for name in SEEN] + [(name, DROPPING) for name in DROPPED]
-)
+@pytest.mark.parametrize(("name", "rung"), [(name, VISIBLE) for name in SEEN] + [(name, DROPPING) for name in DROPPED])
 def test_prompts_that_begin_alike_share_blocks_and_touch_nothing(name: str, rung: str) -> None:
     """One goes, the next one comes while a third still reads; on the dropping rung all of them have moved."""
     serving = engine(name, rung)
