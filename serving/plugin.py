@@ -4,7 +4,7 @@ Without an order (`serving/order.py`) it changes nothing: an installed plugin is
 """
 # pyright: reportMissingImports=false
 
-from kvbench.serving.order import DROPPING, Order
+from kvbench.serving.order import Order
 
 
 def register() -> None:
@@ -21,7 +21,6 @@ def register() -> None:
         raise ImportError(f"vLLM {vllm.__version__} is not known to kvbench's plugin, which was made for {VERSION}*")
     take_back()
     put()
-    if order.rung == DROPPING:
-        from kvbench.serving.adapter.blocks import register_manager
+    from kvbench.serving.adapter.blocks import register_manager
 
-        register_manager()
+    register_manager()

@@ -45,7 +45,10 @@ def take_back() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
+    from kvbench.serving.adapter.blocks import take_back_manager
+
     for names in OURS.values():
         for name in names:
             AttentionBackendEnum[name].clear_override()
     _cached_get_attn_backend.cache_clear()
+    take_back_manager()

@@ -2,6 +2,7 @@
 arithmetic, around a tiny model. It keeps K and V in tensors of vLLM's layout, and its own attention is dense.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -14,9 +15,9 @@ from kvbench.engine.attend import Part, attend_rows
 from kvbench.engine.causal import causal
 from kvbench.engine.model import Model
 from kvbench.engine.softmax import Softmax
-from kvbench.serving.order import DROPPING, Order
+from kvbench.serving.order import Note, Order
 from kvbench.serving.pages import Layout, Pages, beside, vec
-from kvbench.serving.reader import Desk, Turn
+from kvbench.serving.reader import Asked, Desk, Turn
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ class Form:
         return made.permute([self.order.index(axis) for axis in range(5)])
 
 
+BLOCK = 32  # tokens of a CPU's
 FORMS = {
-    "cpu": Form(32, vec, (0, 1, 2, 3, 4)),
+    "cpu": Form(BLOCK, vec, (0, 1, 2, 3, 4)),
     "flash": Form(16, beside, (0, 1, 3, 2, 4)),  # FlashAttention's and Triton's, FlashInfer's NHD: LBNHC
     "infer": Form(16, beside, (0, 1, 2, 3, 4)),  # FlashInfer's HND, which Blackwell takes: LBHNC
     "across": Form(16, beside, (1, 0, 3, 2, 4)),  # a block of all layers: BLNHC
@@ -42,65 +44,120 @@ FORMS = {
 
 
 @dataclass
-class Asked:
+class Request:
     """A request."""
 
     name: str
     ids: list[int]
     n_new: int
+    note: Note
     said: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)  # that the scheduler has given it, and not taken back
     table: list[int] = field(default_factory=list)  # the worker's, which only grows
     n_read: int = 0
+    n_found: int = 0  # tokens that came from the prefix cache
+    going: slice | None = None  # of the blocks: those that leave before the next pass
     is_placed: bool = False
+
+    @property
+    def text(self) -> list[int]:
+        return self.ids + self.said
 
 
 class Pretend:
-    """An engine with one method."""
+    """An engine with one method. With `is_shared` it has a prefix cache."""
 
-    def __init__(self, model: Model, order: Order, form: Form = FORMS["cpu"], n_blocks: int = 200) -> None:
+    def __init__(
+        self, model: Model, order: Order, n_blocks: int = 200, is_shared: bool = False, form: Form = FORMS["cpu"]
+    ) -> None:
         shape = model.shape
-        self.model, self.order, self.free = model, order, list(range(n_blocks))[::-1]
+        self.model, self.order, self.free, self.is_shared = model, order, list(range(n_blocks))[::-1], is_shared
         self.block, layers = form.block, shape.attention_layers
         self.caches = form.caches(len(layers), n_blocks, shape.h_kv, shape.d_h, model.device)
         pages = {layer: Pages.of(cache, form.layout) for layer, cache in zip(layers, self.caches, strict=True)}
-        self.desk = Desk(order, pages, dict.fromkeys(pages, Softmax(shape.d_h**-0.5)))
-        self.living: dict[str, Asked] = {}
+        self.desk = Desk(order, pages, dict.fromkeys(pages, Softmax(shape.d_h**-0.5)), is_shared)
+        self.living: dict[str, Request] = {}
+        self.holders: Counter[int] = Counter()  # of each block
+        self.cached: dict[tuple[int, ...], int] = {}  # by the text to a block's end
+        self.left: dict[str, Request] = {}  # turns that are over, from which others go on
 
-    def ask(self, name: str, ids: Sequence[int], n_new: int) -> Asked:
-        self.living[name] = Asked(name, [*ids], n_new)
-        return self.living[name]
+    def ask(self, name: str, ids: Sequence[int], n_new: int) -> Request:
+        self.living[name] = one = Request(name, [*ids], n_new, Note(len(ids)))
+        return one
 
-    def give(self, one: Asked, n_tokens: int) -> None:
-        """The scheduler's part, as `DroppingManager` has it."""
-        s = len(one.ids)
-        if self.order.rung == DROPPING and not one.is_placed and one.n_read >= s:
-            one.is_placed = True
-            stay = ceil(self.order.most_slots(s, one.n_read) / self.block)
-            self.free += one.blocks[stay:]
-            del one.blocks[stay:]
-        wanted = self.order.most_slots(s, n_tokens) if one.is_placed else n_tokens
-        for _ in range(ceil(wanted / self.block) - len(one.blocks)):
-            block = self.free.pop()
-            self.caches[:, block] = torch.nan  # whoever reads what was freed, or not yet written, says so
-            one.blocks.append(block)
-            one.table.append(block)
+    def take(self, blocks: Sequence[int]) -> list[int]:
+        self.holders.update(blocks)
+        return [*blocks]
 
-    def preempt(self, one: Asked) -> None:
-        self.free += one.blocks
-        one.blocks, one.table, one.n_read, one.is_placed = [], [], 0, False
+    def new(self, n: int) -> list[int]:
+        """Blocks of nobody. Whoever reads what was freed, or not yet written, says so."""
+        found = [self.free.pop() for _ in range(n)]
+        self.cached = {text: block for text, block in self.cached.items() if block not in found}
+        self.caches[:, torch.tensor(found, dtype=torch.long, device=self.model.device)] = torch.nan
+        return self.take(found)
 
-    def end(self, one: Asked) -> None:
-        self.free += one.blocks
+    def release(self, blocks: Sequence[int]) -> None:
+        self.holders.subtract(blocks)
+        self.free[:0] = [block for block in blocks if not self.holders[block]]  # the last ones to be given again
+
+    def find(self, one: Request) -> None:
+        """What the prefix cache has of a request that begins."""
+        most = min(self.order.most_shared(one.note.s_prompt), len(one.text) - 1)
+        while one.n_read + self.block <= most and (block := self.cached.get((*one.text[: one.n_read + self.block],))) is not None:
+            if block in self.free:
+                self.free.remove(block)
+            one.blocks += self.take([block])
+            one.n_read = one.n_found = one.n_read + self.block
+        one.table = [*one.blocks]
+
+    def give(self, one: Request, n_tokens: int) -> None:
+        """The scheduler's part, as `Manager` has it."""
+        s = one.note.s_prompt
+        if one.going is not None:
+            self.release(one.blocks[one.going])
+            del one.blocks[one.going]
+            one.going, one.is_placed = None, True
+        slots = self.order.most_slots(s, n_tokens)
+        before = len(one.blocks)
+        one.blocks += self.new(max(0, ceil((slots if one.is_placed else n_tokens) / self.block) - before))
+        if self.is_shared and not one.is_placed:
+            for at in range(min(n_tokens, s) // self.block):
+                self.cached.setdefault((*one.text[: (at + 1) * self.block],), one.blocks[at])
+        if self.order.moves(s) and not one.is_placed and n_tokens >= s:
+            stay, n = ceil(slots / self.block), len(one.blocks)
+            one.blocks += self.new(stay) if self.is_shared else []
+            one.going = slice(0 if self.is_shared else stay, n)
+        one.table += one.blocks[before:]
+
+    def preempt(self, one: Request) -> None:
+        self.release(one.blocks)
+        one.blocks, one.table, one.n_read, one.going, one.is_placed = [], [], 0, None, False
+
+    def end(self, one: Request) -> None:
         del self.living[one.name]
+        if self.order.chains:
+            self.left[one.name] = one
+        else:
+            self.release(one.blocks)
 
-    def step(self, one: Asked, n: int | None = None) -> None:
+    def go_on(self, name: str, one: Request, ids: Sequence[int], n_new: int) -> Request:
+        """The next turn of a request that is over: more text behind its own."""
+        before = self.left.pop(one.name)
+        note = Note(before.note.s_prompt, before.name, [*self.left])
+        self.living[name] = made = Request(name, [*before.text, *ids], n_new, note)
+        made.blocks, made.n_read, made.is_placed = before.blocks, before.n_read, before.is_placed
+        made.table = [*made.blocks]
+        return made
+
+    def step(self, one: Request, n: int | None = None) -> None:
         """Read the request's next `n` tokens, all by default; behind its last one it says another."""
-        text = one.ids + one.said
+        text = one.text
+        if not one.blocks and self.is_shared:
+            self.find(one)
         stop = len(text) if n is None else min(len(text), one.n_read + n)
         self.give(one, stop)
         table = torch.tensor([one.table + [0] * 4], device=self.model.device)
-        who = [(one.name, one.ids, one.n_new)]
+        who = [Asked(one.name, one.ids, 4096 if self.order.chains else one.n_new, one.note)]
         (turn,) = self.desk.turns(who, [0, stop - one.n_read], [stop], table, self.living)
         ids = torch.tensor([text[one.n_read : stop]], device=self.model.device)
         logits = self.model.forward(ids, one.n_read, self.model.new_cache(), Session(self, turn))
@@ -108,7 +165,7 @@ class Pretend:
         if stop == len(text):
             one.said.append(int(logits[0].argmax()))
 
-    def answer(self, one: Asked, chunk: int | None = None) -> list[int]:
+    def answer(self, one: Request, chunk: int | None = None) -> list[int]:
         while len(one.said) < one.n_new:
             self.step(one, chunk)
         return one.said
@@ -126,7 +183,9 @@ class Session:
         trace = turn.reader.trace
         slots = torch.arange(turn.first, turn.seen, device=q.device)
         slots = trace.table[slots // block] * block + slots % block if turn.slots is None else turn.slots
-        pages.write(torch.arange(len(pages.v), device=q.device), slots.unsqueeze(0), k, v)
+        kept = slots >= 0
+        everyone = torch.arange(len(pages.v), device=q.device)
+        pages.write(everyone, slots[kept].unsqueeze(0), k[:, :, kept], v[:, :, kept])
         if turn.is_step and turn.reader.is_still:  # what vLLM's kernel would do
             held = pages.read(trace.table, trace.span(0, turn.n_attended))
             out, _ = attend_rows(q, [[Part(*held)]], softmax, [False])

@@ -55,7 +55,7 @@ def wanted(one: Variant, seed: int = 0) -> tuple[list[int], Any]:
 
 
 def engine(name: str, rung: str, ratio: str = "0.3", slack: int | None = None, form: str = "cpu") -> Pretend:
-    return Pretend(model(), order_of(variants(name, ratio), model(), rung, slack), FORMS[form])
+    return Pretend(model(), order_of(variants(name, ratio), model(), rung, slack), form=FORMS[form])
 
 
 def ratio_of(name: str) -> str:
