@@ -77,6 +77,7 @@ class Reader:
         self.row.build(layer)
         if len(trace.taken) == len(trace.shape.attention_layers):
             self.row.complete()
+            trace.settle()
             self.is_placed = True
 
     def take_blocks(self, table: Tensor, n_tokens: int, block: int, is_shared: bool) -> None:

@@ -18,8 +18,8 @@ from vllm.forward_context import get_forward_context
 
 from kvbench.serving.adapter.blocks import own_spec
 from kvbench.serving.order import PAGES, DROPPING, Note, Order
-from kvbench.serving.pages import Layout, apart, beside
-from kvbench.serving.pagetable import tables_of
+from kvbench.serving.pages import Layout, beside
+from kvbench.serving.pagetable import of_one_head
 from kvbench.serving.reader import Asked, Desk, Turn, folded
 
 
@@ -111,26 +111,21 @@ class Attending:
         self, layer: Any, turns: Sequence[Turn], at: int, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, out: Tensor
     ) -> None:
         """vLLM's kernel over the pages that each request's KV heads attend to: each is a request of one head to it."""
-        _, h_kv, block, width = cache.shape
-        found = []
+        chosen = []
         for turn in turns:
             one = [folded(x[turn.rows]) for x in (q, k, v)]
-            found.append(tables_of(turn.reader.parts(at, *one), turn.reader.trace.table, h_kv, block))
-        rows = [turn.rows.start for turn in turns]
-        most = max(table.shape[1] for table, _ in found)
-        tables = torch.cat([torch.nn.functional.pad(table, (0, most - table.shape[1])) for table, _ in found])
-        lengths = torch.cat([n for _, n in found]).int()
-        blocks, by_block, by_head = apart(cache)
-        heads = torch.arange(h_kv, device=q.device).repeat(len(turns)).unsqueeze(1)
-        queries = q[rows].reshape(len(tables), -1, width // 2)
+            chosen.append((turn.reader.parts(at, *one), turn.reader.trace.table))
+        blocks, tables, lengths = of_one_head(chosen, cache)
+        rows, width = [turn.rows.start for turn in turns], cache.shape[3] // 2
+        queries = q[rows].reshape(len(tables), -1, width)
         made = torch.empty_like(queries)
         one = copy.copy(self)
         one.num_heads, one.num_kv_heads = queries.shape[1], 1
-        plan = one.alone(queries, lengths, (tables * by_block + heads * by_head).int())
+        plan = one.alone(queries, lengths, tables)
         super(Attending, one).forward(layer, queries, queries, queries, blocks, plan, made)
         out[rows] = made.view(len(turns), *out.shape[1:])
         for turn in turns:
-            turn.reader.behind(at, folded(out[turn.rows].view(1, -1, width // 2)))
+            turn.reader.behind(at, folded(out[turn.rows].view(1, -1, width)))
 
     def alone(self, queries: Tensor, lengths: Tensor, tables: Tensor) -> Any:
         """The backend's metadata of requests with one query and one KV head each."""

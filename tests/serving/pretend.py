@@ -15,9 +15,11 @@ from kvbench.engine.attend import Part, attend_rows
 from kvbench.engine.causal import causal
 from kvbench.engine.model import Model
 from kvbench.engine.softmax import Softmax
-from kvbench.serving.order import Note, Order
+from kvbench.serving.order import PAGES, Note, Order
 from kvbench.serving.pages import Layout, Pages, beside, vec
+from kvbench.serving.pagetable import of_one_head
 from kvbench.serving.reader import Asked, Desk, Turn
+from kvbench.tests.serving.paged import flash_attn_varlen_func
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,10 @@ class Pretend:
     def find(self, one: Request) -> None:
         """What the prefix cache has of a request that begins."""
         most = min(self.order.most_shared(one.note.s_prompt), len(one.text) - 1)
-        while one.n_read + self.block <= most and (block := self.cached.get((*one.text[: one.n_read + self.block],))) is not None:
+        while (
+            one.n_read + self.block <= most
+            and (block := self.cached.get((*one.text[: one.n_read + self.block],))) is not None
+        ):
             if block in self.free:
                 self.free.remove(block)
             one.blocks += self.take([block])
@@ -191,6 +196,8 @@ class Session:
             out, _ = attend_rows(q, [[Part(*held)]], softmax, [False])
             turn.reader.count(layer)
             return out
+        if turn.is_step and trace.rung == PAGES:
+            return self.attend_pages(layer, q, k, v, softmax)
         out = torch.full_like(q, torch.nan)
         if turn.n_prompt:
             past = pages.read(trace.table, trace.span(0, turn.first + turn.n_prompt))
@@ -199,3 +206,17 @@ class Session:
         given = out[0].transpose(0, 1).contiguous()
         self.engine.desk.read(layer, turn, own_q, own_k, own_v, given)
         return given.transpose(0, 1).unsqueeze(0)
+
+    def attend_pages(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+        """What a paged kernel would do, to which each KV head is a request of its own."""
+        reader, h_kv = self.turn.reader, k.shape[1]
+        cache = self.engine.caches[[*self.engine.desk.pages].index(layer)]
+        blocks, tables, lengths = of_one_head([(reader.parts(layer, q, k, v), reader.trace.table)], cache)
+        queries, most = q.view(h_kv, -1, q.shape[3]), int(lengths.max())
+        out = flash_attn_varlen_func(
+            queries, *blocks.transpose(1, 2).chunk(2, -1), out=torch.empty_like(queries), seqused_k=lengths,
+            cu_seqlens_q=torch.arange(h_kv + 1), block_table=tables, softmax_scale=softmax.scale, causal=True,
+            max_seqlen_q=1, max_seqlen_k=most,
+        ).view(q.shape)  # fmt: skip
+        reader.behind(layer, out)
+        return out

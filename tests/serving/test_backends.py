@@ -99,11 +99,11 @@ def test_tokens_are_kvbench_s(name: str, layout: str, rung: str, words: str, mon
 
 
 class TestDropping:
-    """FlashAttention's, in a pool of 26 blocks."""
+    """FlashAttention's, in a pool of 25 blocks."""
 
     @pytest.fixture(scope="class")
     def engine(self) -> Iterator[Engine]:
-        flags = {"max_model_len": 400, "num_gpu_blocks_override": 27}
+        flags = {"max_model_len": 400, "num_gpu_blocks_override": 26}
         with pytest.MonkeyPatch.context() as patch:
             engine = start(patch, "FLASH_ATTN", "LBNHC", order(SNAPKV, DROPPING), **flags)
             yield engine
@@ -116,7 +116,7 @@ class TestDropping:
 
     def test_requests_that_were_compacted_are_preempted_and_go_on(self, engine: Engine) -> None:
         engine.switch(order(SNAPKV, DROPPING))
-        three, n_new = prompts([LENGTH] * 3), 50
+        three, n_new = prompts([LENGTH] * 3), 60
         for ids in three:
             said(SNAPKV, ids, n_new)
         replies, figures = drive(engine, [Request(f"{i}", ids, n_new) for i, ids in enumerate(three * 2)])

@@ -16,7 +16,7 @@ from kvbench.engine.decode import decode
 from kvbench.engine.model import Model
 from kvbench.engine.prefill import prefill
 from kvbench.methods.base import Variant
-from kvbench.serving.order import DROPPING, VISIBLE, Order
+from kvbench.serving.order import DROPPING, PAGES, VISIBLE, Order
 from kvbench.serving.pages import Pages, beside
 from kvbench.tests import conformance
 from kvbench.tests.conformance import model, ours
@@ -26,6 +26,7 @@ from kvbench.tests.vectors import built
 
 S, N_NEW = 240, 40
 ON_GPUS = ("flash", "infer", "across")  # forms of pages
+QUEST = "quest method.comm_mode=native method.page_len=16 method.page_generated=true method.agg=group_mean"
 DROPPED = ("streamingllm", "snapkv", "knorm", "keydiff", "tova", "full")
 SEEN = (*DROPPED, "oracle", "pqcache", "quest", "sparq", "clusterkv", "adakv", "lagkv", "h2o", "infllm", "magicpig")
 
@@ -39,7 +40,9 @@ def order_of(one: Callable[[int], Variant], model: Model, rung: str, slack: int 
 
 
 def variants(name: str, ratio: str = "0.3") -> Callable[[int], Variant]:
-    subject = ours(name, *(["method.full_layers=0"] if name == "knorm" else []))
+    subject = ours(*name.split(), *(["method.full_layers=0"] if name == "knorm" else []))
+    if name == QUEST:  # whose bounds are many for so short a prompt
+        subject = replace(subject, comm="1/4")
     return lambda s: replace(conformance.variant(subject, ratio), is_checked=True) if s == S else fail(s)
 
 
@@ -129,6 +132,17 @@ def test_a_preempted_request_reads_its_answer_again_and_goes_on(
         assert len(serving.free) == 200
         assert serving.answer(one, chunk) == ids
     assert serving.desk.replays == (chunk is None)  # in chunks, no pass has prompt and answer together
+    assert serving.desk.readers["a"].row.store.ledger.totals("attended") == row.store.ledger.totals("attended")
+
+
+@pytest.mark.parametrize("form", ON_GPUS)
+def test_a_paged_kernel_reads_what_quest_selects(form: str) -> None:
+    """From blocks of one head, which overlap where tokens come before heads in memory."""
+    ids, row = by_the_main_engine(QUEST)
+    serving = engine(QUEST, PAGES, form=form)
+    one = serving.ask("a", prompt(S), N_NEW)
+    with model().hooked():
+        assert serving.answer(one, 100) == ids
     assert serving.desk.readers["a"].row.store.ledger.totals("attended") == row.store.ledger.totals("attended")
 
 
