@@ -19,6 +19,7 @@ from kvbench.engine.attend import Part
 from kvbench.engine.books.audit import count_parts
 from kvbench.engine.observe import ModelFact
 from kvbench.engine.readers import Held, end
+from kvbench.engine.rows import leave_kernels_out
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.step import behind_rows, step_rows
@@ -77,6 +78,7 @@ class Reader:
         self.row.build(layer)
         if len(trace.taken) == len(trace.shape.attention_layers):
             self.row.complete()
+            trace.settle()
             self.is_placed = True
 
     def take_blocks(self, table: Tensor, n_tokens: int, block: int, is_shared: bool) -> None:
@@ -210,6 +212,9 @@ class Desk:
     n_steps: int = 0
     most_decoding: int = 0  # requests in one step after their prompts
 
+    def __post_init__(self) -> None:
+        leave_kernels_out(next(iter(self.pages.values())).device, "they read a layer's own memory, and it has none")
+
     @property
     def block(self) -> int:
         return next(iter(self.pages.values())).block
@@ -255,7 +260,7 @@ class Desk:
     def slots(self, reader: Reader, n: int) -> Tensor:
         """Where vLLM puts the next `n` tokens among all of its slots; -1: nowhere."""
         if n > 1:  # a window may roll over what the first of them still attend to: they are written one by one
-            return torch.full((n,), -1)
+            return torch.full((n,), -1, device=reader.trace.device)
         slots = reader.store.next_slots(n)
         return reader.trace.table[slots // self.block] * self.block + slots % self.block
 
