@@ -18,12 +18,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum  # pyright:
 from kvbench.engine.errors import ConfigError
 from kvbench.serving.adapter import backends
 from kvbench.serving.adapter.front import Engine
-from kvbench.serving.measure import Request, drive
 from kvbench.serving.order import DROPPING, PAGES, VISIBLE, Order
 from kvbench.serving.rehearsal import rehearse
 from kvbench.tests.serving import paged
-from kvbench.tests.serving.reference import COMPARED, FOUND, Said, prompts, said
-from kvbench.tests.serving.test_vllm import FLAGS, LENGTH, LENGTHS, MODEL, N_NEW, QUEST, SNAPKV
+from kvbench.tests.serving.reference import COMPARED, Said, prompts, said
+from kvbench.tests.serving.test_vllm import FLAGS, LENGTHS, MODEL, N_NEW, QUEST, SNAPKV
 
 pytestmark = [pytest.mark.serving, pytest.mark.filterwarnings("ignore")]
 BLOCK = 16
@@ -73,10 +72,10 @@ def order(words: str, rung: str) -> Order:
     return rehearse(Order(tuple(words.split()), rung), BLOCK)
 
 
-def start(patch: pytest.MonkeyPatch, name: str, layout: str, asked: Order, **flags: Any) -> Engine:
+def start(patch: pytest.MonkeyPatch, name: str, layout: str, asked: Order) -> Engine:
     pretend(patch, name)
     patch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
-    engine = Engine.start(asked, MODEL, **FLAGS | flags, block_size=BLOCK, max_num_batched_tokens=256)
+    engine = Engine.start(asked, MODEL, **FLAGS, block_size=BLOCK, max_num_batched_tokens=256)
     layer = next(iter(engine.core.vllm_config.compilation_config.static_forward_context.values()))
     assert layer.attn_backend.get_name() == name and layer.kv_cache.shape[1:] == (3, BLOCK, 128)
     return engine
@@ -99,13 +98,12 @@ def test_tokens_are_kvbench_s(name: str, layout: str, rung: str, words: str, mon
 
 
 class TestDropping:
-    """FlashAttention's, in a pool of 25 blocks."""
+    """FlashAttention's."""
 
     @pytest.fixture(scope="class")
     def engine(self) -> Iterator[Engine]:
-        flags = {"max_model_len": 400, "num_gpu_blocks_override": 26}
         with pytest.MonkeyPatch.context() as patch:
-            engine = start(patch, "FLASH_ATTN", "LBNHC", order(SNAPKV, DROPPING), **flags)
+            engine = start(patch, "FLASH_ATTN", "LBNHC", order(SNAPKV, DROPPING))
             yield engine
             engine.close()
 
@@ -116,17 +114,18 @@ class TestDropping:
 
     def test_requests_that_were_compacted_are_preempted_and_go_on(self, engine: Engine) -> None:
         engine.switch(order(SNAPKV, DROPPING))
-        three, n_new = prompts([LENGTH] * 3), 60
-        for ids in three:
-            said(SNAPKV, ids, n_new)
-        replies, figures = drive(engine, [Request(f"{i}", ids, n_new) for i, ids in enumerate(three * 2)])
-        COMPARED.agree(SNAPKV, three * 2, [Said(reply.ids, None) for reply in replies])
-        told = engine.told()
-        FOUND.append(
-            f"FlashAttention's pages, {SNAPKV}: {figures.preemptions} preempted, {told['replays']} read again with "
-            f"their answers, {figures.blocks_most} of {figures.blocks} blocks of {BLOCK} at most"
-        )
-        assert figures.preemptions > 0 and told["replays"] > 0 and figures.blocks_left == 0
+        before, asked = engine.n_free, prompts(LENGTHS)[:2]
+        for i, ids in enumerate(asked):
+            engine.core.add_request(f"{i}", {"prompt_token_ids": ids}, engine.params(N_NEW))
+        for _ in range(8):
+            engine.core.step()
+        assert all(one.num_computed_tokens > one.num_prompt_tokens for one in engine.scheduler.running)
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        done: dict[str, list[int]] = {}
+        while engine.core.has_unfinished_requests():
+            done |= {one.request_id: [*one.outputs[0].token_ids] for one in engine.core.step()}
+        COMPARED.agree(SNAPKV, asked, [Said(done[f"{i}"], None) for i in range(2)])
+        assert engine.told()["replays"] and engine.n_free == before
 
 
 class TestChoice:
