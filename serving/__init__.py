@@ -7,5 +7,5 @@ what survives the prompt moves to the request's first pages, and the blocks afte
 `adapter` alone imports vLLM, of one version; `python -m kvbench.serving.serve` is a server, and `task=serving`
 measures. vLLM lives in an environment of its own, `make setup-serving`.
 
-Not here: methods, their budgets and books, which are those of the harness; GPUs, whose pages have another layout.
+Not here: methods, their budgets and books, which are those of the harness.
 """

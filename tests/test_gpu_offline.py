@@ -4,11 +4,12 @@ import csv
 import sys
 import time
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from kvbench.benchmarks.gpu import ops
+from kvbench.benchmarks.gpu import ops, serving
 from kvbench.benchmarks.gpu.facts import main as facts
 from kvbench.benchmarks.gpu.offline import pack, parts
 from kvbench.benchmarks.gpu.offline.__main__ import main, merge, unpack
@@ -97,12 +98,19 @@ def test_only_what_is_lacking_is_brought(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_parts_name_what_there_is() -> None:
-    assert parts.OPS == ops.OPS
+    assert parts.OPS == ops.OPS and parts.RUNGS == (*serving.METHODS,)
     kernels = {file.stem for file in (ROOT / "tests" / "kernels").glob("test_*.py")}
     assert kernels >= parts.NEED_NO_GPU | {f"test_{name}" for name in parts.SANITIZED}
     assert {name for group in parts.USUAL for name in group.split("+")} <= parts.PARTS.keys()
     constraints = (ROOT / "constraints.txt").read_text()
     assert len(pack.pinned((*pack.PACKAGES, *pack.COMPILED), constraints)) == len(pack.PACKAGES) + len(pack.COMPILED)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")
+def test_without_vllm_its_part_says_so_and_goes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert [job.name for job in parts.serving(parts.Plan(tmp_path, True, ()))] == ["vllm-is-not-installed"]
+    assert serving.main(["dropping"]) == 0
+    assert "vLLM is not installed here" in capsys.readouterr().out
 
 
 def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

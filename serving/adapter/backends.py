@@ -35,7 +35,7 @@ def put() -> None:
             raise ConfigError(
                 f"nobody has run this adapter on a GPU; set {ON_GPU}=1 to be the first, and check answers"
             )
-        os.environ.setdefault(RUNNER, "0")  # the other one says nothing of its requests to a backend
+        os.environ[RUNNER] = "0"  # the other one, which GPUs have by default, keeps its requests elsewhere
     for name, path in OURS[platform].items():
         register_backend(AttentionBackendEnum[name], path)
 
@@ -47,6 +47,8 @@ def take_back() -> None:
 
     from kvbench.serving.adapter.blocks import take_back_manager
 
+    if os.environ.get(ON_GPU) == "1":
+        os.environ.pop(RUNNER, None)
     for names in OURS.values():
         for name in names:
             AttentionBackendEnum[name].clear_override()

@@ -11,6 +11,7 @@ Not here: how jobs are run (`jobs.py`), what is measured (`benchmarks/gpu`).
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvbench.benchmarks.gpu.offline.jobs import Job
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 METHODS = ROOT / "methods"
 FOUR = ("full", "snapkv", "quest", "pqcache")
 OPS = ("attend", "codes", "pages", "clusters", "pq", "top")
+RUNGS = ("shipped", "dropping", "visible", "pages")  # of `benchmarks/gpu/serving.py`
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 WAITED_FOR = ONE_THREAD | {"CUDA_LAUNCH_BLOCKING": "1"}  # a fault is the launch's that made it
 # Warnings of packages that constraints.txt does not pin are none of a kernel's.
@@ -124,6 +126,19 @@ def run(plan: Plan) -> list[Job]:
     return [Job("run", "latency", [sys.executable, "run.py", *words], 300)]
 
 
+def serving(plan: Plan) -> list[Job]:
+    """vLLM with a method inside, by each kernel that it may choose."""
+    command = [sys.executable, "-m", "kvbench.benchmarks.gpu.serving"]
+    if find_spec("vllm") is None:
+        return [Job("serving", "vllm-is-not-installed", [*command, "shipped"], 60)]
+    kinds = {"float32": ["--dtype", "float32"]}
+    if not plan.is_rehearsal:
+        flashinfer = ["--dtype", "bfloat16", "--backend", "FLASHINFER"]
+        kinds |= {"bfloat16": ["--dtype", "bfloat16"], "flashinfer": flashinfer}
+    cases = [(rung, kind) for kind in kinds for rung in RUNGS if (rung, kind) != ("pages", "flashinfer")]
+    return [Job("serving", f"{rung}-{kind}", [*command, rung, *kinds[kind]], 300) for rung, kind in cases]
+
+
 def sanitize(plan: Plan) -> list[Job]:
     """Kernels' tests under CUDA's memory checker, without torch's own cache of memory: reads beside a tensor show."""
     tool = [] if plan.is_rehearsal else ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
@@ -159,7 +174,8 @@ PARTS = {
     "baseline": Part("how fast is a step of transformers with a static cache and one graph?", baseline, True),
     "sweep": Part("what do twenty variants in one batch cost, beside full attention alone?", sweep, True),
     "run": Part("does run.py time a method of Llama-3.1-8B's shape from end to end?", run, True),
+    "serving": Part("does a method inside vLLM, if it is installed, say what KVBench's engine says?", serving, True),
     "sanitize": Part("does any kernel read or write beside its tensors?", sanitize),
 }
 USUAL = ("facts", "build+ops+tests+agreement", "kernels", "methods-8k", "steps", "run", "baseline", "sweep")
-USUAL = (*USUAL, "methods-32k", "methods-128k", "methods-32k-by-8", "memory")
+USUAL = (*USUAL, "methods-32k", "methods-128k", "methods-32k-by-8", "memory", "serving")
