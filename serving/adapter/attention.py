@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context
 
 from kvbench.serving.adapter.blocks import own_spec
-from kvbench.serving.order import PAGES, DROPPING, Note, Order
+from kvbench.serving.order import DROPPING, PAGES, Note, Order
 from kvbench.serving.pages import Layout, beside
 from kvbench.serving.pagetable import of_one_head
 from kvbench.serving.reader import Asked, Desk, Turn, folded
