@@ -162,6 +162,8 @@ class PageHost(Host):
         self.n = self.n_prompt + at + k_new.shape[2]
 
     def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
+        if len(idx) > 1:  # of several tokens, in places of their own: all that there are is copied once
+            return Part(*self.read(0, self.n), mask, idx=idx)
         return part_of(self.trace, self.index, idx.clamp(min=0), mask)
 
     def held(self, stop: int) -> list[Pair]:
@@ -172,17 +174,14 @@ class PageHost(Host):
 
 
 def part_of(trace: PageTrace, layer: int, positions: Tensor, mask: Tensor | None = None) -> Part:
-    """Tokens at positions (m, h_kv or h, n): copies, or on the rung `pages` where they lie."""
-    m, heads, n = positions.shape
+    """Tokens at positions (1, h_kv or h, n): copies, or on the rung `pages` where they lie."""
+    _, heads, n = positions.shape
     h_kv = trace.shape.h_kv
     if trace.rung == PAGES:
         nothing = torch.empty(1, h_kv, 0, trace.shape.d_h, device=trace.device)
         return Part(nothing, nothing, mask, idx=positions)
-    found = trace.read(
-        layer, positions.transpose(0, 1).reshape(h_kv, -1)
-    )  # query heads of a group: one after the other
-    k, v = (x.view(heads, m, n, x.shape[3]).transpose(0, 1) for x in found)
-    return Part(k, v, mask)
+    k, v = trace.read(layer, positions.reshape(h_kv, -1))  # query heads of a group: one after the other
+    return Part(k.view(1, heads, n, k.shape[3]), v.view(1, heads, n, v.shape[3]), mask)
 
 
 class PageHome(Home):
