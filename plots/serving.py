@@ -13,6 +13,7 @@ Not here: the table itself (`results/served.py`), who measures (`serving/`).
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from math import isfinite
 from pathlib import Path
 
 from kvbench.plots.command import Page
@@ -42,7 +43,7 @@ def lines_of(some: Sequence[Served]) -> Iterator[tuple[Served, Row]]:
 def of_pool(some: Sequence[Served]) -> list[Row]:
     """Blocks in use after each step; a panel for each rate."""
     return [
-        row | {"mark": "rule", "panel": f"{one.params.get('rate')} requests/s", "x": step, "y": blocks}
+        row | {"mark": "rule", "panel": f"{one.rate:g} requests/s", "x": step, "y": blocks}
         for one, row in lines_of(some)
         for step, blocks in enumerate(one.figures["blocks_over_time"])
     ]
@@ -50,10 +51,10 @@ def of_pool(some: Sequence[Served]) -> list[Row]:
 
 def of_goodput(some: Sequence[Served]) -> list[Row]:
     """Goodput at each rate; [] where there is one rate."""
-    rated = [(one, row) for one, row in lines_of(some) if one.params.get("rate") and one.bench("goodput")]
-    if len({one.params["rate"] for one, _ in rated}) < 2:
+    rated = [(one, row) for one, row in lines_of(some) if isfinite(one.rate) and one.bench("goodput")]
+    if len({one.rate for one, _ in rated}) < 2:
         return []
-    return [row | {"x": one.params["rate"], "y": one.bench("request_goodput")} for one, row in rated]
+    return [row | {"x": one.rate, "y": one.bench("request_goodput")} for one, row in rated]
 
 
 def write_page(out: Path, runs: Sequence[Run]) -> list[Path]:

@@ -8,6 +8,7 @@ Not here: who measures and writes (`serving/`), pictures (`plots/serving.py`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvbench.results.sheet import ABSENT, Sheet
 FILE = "serving.json"
 METHOD = "method"  # the engine of a run's own method
 LIMITS = {"ttft": "first token", "tpot": "time per token after it", "e2el": "last token"}
-PAGE_KEYS = {"rung", "ttft_ms", "tpot_ms", "e2el_ms"}  # that say nothing of the load
+NO_LOAD = {"rung", "ttft_ms", "tpot_ms", "e2el_ms"}  # keys of the task that say nothing of requests
 HEADS = (
     "requests\nat once", "goodput,\nrequests/s", "score", "blocks", "in use,\nmean", "preempted", "steps",
     "prompt tokens\nfrom cache", "answer\ntokens/s", "TTFT ms,\nmedian (p99)", "TPOT ms,\nmedian (p99)",
@@ -56,6 +57,11 @@ class Served:
         result = self.result
         return result.model, result.dtype, result.device, result.seed, self.params.get("blocks"), self.limit
 
+    @property
+    def rate(self) -> float:
+        """Requests that arrive per second, without end where all are there or a file says when they come."""
+        return self.params.get("rate") or inf
+
     def bench(self, name: str) -> Any:
         """A figure of `vllm bench serve`; None in a run from before these were measured."""
         return self.figures.get("bench", {}).get(name)
@@ -79,16 +85,16 @@ def served(folder: Path, result: RunResult) -> list[Served]:
 
 
 def groups(every: Sequence[Served]) -> list[list[Served]]:
-    """Engines that one table can hold, full attention's first."""
+    """Engines that one table can hold: full attention's, then each method's from its lowest rate on."""
     found: dict[tuple[Any, ...], list[Served]] = {}
-    for one in sorted(every, key=lambda one: not one.is_full):
+    for one in sorted(every, key=lambda one: (not one.is_full, one.result.method_label, one.budget, one.rate)):
         found.setdefault(one.group, []).append(one)
     return [*found.values()]
 
 
 def differing(some: Sequence[Served]) -> list[str]:
     """Keys of the task that are not the same in all rows."""
-    keys = [key for key in some[0].params if key not in PAGE_KEYS]
+    keys = [key for key in some[0].params if key not in NO_LOAD]
     return [key for key in keys if len({str(one.params.get(key)) for one in some}) > 1]
 
 
