@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from kvbench.engine.budget import NO_FRAME
 from kvbench.engine.errors import ConfigError
@@ -39,6 +39,7 @@ class Order:
     rung: str  # of RUNGS
     slack: int | None = None  # of dropping: tokens that an answer may add before others leave; None: all of it stays
     ranks: int = 1  # workers that share the heads
+    chains: int = 0  # conversations whose compressed state is kept for a next turn
 
     @classmethod
     def given(cls) -> "Order | None":
@@ -79,6 +80,34 @@ class Order:
         if variant.is_full:
             return n_tokens
         return min(n_tokens, variant.budget.tokens + (n_new if self.slack is None else min(n_new, self.slack)))
+
+    def moves(self, s_prompt: int) -> bool:
+        """Whether a prompt's tokens leave their pages."""
+        return self.rung == DROPPING and not self.variant(s_prompt).is_full
+
+    def most_shared(self, s_prompt: int) -> int:
+        """Tokens of a prompt that a prefix cache may hand on: those whose queries the method does not look at."""
+        looks = [what.looks_at for what in self.variant(s_prompt).observations]
+        return 0 if None in looks else max(0, s_prompt - max((n for n in looks if n is not None), default=0))
+
+
+@dataclass(frozen=True)
+class Note:
+    """What the scheduler lets a worker know of a request, in a place that vLLM leaves to others."""
+
+    s_prompt: int | None = None  # tokens that are read exactly; None: the whole prompt
+    chain: str | None = None  # the request that this one goes on from
+    kept: Sequence[str] = ()  # those that others may still go on from
+
+    KEY: ClassVar[str] = "kvbench"
+
+    @classmethod
+    def of(cls, params: Any) -> "Note":
+        """The note in a request's sampling parameters."""
+        return cls(**(params.extra_args or {}).get(cls.KEY, {}))
+
+    def write(self, params: Any) -> None:
+        params.extra_args = (params.extra_args or {}) | {self.KEY: asdict(self)}
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class PageTrace(Trace):
         super().__init__(shape, s_prompt, torch.device("cpu"))
         self.pages, self.rung, self.taken = pages, rung, list[int]()
         self.table = torch.empty(0, dtype=torch.long)  # the request's blocks, in order
+        self.own = self.table  # those to which what survives moves
 
     def read(self, layer: int, positions: Tensor) -> Pair:
         """K and V (1, h_kv, n, d_h) at positions (h_kv or 1, n)."""
@@ -98,7 +99,7 @@ class Named:
 
 
 class Moved:
-    """Slots that are the request's first ones."""
+    """Slots that are the first ones of the request's own blocks."""
 
     layer: Layer
     nbytes = 0  # vLLM counts blocks
@@ -107,7 +108,7 @@ class Moved:
         self.trace, self.index, self.n_slots = trace, index, n_slots
 
     def put(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        self.trace.pages[self.index].write(self.trace.table, slots, k, v)
+        self.trace.pages[self.index].write(self.trace.own, slots, k, v)
 
     def write(self, at: int, k: Tensor, v: Tensor) -> None:
         self.put(torch.arange(at, at + k.shape[2]).unsqueeze(0), k, v)
@@ -115,12 +116,15 @@ class Moved:
     def scatter(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         self.put(slots.unsqueeze(0), k, v)
 
+    def get(self, slots: Tensor) -> Pair:
+        return self.trace.pages[self.index].read(self.trace.own, slots)
+
     def part(self, start: int, stop: int) -> Part:
-        return Part(*self.trace.read(self.index, torch.arange(start, stop).unsqueeze(0)))
+        return Part(*self.get(torch.arange(start, stop).unsqueeze(0)))
 
     def move(self, start: int, order: Tensor | None, places: Tensor) -> None:
         slots = torch.arange(start, start + places.shape[-1]).expand(places.shape) if order is None else start + order
-        self.put(places[0], *self.trace.read(self.index, slots[0]))
+        self.put(places[0], *self.get(slots[0]))
 
     def hold(self, k: Tensor, v: Tensor, n_free: int) -> None:
         self.n_slots = k.shape[2] + n_free
@@ -240,10 +244,21 @@ class PageStore(Store):
             raise Unserved(NO_PLACE.get(kind.__name__, f"places tokens as {kind.__name__}, which rung={rung} does not"))
         if rung == DROPPING and isinstance(placement, Kept) and not self.is_even(placement):
             raise Unserved("lets query heads keep tokens of their own, which share a page; use rung=visible with it")
+        if rung == DROPPING:
+            self.check_room(layer, placement)
         super().place(layer, placement)
         made = self.layers[layer]
         if isinstance(made, Slots) and isinstance(made.memory, Named | Moved):
             made.memory.layer = made
+
+    def check_room(self, layer: int, placement: Placement) -> None:
+        home = self.home(layer, placement)
+        n, n_window, _ = placement.size(home.s_prompt, home.n_new)
+        if n + n_window > (most := len(self.trace.own) * self.trace.pages[layer].block):
+            raise Unserved(
+                f"keeps {n + n_window} tokens of {home.s_prompt} in layer {layer}, where vLLM's scheduler has blocks "
+                f"for {most}: it keeps another number of tokens in each layer, and vLLM has one table of blocks for all"
+            )
 
     def is_even(self, placement: Kept) -> bool:
         return isinstance(placement.chosen, int) or placement.chosen.shape[1] == self.shape.h_kv

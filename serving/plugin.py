@@ -4,7 +4,7 @@ Without an order (`serving/order.py`) it changes nothing: an installed plugin is
 """
 # pyright: reportMissingImports=false
 
-from kvbench.serving.order import DROPPING, Order
+from kvbench.serving.order import Order
 
 
 def register() -> None:
@@ -21,10 +21,9 @@ def register() -> None:
         raise ImportError(f"vLLM {vllm.__version__} is not known to kvbench's plugin, which was made for {VERSION}*")
     take_back()
     register_backend(AttentionBackendEnum.CPU_ATTN, "kvbench.serving.adapter.attention.Backend")
-    if order.rung == DROPPING:
-        from kvbench.serving.adapter.blocks import register_manager
+    from kvbench.serving.adapter.blocks import register_manager
 
-        register_manager()
+    register_manager()
 
 
 def take_back() -> None:
@@ -32,5 +31,8 @@ def take_back() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
+    from kvbench.serving.adapter.blocks import take_back_manager
+
     AttentionBackendEnum.CPU_ATTN.clear_override()
     _cached_get_attn_backend.cache_clear()
+    take_back_manager()

@@ -1,8 +1,9 @@
 """A request in vLLM whose prompt a method takes over: `Reader`; and all of a worker's: `Desk`.
 
-vLLM reads prompts in chunks, mixes them with requests that decode, and after a preemption reads prompt and answer again
-in one pass. So a prompt is taken over layer by layer, in the pass that reads its last token, and what a pass reads of
-an answer goes to the row token by token.
+vLLM reads prompts in chunks, skips what its prefix cache has, mixes them with requests that decode, and after a
+preemption reads prompt and answer again in one pass. So a prompt is taken over layer by layer, in the pass that reads
+its last token, and what a pass reads of an answer goes to the row token by token. In a chain of turns a request goes on
+with the reader of the one before it: its own text is read as an answer is.
 
 Not here: vLLM's objects (`serving/adapter`), memory (`serving/pagestore.py`).
 """
@@ -21,9 +22,11 @@ from kvbench.engine.readers import Held, end
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
 from kvbench.engine.step import attend_groups, behind_rows, step_rows
-from kvbench.serving.order import DROPPING, Order, Unserved
+from kvbench.serving.order import DROPPING, PAGES, VISIBLE, Note, Order, Unserved
 from kvbench.serving.pages import Pages
 from kvbench.serving.pagestore import PageStore, PageTrace
+
+NO_NOTE = Note()
 
 
 class Reader:
@@ -42,7 +45,9 @@ class Reader:
             raise Unserved("looks a layer ahead, which vLLM's model does not")
         self.queries: dict[int, Tensor] = {}  # by layer: the latest of the prompt, (1, h, n, d_h)
         self.is_placed = False
-        self.n_first = self.n_stay = 0  # blocks as the prompt was placed, and those of them that stay
+        self.n_seen = 0  # tokens that vLLM has read, those that it found included
+        self.n_gone = 0  # blocks at the head of vLLM's table that are not the request's, or stand in `first`
+        self.first = self.trace.table  # blocks that are its first ones
 
     # The prompt.
 
@@ -58,6 +63,8 @@ class Reader:
     def build(self, layer: int) -> None:
         """The layer has the whole prompt: the method places it."""
         trace = self.trace
+        least = self.s_prompt - self.order.most_shared(self.s_prompt)
+        assert not least or self.queries[layer].shape[2] >= least, "the prefix cache handed on what the method looks at"
         trace.taken.append(layer)
         for what in self.variant.observations:
             if isinstance(what, ModelFact):
@@ -71,19 +78,29 @@ class Reader:
             self.row.complete()
             self.is_placed = True
 
-    def give_back(self, n_tokens: int, block: int) -> None:
-        """On the dropping rung, give blocks after those that stay back to the scheduler, from the next step on."""
+    def take_blocks(self, table: Tensor, n_tokens: int, block: int, is_shared: bool) -> None:
+        """On the dropping rung, in the pass that ends the prompt: the blocks to which survivors move.
+
+        Where others may hold the prompt's, they stand after those of the pass's tokens; else they are the first ones.
+        """
+        n, stay = -(-n_tokens // block), -(-self.order.most_slots(self.s_prompt, n_tokens) // block)
+        at = n if is_shared else 0
+        self.first = self.trace.own = table[at : at + stay].clone()
+        self.n_gone = max(n, at + stay)
+
+    def blocks(self, table: Tensor) -> Tensor:
+        """The blocks that are the request's, of vLLM's table (m,), which only ever grows."""
+        return torch.cat([self.first, table[self.n_gone :]]) if self.is_placed else table
+
+    def check_slots(self, n_tokens: int) -> None:
+        """On the dropping rung, that no more has survived than the scheduler counts."""
         most = self.order.most_slots(self.s_prompt, n_tokens)
         if (held := self.store.n_held()) > most:
             raise Unserved(f"holds {held} tokens where its budget is {most}, by which vLLM's scheduler counts")
-        self.n_first = -(-n_tokens // block)
-        self.n_stay = min(self.n_first, -(-most // block))
 
-    def left(self, table: Tensor) -> Tensor:
-        """The blocks that are the request's, of vLLM's table (m,), which only ever grows."""
-        if self.n_stay == self.n_first:
-            return table
-        return torch.cat([table[: self.n_stay], table[self.n_first :]])
+    def go_on(self) -> None:
+        """Stand for the next turn's request, whose table begins with the blocks that this one had."""
+        self.first, self.n_gone = self.first[:0], 0
 
     # A step.
 
@@ -104,8 +121,11 @@ class Reader:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of one token: (1, h, 1, d_h)."""
-        rows = [self.row]
-        return attend_groups([(type(self.row), slice(0, 1))], rows, layer, q, k, v, self.trace.softmax[layer])
+        rows, rung = [self.row], self.trace.rung
+        self.trace.rung = VISIBLE if rung == PAGES else rung  # where vLLM's kernel does not read pages for it
+        out = attend_groups([(type(self.row), slice(0, 1))], rows, layer, q, k, v, self.trace.softmax[layer])
+        self.trace.rung = rung
+        return out
 
     def parts(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> list[Part]:
         """Keys and values that one token attends to, on the rung where vLLM's kernel reads it."""
@@ -164,6 +184,16 @@ class Turn:
         return self.n_prompt == 0 and self.seen == self.first + 1
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A request as vLLM's worker knows it."""
+
+    name: str
+    ids: Sequence[int]  # of the prompt
+    n_new: int  # tokens that may follow
+    note: Note = NO_NOTE
+
+
 @dataclass
 class Desk:
     """The requests of a worker."""
@@ -171,7 +201,9 @@ class Desk:
     order: Order
     pages: Mapping[int, Pages]
     softmax: Mapping[int, Softmax]
+    is_shared: bool = False  # whether other requests may hold a prompt's pages: vLLM's prefix cache is on
     readers: dict[str, Reader] = field(default_factory=dict)
+    kept: dict[str, Reader] = field(default_factory=dict)  # of requests that ended, from which others may go on
     books: dict[str, Any] = field(default_factory=dict)  # of requests that ended
     replays: int = 0  # requests that read their own answers again
     n_steps: int = 0
@@ -182,33 +214,47 @@ class Desk:
         return next(iter(self.pages.values())).block
 
     def turns(
-        self, who: Sequence[tuple[str, Sequence[int], int]], starts: Sequence[int], seen: Sequence[int],
-        tables: Tensor, alive: Collection[str],
-    ) -> list[Turn]:  # fmt: skip
-        """Each request's turn in this step. `who` has names, prompts and tokens that may follow."""
+        self, who: Sequence[Asked], starts: Sequence[int], seen: Sequence[int], tables: Tensor, alive: Collection[str]
+    ) -> list[Turn]:
+        """Each request's turn in this step."""
         for name in [name for name in self.readers if name not in alive]:
             self.close(name)
         turns = []
-        for i, (name, ids, n_new) in enumerate(who):
-            n = starts[i + 1] - starts[i]
+        for i, asked in enumerate(who):
+            n, table = starts[i + 1] - starts[i], tables[i].long()
             first = seen[i] - n
-            if first == 0:  # new, or from the beginning again
-                self.readers.pop(name, None)
-                self.readers[name] = Reader(self.order, ids, n_new, self.pages, self.softmax)
-                self.replays += seen[i] > len(ids)
-            reader = self.readers[name]
-            table = tables[i].long()
-            reader.trace.table = reader.left(table) if reader.is_placed else table
+            reader = self.readers.get(asked.name)
+            if reader is None or reader.n_seen != first:  # new, or from the beginning again
+                reader = self.readers[asked.name] = self.begin(asked, first, seen[i])
+            reader.n_seen = seen[i]
+            reader.trace.table = reader.trace.own = reader.blocks(table)
             turn = Turn(reader, slice(starts[i], starts[i + 1]), first)
-            if reader.is_placed and self.order.rung == DROPPING:
-                turn.slots, turn.n_attended = self.slots(reader, n), reader.n_attended(n)
+            if self.order.rung == DROPPING:
+                if reader.is_placed:
+                    turn.slots, turn.n_attended = self.slots(reader, n), reader.n_attended(n)
+                elif turn.ends_prompt and self.order.moves(reader.s_prompt):
+                    reader.take_blocks(table, turn.seen, self.block, self.is_shared)
             turns.append(turn)
         self.n_steps += 1
         self.most_decoding = max(self.most_decoding, sum(turn.reader.is_placed for turn in turns))
         return turns
 
+    def begin(self, asked: Asked, first: int, seen: int) -> Reader:
+        """A request's reader, of which vLLM reads the tokens from `first` to `seen`."""
+        note = asked.note
+        gone_on = self.kept.pop(note.chain) if note.chain in self.kept else None
+        self.kept = {name: reader for name, reader in self.kept.items() if name in note.kept}
+        if gone_on is not None and gone_on.n_seen == first:
+            gone_on.go_on()
+            return gone_on
+        reader = Reader(self.order, asked.ids[: note.s_prompt], asked.n_new, self.pages, self.softmax)
+        self.replays += seen > reader.s_prompt
+        return reader
+
     def slots(self, reader: Reader, n: int) -> Tensor:
-        """Where the next `n` tokens go among all of vLLM's slots."""
+        """Where vLLM puts the next `n` tokens among all of its slots; -1: nowhere."""
+        if n > 1:  # a window may roll over what the first of them still attend to: they are written one by one
+            return torch.full((n,), -1)
         slots = reader.store.next_slots(n)
         return reader.trace.table[slots // self.block] * self.block + slots % self.block
 
@@ -226,13 +272,15 @@ class Desk:
             one = slice(t, t + 1)
             out[t] = reader.attend(layer, folded(q[one]), folded(k[one]), folded(v[one]))[0, :, 0]
         if turn.ends_prompt and reader.is_placed and reader.order.rung == DROPPING:
-            reader.give_back(turn.seen, self.block)
+            reader.check_slots(turn.seen)
 
     def close(self, name: str) -> None:
         """The request is over, or its client is gone."""
         reader = self.readers.pop(name)
         if reader.is_placed:
             self.books[name] = reader.books()
+            if self.order.chains:
+                self.kept[name] = reader
 
     def told(self) -> dict[str, Any]:
         """The account of what happened so far, for the front end."""

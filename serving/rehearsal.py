@@ -18,7 +18,7 @@ from kvbench.engine.softmax import Softmax
 from kvbench.serving.order import DROPPING, PAGES, RUNGS, Order, Unserved, refuse
 from kvbench.serving.pages import Pages
 from kvbench.serving.pagetable import tables_of
-from kvbench.serving.reader import Desk, Reader, Turn, folded
+from kvbench.serving.reader import Asked, Desk, Reader, Turn, folded
 
 LENGTHS = (1024, 1531, 4096, 8192)  # of prompts; two of them
 LAYERS, STEPS, ROOM = 3, 4, 4096
@@ -91,7 +91,7 @@ def slack_of(order: Order, s: int) -> int | None:
     desk = Desk(own, pages, dict.fromkeys(pages, Softmax(d_h**-0.5)))
 
     def turn(seen: int, n: int) -> Turn:
-        return desk.turns([("it", range(s), ROOM)], [0, n], [seen], table.unsqueeze(0), {"it"})[0]
+        return desk.turns([Asked("it", range(s), ROOM)], [0, n], [seen], table.unsqueeze(0), {"it"})[0]
 
     first = turn(s, s)
     q_heads = shape.h // own.ranks

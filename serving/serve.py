@@ -1,7 +1,9 @@
 """`python -m kvbench.serving.serve model=… method=snapkv ratio=0.2`: an OpenAI-compatible server, with a method in it.
 
 The words are those of `run.py`. In addition: `rung=` (dropping where the method drops, visible where it retrieves),
-`host=`, `port=`, `as_shipped=true` (vLLM without a method), and vLLM's own flags as `vllm.max_model_len=4096`.
+`host=`, `port=`, `as_shipped=true` (vLLM without a method), `chains=16` (so many conversations are kept as the method
+left them, and a next turn that begins with their tokens goes on from there), and vLLM's own flags as
+`vllm.max_model_len=4096`.
 `/v1/models` has the model's name with the method and its budget.
 
 exit code: 0 it was stopped, 2 wrong input, in one sentence
@@ -34,6 +36,7 @@ class Command:
     host: str = "127.0.0.1"
     port: int = 8000
     as_shipped: bool = False
+    chains: int = 0
 
     @classmethod
     def read(cls, argv: Sequence[str]) -> "Command":
@@ -43,7 +46,7 @@ class Command:
             value = yaml.safe_load(text) if is_one else None
             if key.startswith("vllm."):
                 command.flags[key.removeprefix("vllm.")] = value
-            elif key in ("rung", "host", "port", "as_shipped"):
+            elif key in ("rung", "host", "port", "as_shipped", "chains"):
                 kind = type(getattr(cls(), key) or "")
                 if not isinstance(value, kind):
                     raise ConfigError(
@@ -56,11 +59,15 @@ class Command:
 
     def order(self) -> Order | None:
         """The order to vLLM; `ConfigError` where the method cannot be served."""
+        if self.chains < 0 or (self.chains and self.as_shipped):
+            raise ConfigError(
+                f"chains={self.chains} must be the number of conversations that a method keeps, 0 or more"
+            )
         if self.as_shipped:
             return None
         rung = self.rung or usual_rung(self.words)
         ranks = self.flags.get("tensor_parallel_size", 1)
-        return rehearse(Order(tuple(self.words), rung, ranks=ranks))
+        return rehearse(Order(tuple(self.words), rung, ranks=ranks, chains=self.chains))
 
 
 def usual_rung(words: Sequence[str]) -> str:

@@ -21,9 +21,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from kvbench.serving.adapter.blocks import own_spec
-from kvbench.serving.order import DROPPING, PAGES, Order
+from kvbench.serving.order import DROPPING, PAGES, Note, Order
 from kvbench.serving.pagetable import tables_of
-from kvbench.serving.reader import Desk, Turn, folded
+from kvbench.serving.reader import Asked, Desk, Turn, folded
 
 
 class Builder(CPUAttentionMetadataBuilder):
@@ -46,7 +46,11 @@ class Builder(CPUAttentionMetadataBuilder):
     def turns(self, desk: Desk, common: Any) -> list[Turn]:
         names = self.runner.input_batch.req_ids[: common.num_reqs]
         requests = {name: self.runner.requests[name] for name in names}
-        who = [(name, one.prompt_token_ids, one.sampling_params.max_tokens) for name, one in requests.items()]
+        room = self.runner.max_model_len if desk.order.chains else None
+        who = [
+            Asked(name, one.prompt_token_ids, room or one.sampling_params.max_tokens, Note.of(one.sampling_params))
+            for name, one in requests.items()
+        ]
         starts, seen = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
         return desk.turns(who, starts, seen, common.block_table_tensor, self.runner.requests)
 
@@ -142,7 +146,7 @@ class Backend(CPUAttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         order = Order.given()
-        return spec if order is None or order.rung != DROPPING else own_spec(spec)
+        return spec if order is None else own_spec(spec)
 
     @staticmethod
     def get_impl_cls() -> type[Impl]:

@@ -5,7 +5,7 @@ Not here: the server (`serving/serve.py`), what is measured (`serving/measure.py
 # pyright: reportMissingImports=false
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,28 +23,38 @@ USUAL = {  # of the environment, where nothing else is said
 }
 RESTRICTED: Mapping[str, Any] = {  # what a method needs, with or without one
     "enforce_eager": True,
-    "enable_prefix_caching": False,
-    "async_scheduling": False,
     "block_size": BLOCK,
 }
-REFUSED = {
-    "enable_prefix_caching": "prefix caching hands on pages whose queries nobody sees again, and rung=dropping would "
-    "write over them",
-    "async_scheduling": "async scheduling counts tokens before the worker has read them",
-    "speculative_config": "speculative decoding takes tokens back that a method has counted",
-    "kv_transfer_config": "a KV connector moves pages that a method has changed",
+CONNECTORS = "a KV connector finds a token's block by its position, and what survives stands elsewhere"
+REFUSED: Mapping[str, tuple[Collection[Any], str]] = {  # what a flag may be with a method, and why it is nothing else
+    "enforce_eager": ((True,), "a captured graph would make each step with what one step has selected"),
+    "speculative_config": (
+        (None,),
+        "tokens that are rejected are taken back by a smaller count of those computed, and a method's index, scores "
+        "and evictions have no such way back",
+    ),
+    "kv_transfer_config": ((None,), CONNECTORS),
+    "kv_offloading_size": ((None,), CONNECTORS),
+    "kv_cache_dtype": (("auto", "float32", None), "pages hold codes then, which a method would read as numbers"),
+    "pipeline_parallel_size": ((1,), "each worker has some layers, and a method plans all of them"),
+    "decode_context_parallel_size": ((1,), "a block's tokens lie with several workers"),
+    "prefill_context_parallel_size": ((1,), "a prompt's queries are those of several workers"),
+}
+WITH_CHAINS: Mapping[str, tuple[Collection[Any], str]] = {
+    "async_scheduling": (
+        (False, None),
+        "a request that stops by itself has been given a step too many by then, and a chain goes on from what it held",
+    ),
+    "data_parallel_size": ((1,), "the next turn may come to an engine that does not have the chain"),
 }
 
 
-def refuse_flags(flags: Mapping[str, Any]) -> None:
+def refuse_flags(order: Order, flags: Mapping[str, Any]) -> None:
     """`ConfigError` where an engine is asked for what a method cannot be served with."""
-    for key, why in REFUSED.items():
-        if flags.get(key):
-            raise ConfigError(f"{key} cannot be combined with a method: {why}; leave it out")
-    if (n := flags.get("pipeline_parallel_size", 1)) != 1:
-        raise ConfigError(
-            f"pipeline_parallel_size={n} gives each worker some layers, and a method plans all; leave it out"
-        )
+    for table, what in ((REFUSED, "a method"), (WITH_CHAINS if order.chains else {}, "chains")):
+        for key, (allowed, why) in table.items():
+            if key in flags and flags[key] not in allowed:
+                raise ConfigError(f"{key}={flags[key]} cannot be combined with {what}: {why}; leave it out")
 
 
 def engine_flags(order: Order | None, flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,10 +65,11 @@ def engine_flags(order: Order | None, flags: Mapping[str, Any]) -> dict[str, Any
         Order.take_back()
         take_back()
         return dict(flags)
-    refuse_flags(flags)
+    refuse_flags(order, flags)
     order.give()
     register()  # where this process has loaded its plugins already
-    return dict(RESTRICTED) | dict(flags) | {"worker_extension_cls": EXTENSION}
+    alone = {"async_scheduling": False} if order.chains else {}
+    return dict(RESTRICTED) | dict(flags) | alone | {"worker_extension_cls": EXTENSION}
 
 
 def guard(engine: Any, order: Order) -> None:
@@ -145,8 +156,9 @@ class Engine:
         self.order = order
         order.give()
         guard(self.core, order)
-        for manager in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
-            manager.order = order
+        blocks = self.scheduler.kv_cache_manager
+        blocks.manager.order = order
+        blocks.drop_chains()
         self.llm.collective_rpc("kvbench_open")
 
     def told(self) -> dict[str, Any]:

@@ -30,7 +30,8 @@ class Extension:
             softmax[number_of(name)] = Softmax(impl.scale, float(impl.logits_soft_cap), sink)
         if [*sorted(pages)] != [*order.chosen.shape.attention_layers]:
             raise ValueError(f"vLLM has the layers {sorted(pages)}, and the method's model has others")
-        self.kvbench_desk = Desk(order, pages, softmax)
+        is_shared = bool(self.vllm_config.cache_config.enable_prefix_caching)
+        self.kvbench_desk = Desk(order, pages, softmax, is_shared)
         for group in self.model_runner.attn_groups:
             for one in group:
                 for builder in one.metadata_builders:

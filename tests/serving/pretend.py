@@ -2,6 +2,7 @@
 arithmetic, around a tiny model. It keeps K and V in tensors of vLLM's layout, and its own attention is dense.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -14,76 +15,129 @@ from kvbench.engine.attend import Part, attend_rows
 from kvbench.engine.causal import causal
 from kvbench.engine.model import Model
 from kvbench.engine.softmax import Softmax
-from kvbench.serving.order import DROPPING, Order
+from kvbench.serving.order import Note, Order
 from kvbench.serving.pages import Pages
-from kvbench.serving.reader import Desk, Turn
+from kvbench.serving.reader import Asked, Desk, Turn
 
 BLOCK = 32
 
 
 @dataclass
-class Asked:
+class Request:
     """A request."""
 
     name: str
     ids: list[int]
     n_new: int
+    note: Note
     said: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)  # that the scheduler has given it, and not taken back
     table: list[int] = field(default_factory=list)  # the worker's, which only grows
     n_read: int = 0
+    n_found: int = 0  # tokens that came from the prefix cache
+    going: slice | None = None  # of the blocks: those that leave before the next pass
     is_placed: bool = False
+
+    @property
+    def text(self) -> list[int]:
+        return self.ids + self.said
 
 
 class Pretend:
-    """An engine with one method."""
+    """An engine with one method. With `is_shared` it has a prefix cache."""
 
-    def __init__(self, model: Model, order: Order, n_blocks: int = 200) -> None:
+    def __init__(self, model: Model, order: Order, n_blocks: int = 200, is_shared: bool = False) -> None:
         shape = model.shape
-        self.model, self.order, self.free = model, order, list(range(n_blocks))[::-1]
+        self.model, self.order, self.free, self.is_shared = model, order, list(range(n_blocks))[::-1], is_shared
         self.caches = {
             layer: torch.full((n_blocks, shape.h_kv, BLOCK, 2 * shape.d_h), torch.nan)
             for layer in shape.attention_layers
         }
         pages = {layer: Pages.of(cache) for layer, cache in self.caches.items()}
-        self.desk = Desk(order, pages, dict.fromkeys(pages, Softmax(shape.d_h**-0.5)))
-        self.living: dict[str, Asked] = {}
+        self.desk = Desk(order, pages, dict.fromkeys(pages, Softmax(shape.d_h**-0.5)), is_shared)
+        self.living: dict[str, Request] = {}
+        self.holders: Counter[int] = Counter()  # of each block
+        self.cached: dict[tuple[int, ...], int] = {}  # by the text to a block's end
+        self.left: dict[str, Request] = {}  # turns that are over, from which others go on
 
-    def ask(self, name: str, ids: Sequence[int], n_new: int) -> Asked:
-        self.living[name] = Asked(name, [*ids], n_new)
-        return self.living[name]
+    def ask(self, name: str, ids: Sequence[int], n_new: int) -> Request:
+        self.living[name] = one = Request(name, [*ids], n_new, Note(len(ids)))
+        return one
 
-    def give(self, one: Asked, n_tokens: int) -> None:
-        """The scheduler's part, as `DroppingManager` has it."""
-        s = len(one.ids)
-        if self.order.rung == DROPPING and not one.is_placed and one.n_read >= s:
-            one.is_placed = True
-            stay = ceil(self.order.most_slots(s, one.n_read) / BLOCK)
-            self.free += one.blocks[stay:]
-            del one.blocks[stay:]
-        wanted = self.order.most_slots(s, n_tokens) if one.is_placed else n_tokens
-        for _ in range(ceil(wanted / BLOCK) - len(one.blocks)):
-            block = self.free.pop()
-            for cache in self.caches.values():
-                cache[block] = torch.nan  # whoever reads what was freed, or not yet written, says so
-            one.blocks.append(block)
-            one.table.append(block)
+    def take(self, blocks: Sequence[int]) -> list[int]:
+        self.holders.update(blocks)
+        return [*blocks]
 
-    def preempt(self, one: Asked) -> None:
-        self.free += one.blocks
-        one.blocks, one.table, one.n_read, one.is_placed = [], [], 0, False
+    def new(self, n: int) -> list[int]:
+        """Blocks of nobody. Whoever reads what was freed, or not yet written, says so."""
+        found = [self.free.pop() for _ in range(n)]
+        self.cached = {text: block for text, block in self.cached.items() if block not in found}
+        for cache in self.caches.values():
+            cache[found] = torch.nan
+        return self.take(found)
 
-    def end(self, one: Asked) -> None:
-        self.free += one.blocks
+    def release(self, blocks: Sequence[int]) -> None:
+        self.holders.subtract(blocks)
+        self.free[:0] = [block for block in blocks if not self.holders[block]]  # the last ones to be given again
+
+    def find(self, one: Request) -> None:
+        """What the prefix cache has of a request that begins."""
+        most = min(self.order.most_shared(one.note.s_prompt), len(one.text) - 1)
+        while one.n_read + BLOCK <= most and (block := self.cached.get((*one.text[: one.n_read + BLOCK],))) is not None:
+            if block in self.free:
+                self.free.remove(block)
+            one.blocks += self.take([block])
+            one.n_read = one.n_found = one.n_read + BLOCK
+        one.table = [*one.blocks]
+
+    def give(self, one: Request, n_tokens: int) -> None:
+        """The scheduler's part, as `Manager` has it."""
+        s = one.note.s_prompt
+        if one.going is not None:
+            self.release(one.blocks[one.going])
+            del one.blocks[one.going]
+            one.going, one.is_placed = None, True
+        slots = self.order.most_slots(s, n_tokens)
+        before = len(one.blocks)
+        one.blocks += self.new(max(0, ceil((slots if one.is_placed else n_tokens) / BLOCK) - before))
+        if self.is_shared and not one.is_placed:
+            for at in range(min(n_tokens, s) // BLOCK):
+                self.cached.setdefault((*one.text[: (at + 1) * BLOCK],), one.blocks[at])
+        if self.order.moves(s) and not one.is_placed and n_tokens >= s:
+            stay, n = ceil(slots / BLOCK), len(one.blocks)
+            one.blocks += self.new(stay) if self.is_shared else []
+            one.going = slice(0 if self.is_shared else stay, n)
+        one.table += one.blocks[before:]
+
+    def preempt(self, one: Request) -> None:
+        self.release(one.blocks)
+        one.blocks, one.table, one.n_read, one.going, one.is_placed = [], [], 0, None, False
+
+    def end(self, one: Request) -> None:
         del self.living[one.name]
+        if self.order.chains:
+            self.left[one.name] = one
+        else:
+            self.release(one.blocks)
 
-    def step(self, one: Asked, n: int | None = None) -> None:
+    def go_on(self, name: str, one: Request, ids: Sequence[int], n_new: int) -> Request:
+        """The next turn of a request that is over: more text behind its own."""
+        before = self.left.pop(one.name)
+        note = Note(before.note.s_prompt, before.name, [*self.left])
+        self.living[name] = made = Request(name, [*before.text, *ids], n_new, note)
+        made.blocks, made.n_read, made.is_placed = before.blocks, before.n_read, before.is_placed
+        made.table = [*made.blocks]
+        return made
+
+    def step(self, one: Request, n: int | None = None) -> None:
         """Read the request's next `n` tokens, all by default; behind its last one it says another."""
-        text = one.ids + one.said
+        text = one.text
+        if not one.blocks and self.is_shared:
+            self.find(one)
         stop = len(text) if n is None else min(len(text), one.n_read + n)
         self.give(one, stop)
         table = torch.tensor([one.table + [0] * 4])
-        who = [(one.name, one.ids, one.n_new)]
+        who = [Asked(one.name, one.ids, 4096 if self.order.chains else one.n_new, one.note)]
         (turn,) = self.desk.turns(who, [0, stop - one.n_read], [stop], table, self.living)
         ids = torch.tensor([text[one.n_read : stop]])
         logits = self.model.forward(ids, one.n_read, self.model.new_cache(), Session(self, turn))
@@ -91,7 +145,7 @@ class Pretend:
         if stop == len(text):
             one.said.append(int(logits[0].argmax()))
 
-    def answer(self, one: Asked, chunk: int | None = None) -> list[int]:
+    def answer(self, one: Request, chunk: int | None = None) -> list[int]:
         while len(one.said) < one.n_new:
             self.step(one, chunk)
         return one.said
@@ -109,7 +163,8 @@ class Session:
         trace = turn.reader.trace
         slots = torch.arange(turn.first, turn.seen)
         slots = trace.table[slots // BLOCK] * BLOCK + slots % BLOCK if turn.slots is None else turn.slots
-        pages.write(torch.arange(len(pages.v)), slots.unsqueeze(0), k, v)
+        kept = slots >= 0
+        pages.write(torch.arange(len(pages.v)), slots[kept].unsqueeze(0), k[:, :, kept], v[:, :, kept])
         if turn.is_step and turn.reader.is_still:  # what vLLM's kernel would do
             held = pages.read(trace.table, torch.arange(turn.n_attended).unsqueeze(0))
             out, _ = attend_rows(q, [[Part(*held)]], softmax, [False])

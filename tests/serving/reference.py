@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.engine.batch import Batch
 from kvbench.engine.decode import decode
 from kvbench.engine.model import Model
 from kvbench.engine.prefill import prefill
@@ -86,6 +87,26 @@ def answers_of(several: Sequence[str], ids: tuple[int, ...], n_new: int) -> list
         gaps = Gaps([[best - second] for _ in rows])
         answers = decode(model(), trace, rows, max_new_tokens=n_new, watch=gaps).answers
     return [Said(one.ids, seen, books(row)) for one, seen, row in zip(answers, gaps.seen, rows, strict=True)]
+
+
+def turns_of(words: str, ids: Sequence[int], texts: Sequence[Sequence[int]], n_new: int) -> list[list[int]]:
+    """What KVBench answers to a prompt and then to each text, with `task.feed=compressed`."""
+    one = chosen(tuple(words.split())).variant(len(ids))
+    with torch.inference_mode(), model().hooked():
+        rows: list[Any] = []
+
+        def build(trace: Any, layer: int) -> None:
+            if not rows:
+                rows.append(one.row(trace, 2048))
+            rows[0].build(layer)
+
+        trace = prefill(model(), ids, one.observations, build)
+        rows[0].complete()
+        batch, logits = Batch(model(), trace, rows), trace.logits.expand(1, -1)  # type: ignore[union-attr]
+        found = [batch.answer(logits, [n_new])[0].ids]
+        for text in texts:
+            found.append(batch.answer(batch.read([[found[-1][-1], *text]]), [n_new])[0].ids)
+    return found
 
 
 def books(row: Any) -> dict[str, Any]:

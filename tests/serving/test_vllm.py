@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from kvbench.serving.adapter.worker import check
 from kvbench.serving.measure import Request, drive
 from kvbench.serving.order import DROPPING, PAGES, VISIBLE, Order
 from kvbench.serving.rehearsal import rehearse
-from kvbench.tests.serving.reference import COMPARED, FOUND, Said, model, prompts, said
+from kvbench.tests.serving.reference import COMPARED, FOUND, Said, model, prompts, said, turns_of
 
 pytestmark = [
     pytest.mark.serving,
@@ -57,6 +58,9 @@ def order(words: str, rung: str) -> Order:
     return rehearse(Order(tuple(words.split()), rung))
 
 
+FOUND_TOKENS: Counter[str] = Counter()  # of prompts, that came from the prefix cache, by method
+
+
 def answers(engine: Engine, asked: Sequence[Sequence[int]], n_new: int) -> list[Said]:
     """What vLLM says, with the gaps between its two best logits."""
     params = engine.params(n_new)
@@ -64,13 +68,17 @@ def answers(engine: Engine, asked: Sequence[Sequence[int]], n_new: int) -> list[
     done = engine.llm.generate([{"prompt_token_ids": [*ids]} for ids in asked], params, use_tqdm=False)
     found = []
     for one in done:
+        FOUND_TOKENS[engine.order.chosen.label if engine.order else "vLLM"] += one.num_cached_tokens
         best = [sorted((each.logprob for each in step.values()), reverse=True) for step in one.outputs[0].logprobs]
         found.append(Said([*one.outputs[0].token_ids], [step[0] - step[1] for step in best]))
     return found
 
 
 def check_batches(engine: Engine, words: str, beside: Sequence[str] = ()) -> None:
-    """The same prompts alone, four at once and sixteen at once: tokens and books are KVBench's."""
+    """The same prompts alone, four at once and sixteen at once: tokens and books are KVBench's.
+
+    From the second time on their beginnings come from the prefix cache, as far as the method lets them.
+    """
     own = [said(words, ids, N_NEW, beside) for ids in prompts(LENGTHS)]
     if words != FULL:
         full = [said(FULL, ids, N_NEW, beside) for ids in prompts(LENGTHS)]
@@ -80,6 +88,9 @@ def check_batches(engine: Engine, words: str, beside: Sequence[str] = ()) -> Non
     for batch in (1, 4, 16):
         asked = (prompts(LENGTHS) * 4)[:batch]
         COMPARED.agree(words, asked, answers(engine, asked, N_NEW))
+    found, free = FOUND_TOKENS[engine.order.chosen.label], engine.order.most_shared(min(LENGTHS))
+    assert (found > 0) == (free > 0)
+    FOUND.append(f"{words} on {engine.order.rung}: {found} of {21 * sum(LENGTHS) // 4} tokens were in the prefix cache")
     books = [*engine.told()["books"].values()]
     assert len(books) == 21
     assert all(books[0][key] == own[0].ledger[key] for key in BOOKS)
@@ -146,16 +157,36 @@ class TestDropping:
             engine.core.step()
             used.append(before - engine.n_free)
         FOUND.append(f"blocks of a request of 440 tokens, step by step: {used}")
-        held = [-(-given.most_slots(440, n) // 32) for n in range(441, 447)]
-        assert used == [8, 14, *held, 0]  # two chunks of the prompt, six steps, and the last one, which ends it
+        own, *held = [-(-given.most_slots(440, n) // 32) for n in range(440, 447)]
+        assert used == [8, 14 + own, *held, 0]  # two chunks of the prompt, six steps, and the last one, which ends it
 
-    def test_prompts_with_one_beginning_do_not_touch_each_other(self, engine: Engine) -> None:
-        words = "method=snapkv ratio=0.2"
+    @pytest.mark.parametrize("words", ON_DROPPING)
+    def test_prompts_with_one_beginning_do_not_touch_each_other(self, engine: Engine, words: str) -> None:
         engine.switch(order(words, DROPPING))
         first, *_ = prompts([400])
         asked = [first, first[:350], [*first, *first[:60]], first]
+        for ids in asked:
+            said(words, ids, N_NEW, ON_DROPPING)
         for _ in range(2):  # the second time their pages lie where others have been
             COMPARED.agree(words, asked, answers(engine, asked, N_NEW))
+
+    def test_what_is_shared_is_held_once(self, engine: Engine) -> None:
+        """Eight requests with one beginning: blocks that all of them have at the moment when they have read it."""
+        engine.switch(order(SNAPKV, DROPPING))
+        begin = prompts([330])[0]
+        asked = [[*begin, *prompts([40 + i])[0]] for i in range(8)]
+        answers(engine, [begin], 1)
+        most, free = 0, engine.n_free
+        for i, ids in enumerate(asked):
+            engine.core.add_request(f"shared {i}", {"prompt_token_ids": ids}, engine.params(4))
+        while engine.core.has_unfinished_requests():
+            engine.core.step()
+            most = max(most, free - engine.n_free)
+        apart = sum(-(-len(ids) // 32) for ids in asked)
+        own = sum(-(-engine.order.most_slots(len(ids), len(ids)) // 32) for ids in asked)  # type: ignore[union-attr]
+        FOUND.append(f"eight prompts that share 330 tokens of 370 to 377: {most} blocks at most, {apart} if held apart")
+        assert most <= 10 + sum(-(-len(ids) // 32) - 10 for ids in asked) + own < apart
+        assert engine.n_free == free
 
     def test_a_cancelled_request_gives_its_blocks_back(self, engine: Engine) -> None:
         words = "method=snapkv ratio=0.2"
@@ -177,13 +208,12 @@ class TestDropping:
 
 
 class TestPressure:
-    """A pool of 28 blocks, in which full attention has room for three requests."""
+    """A pool of 28 blocks without prefix cache, in which full attention has room for three requests."""
 
     @pytest.fixture(scope="class")
     def engine(self) -> Iterator[Engine]:
-        engine = Engine.start(
-            order(FULL, DROPPING), MODEL, **FLAGS | {"max_model_len": 512}, num_gpu_blocks_override=29
-        )
+        flags = FLAGS | {"max_model_len": 512, "enable_prefix_caching": False, "num_gpu_blocks_override": 29}
+        engine = Engine.start(order(FULL, DROPPING), MODEL, **flags)
         yield engine
         engine.close()
 
@@ -218,6 +248,102 @@ class TestPressure:
         assert figures.preemptions > 0 and told["replays"] > 0
 
 
+def keep_async(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM's CPU build schedule ahead: it can, and its platform switches that off."""
+    from vllm.platforms.cpu import CpuPlatform  # pyright: ignore[reportMissingImports]
+
+    usual = CpuPlatform.check_and_update_config
+
+    def check(config: Any) -> None:
+        wanted = config.scheduler_config.async_scheduling
+        usual(config)
+        config.scheduler_config.async_scheduling = wanted
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check))
+
+
+class TestAhead:
+    """Async scheduling: the next step is planned before this one's tokens are known, in a pool that is too small."""
+
+    @pytest.mark.parametrize(
+        ("rung", "several", "caching"),
+        [
+            (DROPPING, (SNAPKV, ROLLING, FULL), True),
+            (DROPPING, (SNAPKV, ROLLING), False),
+            (VISIBLE, (ON_VISIBLE[2],), True),
+        ],
+    )
+    def test_tokens_and_blocks_are_the_same(
+        self, monkeypatch: pytest.MonkeyPatch, rung: str, several: Sequence[str], caching: bool
+    ) -> None:
+        keep_async(monkeypatch)
+        flags = FLAGS | {"max_model_len": 512, "enable_prefix_caching": caching, "num_gpu_blocks_override": 29}
+        engine = Engine.start(order(several[0], rung), MODEL, **flags, async_scheduling=True)
+        assert type(engine.scheduler).__name__ == "AsyncScheduler"
+        four, n_new = prompts([LENGTH] * 4), 90
+        for words in several:
+            engine.switch(order(words, rung))
+            for ids in four:
+                said(words, ids, n_new, several)
+            replies, figures = drive(engine, [Request(f"{words} {i}", ids, n_new) for i, ids in enumerate(four * 2)])
+            COMPARED.agree(words, four * 2, [Said(reply.ids, None) for reply in replies])
+            FOUND.append(
+                f"scheduled ahead, {words} on {rung}, prefix cache {'on' if caching else 'off'}: {figures.at_once} at "
+                f"once, {figures.preemptions} preempted, {engine.told()['replays']} read again with their answers"
+            )
+            assert figures.blocks_left == 0
+        engine.close()
+
+
+class TestChains:
+    """Five turns, each of which goes on from what the one before it left."""
+
+    @pytest.mark.parametrize(("rung", "several"), [(VISIBLE, ON_VISIBLE), (DROPPING, (*ON_DROPPING, FULL))])
+    def test_tokens_are_those_of_kvbench_s_own_turns(self, rung: str, several: Sequence[str]) -> None:
+        def ordered(words: str) -> Order:
+            return rehearse(Order(tuple(words.split()), rung, chains=4))
+
+        engine = Engine.start(ordered(several[0]), MODEL, **FLAGS)
+        free, (first, other), texts = engine.n_free, prompts([300, 301]), prompts([20, 31, 9, 40])
+        for words in several:
+            engine.switch(ordered(words))
+            wants, so_far = turns_of(words, first, texts, 8), first
+            for turn, want in enumerate(wants):
+                answers(engine, [other[: 250 + turn]], 3)  # a conversation of somebody else, in between
+                params = engine.params(8)
+                (one,) = engine.llm.generate([{"prompt_token_ids": so_far}], params, use_tqdm=False)
+                assert [*one.outputs[0].token_ids] == want, (words, turn)
+                if turn:
+                    assert one.num_cached_tokens == len(so_far) - len(texts[turn - 1]) - 1, (words, turn)
+                so_far = so_far + want + (texts[turn] if turn < len(texts) else [])
+            blocks = engine.scheduler.kv_cache_manager
+            held = [len(chain.blocks) for chain in blocks.chains]
+            FOUND.append(f"chains, {words} on {rung}: five turns, {len(so_far)} tokens in {held[-1]} blocks")
+            assert len(held) == 4 and free - engine.n_free == len(
+                {block.block_id for chain in blocks.chains for block in chain.blocks}
+            )
+            blocks.reset_prefix_cache()
+            assert engine.n_free == free
+        engine.close()
+
+    def test_chains_give_way_where_the_pool_is_full(self) -> None:
+        """The oldest goes first; a conversation that lost its chain is read as a new one."""
+        flags = FLAGS | {"max_model_len": 512, "num_gpu_blocks_override": 29}
+        engine = Engine.start(rehearse(Order(tuple(SNAPKV.split()), DROPPING, chains=16)), MODEL, **flags)
+        free, asked = engine.n_free, prompts([LENGTH + i for i in range(12)])
+        COMPARED.agree(SNAPKV, asked, answers(engine, asked, N_NEW))
+        kept = engine.scheduler.kv_cache_manager.chains
+        assert 0 < len(kept) < 12 and free - engine.n_free == sum(len(chain.blocks) for chain in kept)
+        last = kept[-1]
+        (one,) = engine.llm.generate(
+            [{"prompt_token_ids": [*last.tokens, *asked[0][:20]]}], engine.params(4), use_tqdm=False
+        )
+        assert one.num_cached_tokens == len(last.tokens)
+        lost = next(ids for ids in asked if all(chain.tokens[: len(ids)] != ids for chain in kept))
+        COMPARED.agree(SNAPKV, [lost], answers(engine, [lost], N_NEW))
+        engine.close()
+
+
 class TestRestart:
     def test_engines_in_one_process_begin_anew(self) -> None:
         """vLLM's own, then two rungs, in a pool of 9 blocks; on `visible` requests are preempted as they decode."""
@@ -241,16 +367,24 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("flag", "why"),
         [
-            ({"enable_prefix_caching": True}, "prefix caching hands on pages"),
-            ({"async_scheduling": True}, "async scheduling counts tokens"),
-            ({"speculative_config": {"method": "ngram"}}, "speculative decoding takes tokens back"),
-            ({"kv_transfer_config": {"kv_connector": "x"}}, "a KV connector moves pages"),
-            ({"pipeline_parallel_size": 2}, "gives each worker some layers"),
+            ({"enforce_eager": False}, "captured graph"),
+            ({"speculative_config": {"method": "ngram"}}, "tokens that are rejected"),
+            ({"kv_transfer_config": {"kv_connector": "x"}}, "a KV connector finds a token's block"),
+            ({"kv_offloading_size": 4.0}, "a KV connector finds a token's block"),
+            ({"kv_cache_dtype": "fp8"}, "pages hold codes"),
+            ({"pipeline_parallel_size": 2}, "each worker has some layers"),
+            ({"decode_context_parallel_size": 2}, "lie with several workers"),
+            ({"prefill_context_parallel_size": 2}, "those of several workers"),
         ],
     )
     def test_flags_that_a_method_cannot_have_short(self, flag: dict[str, Any], why: str) -> None:
         with pytest.raises(ConfigError, match=why):
             engine_flags(Order(("method=snapkv",), DROPPING), flag)
+
+    @pytest.mark.parametrize("flag", [{"async_scheduling": True}, {"data_parallel_size": 2}])
+    def test_flags_that_chains_cannot_have_short(self, flag: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match="cannot be combined with chains"):
+            engine_flags(Order(("method=snapkv",), DROPPING, chains=4), flag)
 
     def test_a_layer_that_nobody_knows_is_named_short(self) -> None:
         def layer(**changes: Any) -> Any:
