@@ -1,14 +1,20 @@
 """What is measured of an engine: the terms of `vllm bench serve`, by its formulas, and how requests are sent."""
 
+import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import combinations
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvbench.serving.measure import Load, Reply, Request, bench, drive, percentiles
+from kvbench.tasks.serving.traces import read_trace
+from kvbench.tests.tiny_tokenizer import tiny_tokenizer
 
 REPLIES = [
     Reply(Request("a", range(10), 3, 0.0), [1, 2, 3], [0.5, 0.75, 1.25]),
@@ -52,12 +58,15 @@ def test_where_clients_wait_their_queue_is_told_apart() -> None:
     assert found["p99_e2el_including_client_queue_ms"] == pytest.approx(1985)
 
 
+NO_VLLM = pytest.mark.skipif(
+    find_spec("vllm") is None, reason="vLLM is in an environment of its own: make setup-serving"
+)
+
+
+@NO_VLLM
 @pytest.mark.serving
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is in an environment of its own: make setup-serving")
 def test_figures_are_those_of_vllm_s_own_function_short() -> None:
-    import random
-
     from vllm.benchmarks.lib.endpoint_request_func import RequestFuncOutput  # pyright: ignore[reportMissingImports]
     from vllm.benchmarks.serve import calculate_metrics  # pyright: ignore[reportMissingImports]
 
@@ -88,6 +97,45 @@ def test_figures_are_those_of_vllm_s_own_function_short() -> None:
             assert ours[f"{kind}_{name}_ms"] == pytest.approx(getattr(theirs, f"{kind}_{name}_ms")), (kind, name)
         for p, value in getattr(theirs, f"percentiles_{name}_ms"):
             assert ours[f"p{p:.0f}_{name}_ms"] == pytest.approx(value), (p, name)
+
+
+@NO_VLLM
+@pytest.mark.serving
+@pytest.mark.filterwarnings("ignore")
+def test_traces_are_read_as_vllm_reads_them_short(tmp_path: Path) -> None:
+    """Times and lengths; its text is of drawn tokens, and of BurstGPT it has no times."""
+    from vllm.benchmarks.datasets.datasets import (  # pyright: ignore[reportMissingImports]
+        BurstGPTDataset,
+        TimedTrace,
+    )
+
+    path = tmp_path / "mooncake.jsonl"
+    keys = "timestamp", "input_length", "output_length", "hash_ids"
+    rows = [(0, 1100, 8, [0, 1, 2]), (250, 2048, 4, [0, 1, 3, 4]), (1750, 700, 90, [5, 6])]
+    path.write_text("\n".join(json.dumps(dict(zip(keys, row, strict=True))) for row in rows))
+    words = {f"timed_trace_label_{name}": name for name in keys}
+    trace = TimedTrace(
+        dataset_path=f"{path}",
+        random_seed=0,
+        timed_trace_chunk_hash_size=512,
+        timed_trace_sec_multiplier=0.001,
+        **words,
+    )
+    theirs = trace.sample(tiny_tokenizer(None, adds_bos=True), 3)
+    ours = read_trace(path).arrivals
+    assert [(one.at_s, one.n_prompt, one.n_new) for one in ours] == [
+        (one.timestamp, one.prompt_len, one.expected_output_len) for one in theirs
+    ]
+    for i, j in combinations(range(3), 2):
+        n = sum(size for _, size in set(ours[i].blocks) & set(ours[j].blocks))
+        assert theirs[i].prompt[:n] == theirs[j].prompt[:n] and theirs[i].prompt[n] != theirs[j].prompt[n]
+    path = tmp_path / "burst.csv"
+    header = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+    path.write_text(
+        f"{header}\n1,GPT-4,472,18,490,x\n2,ChatGPT,1087,230,1317,x\n3,GPT-4,417,0,417,x\n4,GPT-4,360,7,367,x\n"
+    )
+    rows = BurstGPTDataset(dataset_path=f"{path}", random_seed=0).data.values.tolist()
+    assert [(row[2], row[3]) for row in rows] == [(one.n_prompt, one.n_new) for one in read_trace(path).arrivals]
 
 
 @dataclass
