@@ -24,6 +24,7 @@ EMBEDDED = {  # every task that asks without data of somebody else, so long that
     "oolong": ["task.lengths=[4000]"],
     "ruler": ["task.length=6000", "task.datasets=all"],
     "scbench": ["task.lengths=[4000]"],
+    "serving": ["task.requests=4", "task.shared=200"],
     "tool_calls": ["task.lengths=[8000]"],
 }
 HEAD = """
