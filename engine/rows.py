@@ -14,6 +14,7 @@ Not here: one layer's tokens (`engine/layouts`), attention (`engine/attend.py`).
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from kvbench.engine.attend import Part
@@ -24,10 +25,16 @@ from kvbench.engine.layouts.fetching import Fetching
 from kvbench.engine.layouts.layer import Layer
 from kvbench.engine.layouts.quantized import QuantizedLayer
 from kvbench.kernels.clock import Since
-from kvbench.kernels.fast import STEP, takes
+from kvbench.kernels.fast import LEFT_OUT, OF_PROMPTS, STEP, takes
 from kvbench.kernels.rows.append import Place, append_rows_triton
 from kvbench.kernels.rows.blocks import Cached, fill_rows_triton, look_up_rows_triton
 from kvbench.kernels.rows.union import Ask, Far, FetchLaunch, fetch_rows_triton, union_rows_triton
+
+
+def leave_kernels_out(device: torch.device, why: str) -> None:
+    """From now on rows take turns there, and torch does all ops' work."""
+    if device.type == "cuda":
+        LEFT_OUT[device] = dict.fromkeys((STEP, *OF_PROMPTS), why)
 
 
 def append_rows(layers: Sequence[Layer], k_new: Tensor, v_new: Tensor) -> None:

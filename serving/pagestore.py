@@ -39,23 +39,27 @@ class PageTrace(Trace):
     """A prompt as vLLM's pages have it. A read copies."""
 
     def __init__(self, shape: ModelShape, s_prompt: int, pages: Mapping[int, Pages], rung: str) -> None:
-        super().__init__(shape, s_prompt, torch.device("cpu"))
+        super().__init__(shape, s_prompt, next(iter(pages.values())).device)
         self.pages, self.rung, self.taken = pages, rung, list[int]()
-        self.table = torch.empty(0, dtype=torch.long)  # the request's blocks, in order
+        self.table = torch.empty(0, dtype=torch.long, device=self.device)  # the request's blocks, in order
         self.own = self.table  # those to which what survives moves
 
     def read(self, layer: int, positions: Tensor) -> Pair:
         """K and V (1, h_kv, n, d_h) at positions (h_kv or 1, n)."""
         return self.pages[layer].read(self.table, positions)
 
+    def span(self, start: int, stop: int) -> Tensor:
+        """Positions or slots (1, n), for all heads."""
+        return torch.arange(start, stop, device=self.device).unsqueeze(0)
+
     def keys(self, layer: int) -> Tensor:
-        return self.read(layer, torch.arange(self.s_prompt).unsqueeze(0))[0]
+        return self.host(layer)[0]
 
     def values(self, layer: int) -> Tensor:
-        return self.read(layer, torch.arange(self.s_prompt).unsqueeze(0))[1]
+        return self.host(layer)[1]
 
     def host(self, layer: int) -> Pair:
-        return self.read(layer, torch.arange(self.s_prompt).unsqueeze(0))
+        return self.read(layer, self.span(0, self.s_prompt))
 
     def held_layers(self) -> list[int]:
         return self.taken
@@ -111,7 +115,7 @@ class Moved:
         self.trace.pages[self.index].write(self.trace.own, slots, k, v)
 
     def write(self, at: int, k: Tensor, v: Tensor) -> None:
-        self.put(torch.arange(at, at + k.shape[2]).unsqueeze(0), k, v)
+        self.put(self.trace.span(at, at + k.shape[2]), k, v)
 
     def scatter(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         self.put(slots.unsqueeze(0), k, v)
@@ -120,10 +124,12 @@ class Moved:
         return self.trace.pages[self.index].read(self.trace.own, slots)
 
     def part(self, start: int, stop: int) -> Part:
-        return Part(*self.get(torch.arange(start, stop).unsqueeze(0)))
+        return Part(*self.get(self.trace.span(start, stop)))
 
     def move(self, start: int, order: Tensor | None, places: Tensor) -> None:
-        slots = torch.arange(start, start + places.shape[-1]).expand(places.shape) if order is None else start + order
+        slots = (
+            self.trace.span(start, start + places.shape[-1]).expand(places.shape) if order is None else start + order
+        )
         self.put(places[0], *self.get(slots[0]))
 
     def hold(self, k: Tensor, v: Tensor, n_free: int) -> None:
@@ -140,7 +146,7 @@ class PageHost(Host):
         self.device = trace.device
 
     def read(self, start: int, stop: int) -> Pair:
-        return self.trace.read(self.index, torch.arange(start, stop).unsqueeze(0))
+        return self.trace.read(self.index, self.trace.span(start, stop))
 
     @property
     def k(self) -> Tensor:
@@ -156,6 +162,8 @@ class PageHost(Host):
         self.n = self.n_prompt + at + k_new.shape[2]
 
     def tokens(self, idx: Tensor, mask: Tensor | None, late: bool) -> Part:
+        if len(idx) > 1:  # of several tokens, in places of their own: all that there are is copied once
+            return Part(*self.read(0, self.n), mask, idx=idx)
         return part_of(self.trace, self.index, idx.clamp(min=0), mask)
 
     def held(self, stop: int) -> list[Pair]:
@@ -170,7 +178,7 @@ def part_of(trace: PageTrace, layer: int, positions: Tensor, mask: Tensor | None
     _, heads, n = positions.shape
     h_kv = trace.shape.h_kv
     if trace.rung == PAGES:
-        nothing = torch.empty(1, h_kv, 0, trace.shape.d_h)
+        nothing = torch.empty(1, h_kv, 0, trace.shape.d_h, device=trace.device)
         return Part(nothing, nothing, mask, idx=positions)
     k, v = trace.read(layer, positions.reshape(h_kv, -1))  # query heads of a group: one after the other
     return Part(k.view(1, heads, n, k.shape[3]), v.view(1, heads, n, v.shape[3]), mask)
@@ -184,7 +192,7 @@ class PageHome(Home):
     def prompt(self, tokens: slice | Tensor = slice(None)) -> Pair:
         if isinstance(tokens, slice):
             start, stop, _ = tokens.indices(self.s_prompt)
-            return self.trace.read(self.layer, torch.arange(start, stop).unsqueeze(0))
+            return self.trace.read(self.layer, self.trace.span(start, stop))
         return self.trace.read(self.layer, tokens[0].clamp(min=0))
 
     def memory(self, tokens: list[Pair], n_free: int) -> Memory:
@@ -273,4 +281,5 @@ class PageStore(Store):
     def next_slots(self, n: int) -> Tensor:
         """Where the next `n` tokens go, in every layer alike."""
         at = next(iter(self.layers.values()))
-        return torch.tensor([at.n_kept + (at.n_seen + j - at.start) % at.capacity for j in range(n)])
+        slots = [at.n_kept + (at.n_seen + j - at.start) % at.capacity for j in range(n)]
+        return torch.tensor(slots, device=self.trace.device)

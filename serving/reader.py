@@ -2,7 +2,7 @@
 
 vLLM reads prompts in chunks, skips what its prefix cache has, mixes them with requests that decode, and after a
 preemption reads prompt and answer again in one pass. So a prompt is taken over layer by layer, in the pass that reads
-its last token, and what a pass reads of an answer goes to the row token by token. In a chain of turns a request goes on
+its last token, and what a pass reads of an answer goes to the row as a feed does. In a chain of turns a request goes on
 with the reader of the one before it: its own text is read as an answer is.
 
 Not here: vLLM's objects (`serving/adapter`), memory (`serving/pagestore.py`).
@@ -19,9 +19,11 @@ from kvbench.engine.attend import Part
 from kvbench.engine.books.audit import count_parts
 from kvbench.engine.observe import ModelFact
 from kvbench.engine.readers import Held, end
+from kvbench.engine.rows import leave_kernels_out
 from kvbench.engine.shapes import ModelShape
 from kvbench.engine.softmax import Softmax
-from kvbench.engine.step import attend_groups, behind_rows, step_rows
+from kvbench.engine.step import behind_rows, step_rows
+from kvbench.engine.turns.at_once import read_stretches
 from kvbench.serving.order import DROPPING, PAGES, VISIBLE, Note, Order, Unserved
 from kvbench.serving.pages import Pages
 from kvbench.serving.pagestore import PageStore, PageTrace
@@ -76,6 +78,7 @@ class Reader:
         self.row.build(layer)
         if len(trace.taken) == len(trace.shape.attention_layers):
             self.row.complete()
+            trace.settle()
             self.is_placed = True
 
     def take_blocks(self, table: Tensor, n_tokens: int, block: int, is_shared: bool) -> None:
@@ -120,10 +123,10 @@ class Reader:
         self.row.store.close(layer)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of one token: (1, h, 1, d_h)."""
-        rows, rung = [self.row], self.trace.rung
+        """Attention of tokens after the prompt, one after the other or several at once: (1, h, n, d_h)."""
+        rung = self.trace.rung
         self.trace.rung = VISIBLE if rung == PAGES else rung  # where vLLM's kernel does not read pages for it
-        out = attend_groups([(type(self.row), slice(0, 1))], rows, layer, q, k, v, self.trace.softmax[layer])
+        out = read_stretches(self.row, layer, q, k, v, self.trace.softmax[layer])
         self.trace.rung = rung
         return out
 
@@ -209,6 +212,9 @@ class Desk:
     n_steps: int = 0
     most_decoding: int = 0  # requests in one step after their prompts
 
+    def __post_init__(self) -> None:
+        leave_kernels_out(next(iter(self.pages.values())).device, "they read a layer's own memory, and it has none")
+
     @property
     def block(self) -> int:
         return next(iter(self.pages.values())).block
@@ -254,7 +260,7 @@ class Desk:
     def slots(self, reader: Reader, n: int) -> Tensor:
         """Where vLLM puts the next `n` tokens among all of its slots; -1: nowhere."""
         if n > 1:  # a window may roll over what the first of them still attend to: they are written one by one
-            return torch.full((n,), -1)
+            return torch.full((n,), -1, device=reader.trace.device)
         slots = reader.store.next_slots(n)
         return reader.trace.table[slots // self.block] * self.block + slots % self.block
 
@@ -268,9 +274,8 @@ class Desk:
             reader.look(layer, folded(q[:n]))
         if turn.ends_prompt:
             reader.build(layer)
-        for t in range(n, len(q)):
-            one = slice(t, t + 1)
-            out[t] = reader.attend(layer, folded(q[one]), folded(k[one]), folded(v[one]))[0, :, 0]
+        if n < len(q):
+            out[n:] = reader.attend(layer, *(folded(x[n:]) for x in (q, k, v)))[0].transpose(0, 1)
         if turn.ends_prompt and reader.is_placed and reader.order.rung == DROPPING:
             reader.check_slots(turn.seen)
 

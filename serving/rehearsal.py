@@ -22,17 +22,17 @@ from kvbench.serving.reader import Asked, Desk, Reader, Turn, folded
 
 LENGTHS = (1024, 1531, 4096, 8192)  # of prompts; two of them
 LAYERS, STEPS, ROOM = 3, 4, 4096
-BLOCK = 32
+BLOCK = 32  # tokens of a block, where nothing else is said
 
 
-def rehearse(order: Order) -> Order:
+def rehearse(order: Order, block: int = BLOCK) -> Order:
     """The order, with what its scheduler has to know; `Unserved` where the method cannot be served so."""
     if order.rung not in RUNGS:
         raise ConfigError(f"rung={order.rung} is unknown; use {', '.join(RUNGS[:-1])} or {RUNGS[-1]}")
     cell = order.chosen.cell
     refuse(cell, order.rung)
     try:
-        slacks = slacks_of(order)
+        slacks = slacks_of(order, block)
     except Unserved as error:
         raise Unserved(f"{cell.rules.title} cannot be served on rung={order.rung}: it {error}") from None
     if order.rung != DROPPING or len(set(slacks)) > 1:
@@ -40,12 +40,12 @@ def rehearse(order: Order) -> Order:
     return replace(order, slack=slacks[0])
 
 
-def slacks_of(order: Order) -> list[int | None]:
+def slacks_of(order: Order, block: int) -> list[int | None]:
     """`slack_of` two prompts; of other lengths where a budget is too small for the first ones."""
     found: list[int | None] = []
     for n in LENGTHS:
         try:
-            found.append(slack_of(order, n))
+            found.append(slack_of(order, n, block))
         except Unserved:
             raise
         except ConfigError as error:
@@ -67,7 +67,7 @@ def rehearsed_shape(shape: ModelShape, n_layers: int) -> ModelShape:
     return replace(shape, n_layers=n, attention_layers=tuple(range(n)), readers=())
 
 
-def slack_of(order: Order, s: int) -> int | None:
+def slack_of(order: Order, s: int, block: int) -> int | None:
     """Tokens that an answer adds before others leave, None where all of it stays."""
     params = order.chosen.cell.params
     n_layers = LAYERS + (getattr(params, "full_layers", 0) if order.chosen.cell.traits.skips else 0)
@@ -81,8 +81,8 @@ def slack_of(order: Order, s: int) -> int | None:
         raise Unserved("changes the keys or values that it keeps, and pages hold the model's")
     drawn = torch.Generator().manual_seed(0)
     heads, d_h = shape.h_kv // own.ranks, shape.d_h
-    n_blocks = -(-s // BLOCK) + 1  # one more for the answer
-    caches = {at: torch.zeros(n_blocks, heads, BLOCK, 2 * d_h) for at in shape.attention_layers}
+    n_blocks = -(-s // block) + 1  # one more for the answer
+    caches = {at: torch.zeros(n_blocks, heads, block, 2 * d_h) for at in shape.attention_layers}
     pages = {at: Pages.of(cache) for at, cache in caches.items()}
     table = torch.arange(n_blocks)
     for each in pages.values():
@@ -115,7 +115,7 @@ def try_step(desk: Desk, turn: Turn, at: int, token: Sequence[torch.Tensor], tab
         turn.reader.count(at)
     elif desk.order.rung == PAGES:
         parts = turn.reader.parts(at, *map(folded, token))
-        tables_of(parts, table, k.shape[1], BLOCK)
+        tables_of(parts, table, k.shape[1], desk.block)
         turn.reader.behind(at, folded(q))
     else:
         desk.read(at, turn, q, k, v, torch.empty_like(q))

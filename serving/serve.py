@@ -23,7 +23,7 @@ from kvbench.engine.checkpoints.load import locate
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.terminal import say
 from kvbench.serving.order import DROPPING, RUNGS, VISIBLE, Order, chosen
-from kvbench.serving.rehearsal import rehearse
+from kvbench.serving.rehearsal import BLOCK, rehearse
 
 
 @dataclass
@@ -67,7 +67,8 @@ class Command:
             return None
         rung = self.rung or usual_rung(self.words)
         ranks = self.flags.get("tensor_parallel_size", 1)
-        return rehearse(Order(tuple(self.words), rung, ranks=ranks, chains=self.chains))
+        order = Order(tuple(self.words), rung, ranks=ranks, chains=self.chains)
+        return rehearse(order, self.flags.get("block_size", BLOCK))
 
 
 def usual_rung(words: Sequence[str]) -> str:

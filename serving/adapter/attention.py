@@ -1,32 +1,29 @@
-"""vLLM's attention on a CPU with a method inside: `Backend`, its `Builder` of a step and its `Impl` of a layer.
+"""vLLM's attention with a method inside, whichever kernel it has: what `Planning` adds to a backend's builder of a
+step, `Attending` to its layer, and `Ours` to the backend itself.
 
 Where no desk stands (`serving/adapter/worker.py`), such as while vLLM warms up, all is vLLM's own.
 
-Not here: which blocks are free (`serving/adapter/blocks.py`).
+Not here: a backend's own (`serving/adapter/cpu.py`, `gpu.py`, `infer.py`), which one is used (`backends.py`), which
+blocks are free (`blocks.py`).
 """
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm import _custom_ops as ops
 from vllm.forward_context import get_forward_context
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadataBuilder,
-)
 
 from kvbench.serving.adapter.blocks import own_spec
 from kvbench.serving.order import DROPPING, PAGES, Note, Order
-from kvbench.serving.pagetable import tables_of
+from kvbench.serving.pages import Layout, beside
+from kvbench.serving.pagetable import of_one_head
 from kvbench.serving.reader import Asked, Desk, Turn, folded
 
 
-class Builder(CPUAttentionMetadataBuilder):
+class Planning:
     """Plans each step once: what each request does, and on the dropping rung where its tokens lie."""
 
     desk: Desk | None = None
@@ -67,12 +64,15 @@ def moved(common: Any, turns: Sequence[Turn]) -> Any:
         made.block_table_tensor[i, : len(table)] = table
         made.slot_mapping[turn.rows] = turn.slots
         made.seq_lens[i] = turn.n_attended
-    made.max_seq_len = int(made.seq_lens.max())
+    made.seq_lens_cpu_upper_bound = made.seq_lens.cpu()  # FlashInfer plans by it
+    made.max_seq_len = int(made.seq_lens_cpu_upper_bound.max())
     return made
 
 
-class Impl(CPUAttentionBackendImpl):
+class Attending:
     """A layer."""
+
+    reads_tables: ClassVar[bool] = True  # whether its kernel can be asked for heads by themselves (`alone`)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -88,7 +88,7 @@ class Impl(CPUAttentionBackendImpl):
         output: Tensor, output_scale: Any = None, output_block_scale: Any = None,
     ) -> Tensor:  # fmt: skip
         def usual() -> Tensor:
-            return super(Impl, self).forward(layer, query, key, value, kv_cache, attn_metadata, output)
+            return super(Attending, self).forward(layer, query, key, value, kv_cache, attn_metadata, output)
 
         if not hasattr(attn_metadata, "turns"):
             return usual()
@@ -99,7 +99,7 @@ class Impl(CPUAttentionBackendImpl):
         if not all(alone):
             usual()
         if desk.order.rung == PAGES and (steps := [turn for turn in turns if turn.is_step]):
-            self.attend_pages(desk, steps, at, query, key, value, kv_cache, output)
+            self.attend_pages(layer, steps, at, query, key, value, kv_cache, output)
         for turn in turns:
             if turn.is_step and turn.reader.is_still:
                 turn.reader.count(at)
@@ -108,53 +108,45 @@ class Impl(CPUAttentionBackendImpl):
         return output
 
     def attend_pages(
-        self, desk: Desk, turns: Sequence[Turn], at: int, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, out: Tensor
+        self, layer: Any, turns: Sequence[Turn], at: int, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, out: Tensor
     ) -> None:
         """vLLM's kernel over the pages that each request's KV heads attend to: each is a request of one head to it."""
-        blocks, h_kv, block, width = cache.shape
-        found = []
+        chosen = []
         for turn in turns:
             one = [folded(x[turn.rows]) for x in (q, k, v)]
-            found.append(tables_of(turn.reader.parts(at, *one), turn.reader.trace.table, h_kv, block))
-        rows = [turn.rows.start for turn in turns]
-        most = max(table.shape[1] for table, _ in found)
-        tables = torch.cat([torch.nn.functional.pad(table, (0, most - table.shape[1])) for table, _ in found])
-        lengths = torch.cat([n for _, n in found]).int()
-        n, heads = len(tables), torch.arange(h_kv).repeat(len(turns)).unsqueeze(1)
-        alone = cache.view(blocks * h_kv, 1, 2 * block, width // 2).chunk(2, 2)
-        queries = q[rows].reshape(n, -1, width // 2)
-        made, starts = torch.empty_like(queries), torch.arange(n + 1, dtype=torch.int32)
-        plan = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=n, num_heads=queries.shape[1], num_kv_heads=1, head_dim=width // 2, seq_lens=lengths,
-            dtype=q.dtype, query_start_loc=starts, causal=True, sliding_window_size=-1, isa="vec",
-            enable_kv_split=False, dynamic_causal=None, kv_cache_dtype=self.kv_cache_dtype,
-        )  # fmt: skip
-        ops.cpu_attention_with_kv_cache(
-            query=queries, key_cache=alone[0], value_cache=alone[1], output=made, query_start_loc=starts,
-            seq_lens=lengths, scale=self.scale, causal=True, alibi_slopes=None, sliding_window=-1,
-            block_table=(tables * h_kv + heads).int(), softcap=self.logits_soft_cap, scheduler_metadata=plan,
-            s_aux=None, dynamic_causal=None, k_scale=1.0, v_scale=1.0, kv_cache_dtype=self.kv_cache_dtype,
-        )  # fmt: skip
-        out[rows] = made.view(len(turns), -1, width // 2).view(len(turns), *out.shape[1:])
+            chosen.append((turn.reader.parts(at, *one), turn.reader.trace.table))
+        blocks, tables, lengths = of_one_head(chosen, cache)
+        rows, width = [turn.rows.start for turn in turns], cache.shape[3] // 2
+        queries = q[rows].reshape(len(tables), -1, width)
+        made = torch.empty_like(queries)
+        one = copy.copy(self)
+        one.num_heads, one.num_kv_heads = queries.shape[1], 1
+        plan = one.alone(queries, lengths, tables)
+        super(Attending, one).forward(layer, queries, queries, queries, blocks, plan, made)
+        out[rows] = made.view(len(turns), *out.shape[1:])
         for turn in turns:
-            turn.reader.behind(at, folded(out[turn.rows].view(1, -1, width // 2)))
+            turn.reader.behind(at, folded(out[turn.rows].view(1, -1, width)))
+
+    def alone(self, queries: Tensor, lengths: Tensor, tables: Tensor) -> Any:
+        """The backend's metadata of requests with one query and one KV head each."""
+        raise NotImplementedError
 
 
-class Backend(CPUAttentionBackend):
-    """The backend in place of vLLM's own."""
+class Ours:
+    """A backend in place of vLLM's own."""
+
+    layout: ClassVar[Layout] = staticmethod(beside)
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        order = Order.given()
-        return spec if order is None else own_spec(spec)
+        spec = super().customize_spec(spec)
+        return spec if Order.given() is None else own_spec(spec)
 
-    @staticmethod
-    def get_impl_cls() -> type[Impl]:
-        return Impl
-
-    @staticmethod
-    def get_builder_cls() -> type[Builder]:
-        return Builder
+    @classmethod
+    def unknown_layout(cls, layer: Any) -> str | None:
+        """What pages a layer lies in, where these are not known, and what is."""
+        kind = layer.kv_cache_dtype
+        return None if kind in ("auto", "float16", "bfloat16", "float32") else f"{kind}, of which codes are not known"
 
 
 def number_of(name: str) -> int:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.engine.errors import ConfigError
+from kvbench.serving.adapter.backends import take_back
 from kvbench.serving.order import Order
-from kvbench.serving.plugin import register, take_back
+from kvbench.serving.plugin import register
 from kvbench.serving.rehearsal import check_prompt
 
 EXTENSION = "kvbench.serving.adapter.worker.Extension"

@@ -7,8 +7,8 @@ Not here: attention (`serving/adapter/attention.py`).
 from typing import Any
 
 from kvbench.engine.softmax import Softmax
-from kvbench.serving.adapter.attention import Builder, number_of
-from kvbench.serving.order import Order
+from kvbench.serving.adapter.attention import Ours, Planning, number_of
+from kvbench.serving.order import PAGES, Order
 from kvbench.serving.pages import Pages
 from kvbench.serving.reader import Desk
 
@@ -23,11 +23,11 @@ class Extension:
         layers = self.vllm_config.compilation_config.static_forward_context
         pages, softmax = {}, {}
         for name, layer in layers.items():
-            check(name, layer)
-            pages[number_of(name)] = Pages.of(layer.kv_cache)
+            check(name, layer, order.rung)
+            pages[number_of(name)] = Pages.of(layer.kv_cache, layer.attn_backend.layout)
             impl = layer.impl
             sink = None if impl.sinks is None else impl.sinks.float()
-            softmax[number_of(name)] = Softmax(impl.scale, float(impl.logits_soft_cap), sink)
+            softmax[number_of(name)] = Softmax(impl.scale, float(impl.logits_soft_cap or 0), sink)
         if [*sorted(pages)] != [*order.chosen.shape.attention_layers]:
             raise ValueError(f"vLLM has the layers {sorted(pages)}, and the method's model has others")
         is_shared = bool(self.vllm_config.cache_config.enable_prefix_caching)
@@ -35,7 +35,7 @@ class Extension:
         for group in self.model_runner.attn_groups:
             for one in group:
                 for builder in one.metadata_builders:
-                    assert isinstance(builder, Builder), type(builder)
+                    assert isinstance(builder, Planning), type(builder)
                     builder.desk, builder.runner = self.kvbench_desk, self.model_runner
         return len(pages)
 
@@ -43,16 +43,26 @@ class Extension:
         return self.kvbench_desk.told()
 
 
-def check(name: str, layer: Any) -> None:
+def check(name: str, layer: Any, rung: str) -> None:
     """`ValueError` where a layer is none that pages are known of."""
-    impl, isa = layer.impl, getattr(layer, "isa", None)
+    impl, backend = layer.impl, layer.attn_backend
+    if not issubclass(backend, Ours):
+        raise ValueError(
+            f"layer {name} has vLLM's backend {backend.get_name()}, which the adapter has no own in place of"
+        )
+    unknown = backend.unknown_layout(layer)
     says = [
-        ("has a sliding window", impl.sliding_window != -1),
+        ("has a sliding window", impl.sliding_window not in (-1, (-1, -1))),
         ("reads another layer's pages", impl.kv_sharing_target_layer_name is not None),
         ("has ALiBi's slopes", impl.alibi_slopes is not None),
-        (f"lies in pages of {isa}, of which only vec (dtype=float32) is known", isa != "vec"),
-        ("is no layer of a decoder", f"{impl.attn_type}".lower().rpartition(".")[2] != "decoder"),
+        (f"lies in pages of {unknown}", unknown is not None),
+        (
+            "is no layer of a decoder",
+            f"{getattr(impl, 'attn_type', 'decoder')}".lower().rpartition(".")[2] != "decoder",
+        ),
+        ("has a kernel that reads no pages of one head (rung=pages)", rung == PAGES and not impl.reads_tables),
+        ("has sinks of query heads (rung=pages)", rung == PAGES and impl.sinks is not None),
     ]
     for what, is_so in says:
         if is_so:
-            raise ValueError(f"layer {name} {what}; serve another model, or without a method")
+            raise ValueError(f"layer {name} {what}; serve another model, on another rung, or without a method")

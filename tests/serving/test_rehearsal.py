@@ -49,6 +49,14 @@ def test_a_method_that_holds_its_budget_is_known_to(words: str) -> None:
     assert order.most_slots(1000, 5000) == order.variant(1000).budget.tokens + 1
 
 
+def test_pages_are_blocks_of_whatever_size_vllm_has() -> None:
+    """A GPU's have 16 tokens unless it is told otherwise."""
+    words = tuple(QUEST.replace("32", "16").replace("1/8", "1/4").split())
+    assert rehearse(Order(words, "pages"), 16).slack is None
+    with pytest.raises(Unserved, match="no whole pages of 32 tokens"):
+        rehearse(Order(words, "pages"))
+
+
 @pytest.mark.parametrize(("rung", "words", "why"), REFUSED)
 def test_others_are_refused_in_a_sentence(rung: str, words: str, why: str) -> None:
     with pytest.raises(Unserved, match=why) as refused:

@@ -20,6 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is in an environment of its own: make s
 from kvbench.engine.checkpoints.load import locate
 from kvbench.engine.errors import ConfigError
 from kvbench.serving.adapter import known
+from kvbench.serving.adapter.cpu import Backend
 from kvbench.serving.adapter.front import RESTRICTED, Engine, engine_flags
 from kvbench.serving.adapter.worker import check
 from kvbench.serving.measure import Request, drive
@@ -390,10 +391,10 @@ class TestRefusals:
         def layer(**changes: Any) -> Any:
             usual = {"sliding_window": -1, "kv_sharing_target_layer_name": None, "alibi_slopes": None}
             impl = SimpleNamespace(**usual | {"attn_type": "decoder"} | changes)
-            return SimpleNamespace(impl=impl, isa=changes.get("isa", "vec"))
+            return SimpleNamespace(impl=impl, isa=changes.get("isa", "vec"), attn_backend=Backend)
 
         name = "model.layers.3.self_attn.attn"
-        check(name, layer())
+        check(name, layer(), VISIBLE)
         cases = {
             "sliding_window": (512, "a sliding window"),
             "isa": ("amx", "pages of amx"),
@@ -401,7 +402,7 @@ class TestRefusals:
         }
         for key, (value, why) in cases.items():
             with pytest.raises(ValueError, match=f"layer {name} .*{why}"):
-                check(name, layer(**{key: value}))
+                check(name, layer(**{key: value}), VISIBLE)
 
     def test_another_version_is_not_known_short(self) -> None:
         assert known("0.32.0") and not known("0.33.1")
