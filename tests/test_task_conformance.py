@@ -60,7 +60,7 @@ def verdicts(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_our_tasks_hold_every_property(name: str) -> None:
     settings = [word for word in EMBEDDED[name] if not word.endswith("=made")]
-    source = [] if name == "tool_calls" else ["task.source=embedded"]
+    source = [] if name in ("tool_calls", "serving") else ["task.source=embedded"]
     one = subject(name, [*source, *settings], 6)
     for check in PROPERTIES.values():
         check(one)
