@@ -81,13 +81,14 @@ class Texts:
 
 
 def pieces(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Blocks that hide a needle together."""
+    """Blocks that hide a needle together; a large one makes several pieces."""
     found = list[list[Block]]()
-    for block in blocks:
-        last = found[-1] if found else []
-        n = sum(n for _, n in last)
-        if last and max(last[-1][1], block[1]) < SMALL and n + block[1] <= PIECE:
-            last.append(block)
-        else:
-            found.append([block])
+    for name, n in blocks:
+        for i, at in enumerate(range(0, n, PIECE)):
+            block = f"{name} {i}", min(PIECE, n - at)
+            last = found[-1] if found else []
+            if last and max(last[-1][1], block[1]) < SMALL and sum(n for _, n in last) + block[1] <= PIECE:
+                last.append(block)
+            else:
+                found.append([block])
     return found

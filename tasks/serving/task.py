@@ -30,7 +30,7 @@ from kvbench.tasks.lazy import LazySamples
 from kvbench.tasks.needle.task import Needle, exact
 from kvbench.tasks.needle.task import Params as NeedleParams
 from kvbench.tasks.serving.prompts import Texts
-from kvbench.tasks.serving.traces import SHORTEST, Arrival, Trace, blocks_of, read_trace
+from kvbench.tasks.serving.traces import SHORTEST, Arrival, Trace, read_trace
 from kvbench.tasks.texts import digest
 
 DEPTHS = (10.0, 30.0, 50.0, 70.0, 90.0)
@@ -177,7 +177,7 @@ def sharing(one: Arrival, n: int, i: int) -> Arrival:
     own = one.n_prompt - n
     if own < OWN:
         raise ConfigError(f"task.shared={n} leaves {own} tokens of {one.n_prompt} to a prompt itself, fewer than {OWN}")
-    return replace(one, blocks=(*blocks_of("shared", n), *blocks_of(f"request {i}", own)))
+    return replace(one, blocks=(("shared", n), (f"request {i}", own)))
 
 
 def needle(length: int, depth: float, seed: int) -> Needle:

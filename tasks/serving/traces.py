@@ -174,14 +174,9 @@ def block_size(path: Path, asked: Sequence[tuple[int, Arrival]]) -> int | None:
 
 def sized(one: Arrival, size: int | None, number: int) -> tuple[Block, ...]:
     """A prompt's blocks with their tokens; what its hashes do not cover is its own."""
-    if size is None or not one.blocks:
+    if size is None:
         return ()
     names = [name for name, _ in one.blocks[: math.ceil(one.n_prompt / size)]]
     found = [(f"hash {name}", min(size, one.n_prompt - i * size)) for i, name in enumerate(names)]
-    return (*found, *blocks_of(f"line {number}", one.n_prompt - sum(n for _, n in found)))
-
-
-def blocks_of(name: str, n: int) -> tuple[Block, ...]:
-    """Text of one source, in blocks."""
-    size = max(HASHED)
-    return tuple((f"{name} {at // size}", min(size, n - at)) for at in range(0, n, size))
+    own = one.n_prompt - sum(n for _, n in found)
+    return (*found, (f"line {number}", own)) if own > 0 else tuple(found)
