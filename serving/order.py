@@ -45,10 +45,7 @@ class Order:
     def given(cls) -> "Order | None":
         """The order of this process; None where there is none."""
         text = os.environ.get(VARIABLE)
-        if not text:
-            return None
-        found = json.loads(text)
-        return cls(**found | {"words": tuple(found["words"])})
+        return read_order(text) if text else None
 
     def give(self) -> None:
         """Ask this process, and all that it starts."""
@@ -89,6 +86,13 @@ class Order:
         """Tokens of a prompt that a prefix cache may hand on: those whose queries the method does not look at."""
         looks = [what.looks_at for what in self.variant(s_prompt).observations]
         return 0 if None in looks else max(0, s_prompt - max((n for n in looks if n is not None), default=0))
+
+
+@cache
+def read_order(text: str) -> Order:
+    """The order in a variable's text; one object, so that what it looks up is looked up once."""
+    found = json.loads(text)
+    return Order(**found | {"words": tuple(found["words"])})
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ left them, and a next turn that begins with their tokens goes on from there), an
 `vllm.max_model_len=4096`.
 `/v1/models` has the model's name with the method and its budget.
 
-exit code: 0 it was stopped, 2 wrong input, in one sentence
+exit code: 0 it was stopped, 1 its engine died, 2 wrong input, in one sentence
 
 Not here: vLLM (`serving/adapter`), in whose environment this runs: `make setup-serving`.
 """
@@ -47,11 +47,10 @@ class Command:
             if key.startswith("vllm."):
                 command.flags[key.removeprefix("vllm.")] = value
             elif key in ("rung", "host", "port", "as_shipped", "chains"):
-                kind = type(getattr(cls(), key) or "")
-                if not isinstance(value, kind):
-                    raise ConfigError(
-                        f"{word} is not allowed; {key} is of type {kind.__name__}, like {key}={getattr(cls(), key)}"
-                    )
+                usual = getattr(cls(), key)
+                kind = str if usual is None else type(usual)
+                if type(value) is not kind:
+                    raise ConfigError(f"{word} is not allowed; {key} is of type {kind.__name__}, like {key}={usual}")
                 setattr(command, key, value)
             else:
                 command.words.append(word)
@@ -109,11 +108,16 @@ def main(argv: Sequence[str]) -> int:
 
         flags = {"dtype": "float32"} | command.flags
         say(f"serving {served_name(name, order)} on http://{command.host}:{command.port}/v1")
-        serve(order, model, served_name(name, order), command.host, command.port, flags)
+        lived = serve(order, model, served_name(name, order), command.host, command.port, flags)
     except ConfigError as error:
         say("kvbench.serving.serve:", f"{error}", file=sys.stderr)
         return 2
-    return 0
+    if not lived:
+        say(
+            "kvbench.serving.serve: the engine died, and requests under way got status 500; start it again",
+            file=sys.stderr,
+        )
+    return 0 if lived else 1
 
 
 if __name__ == "__main__":

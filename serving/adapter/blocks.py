@@ -208,6 +208,17 @@ class Spec(FullAttentionSpec):
         """A worker's table has the prompt's blocks and after them those of what survives."""
         return 2 * super().max_num_blocks_per_req(*args, **kwargs)
 
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """What a request of the greatest length needs: with the prefix cache what survives beside the prompt."""
+        n, longest, order = (
+            super().max_memory_usage_bytes(vllm_config),
+            vllm_config.model_config.max_model_len,
+            Order.given(),
+        )
+        if order is None or not vllm_config.cache_config.enable_prefix_caching or not order.moves(longest):
+            return n
+        return n + -(-order.most_slots(longest, longest) // self.block_size) * self.page_size_bytes
+
 
 def own_spec(spec: Any) -> Any:
     """The spec under which a layer's blocks are managed."""

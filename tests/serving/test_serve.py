@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvbench import run
+from kvbench.engine.errors import ConfigError
 from kvbench.evals.settings import from_words
 from kvbench.results import LEDGER_MEANS
 from kvbench.results.read import read_samples
@@ -27,6 +28,17 @@ def test_a_command_is_words_of_run_py_and_of_vllm() -> None:
     found = Command.read(["method=snapkv", "ratio=0.2", "port=9000", "vllm.max_model_len=4096", "rung=visible"])
     assert found.words == ["method=snapkv", "ratio=0.2"] and found.flags == {"max_model_len": 4096}
     assert (found.port, found.rung, found.as_shipped) == (9000, "visible", False)
+
+
+def test_a_word_of_the_server_s_own_has_its_type() -> None:
+    found = Command.read(["as_shipped=true", "chains=4"])
+    assert found.as_shipped is True and found.chains == 4 and Command.read(["as_shipped=true"]).order() is None
+    for word in ("as_shipped=1", "chains=true", "chains=many", "port=8000.5"):
+        with pytest.raises(ConfigError, match=f"{word} is not allowed"):
+            Command.read([word])
+    for words in (["chains=-1"], ["chains=2", "as_shipped=true"]):
+        with pytest.raises(ConfigError, match="conversations that a method keeps"):
+            Command.read(words).order()
 
 
 def test_a_model_is_called_after_its_method() -> None:
