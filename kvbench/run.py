@@ -104,7 +104,7 @@ def compose_and_run(argv: list[str], run: "Run | None" = None) -> "list[tuple[Pa
             else:
                 own = cfgs.get("hydra") or HydraConfig.get()
                 cells = [settings(cfgs, own.runtime.choices, launcher=own.launcher)]
-            if any(cell.task.target == "kvbench.tasks.serving.Serving" for cell in cells):
+            if any(cell.task.target == "kvbench.tasks.serving.task.Serving" for cell in cells):
                 from kvbench.serving.run import run_cells
             else:
                 from kvbench.evals.runner import run_cells

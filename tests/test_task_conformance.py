@@ -24,6 +24,7 @@ EMBEDDED = {  # every task that asks without data of somebody else, so long that
     "oolong": ["task.lengths=[4000]"],
     "ruler": ["task.length=6000", "task.datasets=all"],
     "scbench": ["task.lengths=[4000]"],
+    "serving": ["task.requests=4", "task.shared=200"],
     "tool_calls": ["task.lengths=[8000]"],
 }
 HEAD = """
@@ -59,7 +60,7 @@ def verdicts(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_our_tasks_hold_every_property(name: str) -> None:
     settings = [word for word in EMBEDDED[name] if not word.endswith("=made")]
-    source = [] if name == "tool_calls" else ["task.source=embedded"]
+    source = [] if name in ("tool_calls", "serving") else ["task.source=embedded"]
     one = subject(name, [*source, *settings], 6)
     for check in PROPERTIES.values():
         check(one)

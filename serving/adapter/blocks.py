@@ -116,8 +116,8 @@ class Manager(FullAttentionManager):
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Hand on the prompt's blocks alone: what follows has been made by a method."""
-        held = self.held[request.request_id]
-        if not held.is_placed:
+        held = self.held.get(request.request_id)
+        if held is not None and not held.is_placed:
             super().cache_blocks(request, min(num_tokens, held.s_prompt), *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:

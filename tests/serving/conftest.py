@@ -6,7 +6,8 @@ from kvbench.tests.serving.reference import COMPARED, FOUND
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if COMPARED.n_answers:
+    lines = [*(COMPARED.lines() if COMPARED.n_answers else []), *FOUND]
+    if lines:
         terminalreporter.section("inside vLLM")
-        for line in [*COMPARED.lines(), *FOUND]:
+        for line in lines:
             terminalreporter.write_line(line)

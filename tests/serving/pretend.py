@@ -62,6 +62,11 @@ class Request:
     is_placed: bool = False
 
     @property
+    def s_prompt(self) -> int:
+        assert self.note.s_prompt is not None
+        return self.note.s_prompt
+
+    @property
     def text(self) -> list[int]:
         return self.ids + self.said
 
@@ -104,7 +109,7 @@ class Pretend:
 
     def find(self, one: Request) -> None:
         """What the prefix cache has of a request that begins."""
-        most = min(self.order.most_shared(one.note.s_prompt), len(one.text) - 1)
+        most = min(self.order.most_shared(one.s_prompt), len(one.text) - 1)
         while (
             one.n_read + self.block <= most
             and (block := self.cached.get((*one.text[: one.n_read + self.block],))) is not None
@@ -117,7 +122,7 @@ class Pretend:
 
     def give(self, one: Request, n_tokens: int) -> None:
         """The scheduler's part, as `Manager` has it."""
-        s = one.note.s_prompt
+        s = one.s_prompt
         if one.going is not None:
             self.release(one.blocks[one.going])
             del one.blocks[one.going]
@@ -148,7 +153,7 @@ class Pretend:
     def go_on(self, name: str, one: Request, ids: Sequence[int], n_new: int) -> Request:
         """The next turn of a request that is over: more text behind its own."""
         before = self.left.pop(one.name)
-        note = Note(before.note.s_prompt, before.name, [*self.left])
+        note = Note(before.s_prompt, before.name, [*self.left])
         self.living[name] = made = Request(name, [*before.text, *ids], n_new, note)
         made.blocks, made.n_read, made.is_placed = before.blocks, before.n_read, before.is_placed
         made.table = [*made.blocks]
