@@ -136,6 +136,7 @@ class Ours:
     """A backend in place of vLLM's own."""
 
     layout: ClassVar[Layout] = staticmethod(beside)
+    supports_kv_cache_update_bypass = False  # some models would write to pages by themselves, where tokens lay before
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:

@@ -30,6 +30,11 @@ class Extension:
             softmax[number_of(name)] = Softmax(impl.scale, float(impl.logits_soft_cap or 0), sink)
         if [*sorted(pages)] != [*order.chosen.shape.attention_layers]:
             raise ValueError(f"vLLM has the layers {sorted(pages)}, and the method's model has others")
+        block, given = next(iter(pages.values())).block, self.vllm_config.cache_config.block_size
+        if block != given:
+            raise ValueError(
+                f"vLLM's kernel has blocks of {block} tokens and its scheduler of {given}; set one for both"
+            )
         is_shared = bool(self.vllm_config.cache_config.enable_prefix_caching)
         self.kvbench_desk = Desk(order, pages, softmax, is_shared)
         for group in self.model_runner.attn_groups:
