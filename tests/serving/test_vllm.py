@@ -439,7 +439,13 @@ class TestServer:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        words = ["method=streamingllm", "ratio=0.2", f"port={url.rpartition(':')[2]}", "vllm.max_model_len=1024"]
+        words = [
+            "method=streamingllm",
+            "ratio=0.2",
+            f"port={url.rpartition(':')[2]}",
+            "vllm.max_model_len=1024",
+            "chains=2",
+        ]
         errors = tmp_path_factory.mktemp("server") / "errors"
         with errors.open("w") as file:
             command = [sys.executable, "-m", "kvbench.serving.serve", *words]
@@ -473,7 +479,18 @@ class TestServer:
                 client.completions.create(prompt=[prompt], **self.PARAMS)
         assert client.completions.create(prompt=asked[:1], **self.PARAMS).choices  # the engine lives
 
+    def test_a_second_turn_goes_on_from_the_first(self, served: Served) -> None:
+        """What the scheduler writes down for workers reaches other processes."""
+        first, text, params = prompts([280])[0], prompts([40])[0], self.PARAMS | {"extra_body": {"ignore_eos": True}}
+        one, two = turns_of(ROLLING, first, [text], N_NEW)
+        for ids, answer in ((first, one), ([*first, *one, *text], two)):
+            done = served.client.completions.create(prompt=[ids], **params)
+            assert done.choices[0].text == model().tokenizer.decode(answer, skip_special_tokens=True)
+        assert said(ROLLING, [*first, *one, *text], N_NEW).ids != two, "a new prompt would have said the same"
+
     def test_clients_that_go_away_leave_nothing(self, served: Served) -> None:
+        used = served.in_use()
+        assert used[0] == 0 and used[1] > 0  # by chains alone
         wanted = self.PARAMS | {"max_tokens": 600, "extra_body": {"ignore_eos": True}}
         streams = [served.client.completions.create(prompt=[ids], stream=True, **wanted) for ids in prompts([300, 310])]
         for stream in streams:
@@ -482,10 +499,10 @@ class TestServer:
         for stream in streams:
             stream.close()
         for _ in range(60):
-            if served.in_use() == (0, 0):
+            if served.in_use() == used:
                 break
             time.sleep(0.5)
-        assert served.in_use() == (0, 0)
+        assert served.in_use() == used
 
     def test_a_second_server_on_its_port_says_so(self, served: Served) -> None:
         command = [sys.executable, "-m", "kvbench.serving.serve", *served.words]
