@@ -35,6 +35,11 @@ class Chain:
     s_prompt: int  # of them exactly
     blocks: list[Any]
 
+    def begins(self, ids: Sequence[int]) -> bool:
+        """Whether a text goes on from here."""
+        n = len(self.tokens)
+        return n < len(ids) and ids[n - 1] == self.tokens[-1] and [*ids[:n]] == self.tokens
+
 
 @dataclass
 class Held:
@@ -145,7 +150,7 @@ class Blocks(KVCacheManager):
     def get_computed_blocks(self, request: Any, *limits: Any) -> tuple[Any, ...]:
         held = self.manager.held[request.request_id] = Held(self.s_prompt(request))
         ids = request.all_token_ids
-        fits = [one for one in self.chains if len(one.tokens) < len(ids) and [*ids[: len(one.tokens)]] == one.tokens]
+        fits = [one for one in self.chains if one.begins(ids)]
         if fits and not request.num_preemptions:
             held.chain = chain = max(fits, key=lambda one: len(one.tokens))
             held.s_prompt = chain.s_prompt

@@ -3,15 +3,18 @@
 Each class starts one engine, and lets methods of one rung take turns in it.
 """
 
+import re
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+from urllib.request import urlopen
 
 import pytest
 
@@ -408,35 +411,116 @@ class TestRefusals:
         assert known("0.32.0") and not known("0.33.1")
 
 
+@dataclass
+class Served:
+    """A server of its own process, and a client of it."""
+
+    process: subprocess.Popen[bytes]
+    client: Any
+    url: str
+    words: list[str]
+    errors: Path
+
+    def in_use(self) -> tuple[float, float]:
+        """Requests that run or wait, and the share of the pool that is in use."""
+        text = urlopen(f"{self.url}/metrics").read().decode()
+        names = "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
+        running, waiting, used = (
+            float(re.findall(rf"^vllm:{name}{{.*}} (.*)$", text, re.MULTILINE)[0]) for name in names
+        )
+        return running + waiting, used
+
+
 class TestServer:
-    def test_an_openai_client_talks_to_it(self) -> None:
-        from openai import BadRequestError, OpenAI  # pyright: ignore[reportMissingImports]
+    @pytest.fixture(scope="class")
+    def served(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+        from openai import OpenAI  # pyright: ignore[reportMissingImports]
 
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        words = ["method=streamingllm", "ratio=0.2", f"port={port}", "vllm.max_model_len=1024"]
-        server = subprocess.Popen([sys.executable, "-m", "kvbench.serving.serve", *words], cwd=ROOT)
+            url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        words = [
+            "method=streamingllm",
+            "ratio=0.2",
+            f"port={url.rpartition(':')[2]}",
+            "vllm.max_model_len=1024",
+            "chains=2",
+        ]
+        errors = tmp_path_factory.mktemp("server") / "errors"
+        with errors.open("w") as file:
+            command = [sys.executable, "-m", "kvbench.serving.serve", *words]
+            process = subprocess.Popen(command, cwd=ROOT, stderr=file)
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         try:
-            client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-            name = wait_for(client, server)
-            assert name == "smollm2-135m-streamingllm-0.2"
-            asked = prompts([300, 337])
-            params: dict[str, Any] = {"model": name, "max_tokens": N_NEW, "temperature": 0}
-            done = client.completions.create(prompt=asked, extra_body={"ignore_eos": True}, **params)
-            for one, ids in zip(done.choices, asked, strict=True):
-                own = said("method=streamingllm ratio=0.2", ids, N_NEW).ids
-                assert one.text == model().tokenizer.decode(own, skip_special_tokens=True)
-            chat = client.chat.completions.create(
-                messages=[{"role": "user", "content": "Say hello. " * 30}], stream=True, **params
-            )
-            assert "".join(part.choices[0].delta.content or "" for part in chat if part.choices)
-            with pytest.raises(BadRequestError, match="budget"):
-                client.completions.create(prompt=[asked[0][:20]], **params)
-            assert client.completions.create(prompt=asked[:1], **params).choices  # the engine lives
+            assert wait_for(client, process) == "smollm2-135m-streamingllm-0.2"
+            yield Served(process, client, url, words, errors)
         finally:
-            server.terminate()
-            server.wait(30)
+            process.terminate()
+            process.wait(30)
+
+    PARAMS: ClassVar[dict[str, Any]] = {
+        "model": "smollm2-135m-streamingllm-0.2", "max_tokens": N_NEW, "temperature": 0
+    }  # fmt: skip
+
+    def test_an_openai_client_talks_to_it(self, served: Served) -> None:
+        from openai import BadRequestError  # pyright: ignore[reportMissingImports]
+
+        client, asked = served.client, prompts([300, 337])
+        done = client.completions.create(prompt=asked, extra_body={"ignore_eos": True}, **self.PARAMS)
+        for one, ids in zip(done.choices, asked, strict=True):
+            own = said("method=streamingllm ratio=0.2", ids, N_NEW).ids
+            assert one.text == model().tokenizer.decode(own, skip_special_tokens=True)
+        chat = client.chat.completions.create(
+            messages=[{"role": "user", "content": "Say hello. " * 30}], stream=True, **self.PARAMS
+        )
+        assert "".join(part.choices[0].delta.content or "" for part in chat if part.choices)
+        for prompt, why in ((asked[0][:20], "budget"), (asked[0] * 4, "maximum context length is 1024")):
+            with pytest.raises(BadRequestError, match=why):
+                client.completions.create(prompt=[prompt], **self.PARAMS)
+        assert client.completions.create(prompt=asked[:1], **self.PARAMS).choices  # the engine lives
+
+    def test_a_second_turn_goes_on_from_the_first(self, served: Served) -> None:
+        """What the scheduler writes down for workers reaches other processes."""
+        first, text, params = prompts([280])[0], prompts([40])[0], self.PARAMS | {"extra_body": {"ignore_eos": True}}
+        one, two = turns_of(ROLLING, first, [text], N_NEW)
+        for ids, answer in ((first, one), ([*first, *one, *text], two)):
+            done = served.client.completions.create(prompt=[ids], **params)
+            assert done.choices[0].text == model().tokenizer.decode(answer, skip_special_tokens=True)
+        assert said(ROLLING, [*first, *one, *text], N_NEW).ids != two, "a new prompt would have said the same"
+
+    def test_clients_that_go_away_leave_nothing(self, served: Served) -> None:
+        used = served.in_use()
+        assert used[0] == 0 and used[1] > 0  # by chains alone
+        wanted = self.PARAMS | {"max_tokens": 600, "extra_body": {"ignore_eos": True}}
+        streams = [served.client.completions.create(prompt=[ids], stream=True, **wanted) for ids in prompts([300, 310])]
+        for stream in streams:
+            next(iter(stream))
+        assert served.in_use()[0] == 2
+        for stream in streams:
+            stream.close()
+        for _ in range(60):
+            if served.in_use() == used:
+                break
+            time.sleep(0.5)
+        assert served.in_use() == used
+
+    def test_a_second_server_on_its_port_says_so(self, served: Served) -> None:
+        command = [sys.executable, "-m", "kvbench.serving.serve", *served.words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert f"port {served.url.rpartition(':')[2]} of 127.0.0.1 cannot be had" in done.stderr
+
+    def test_a_server_whose_engine_was_killed_ends_and_says_so(self, served: Served) -> None:
+        import psutil
+        from openai import APIError  # pyright: ignore[reportMissingImports]
+
+        for child in psutil.Process(served.process.pid).children(recursive=True):
+            if child.name().startswith("VLLM::Worker"):
+                child.kill()
+        with pytest.raises(APIError):
+            served.client.completions.create(prompt=prompts([300]), **self.PARAMS)
+        assert served.process.wait(60) == 1
+        assert "the engine died, and requests under way got status 500" in served.errors.read_text()
 
 
 def wait_for(client: Any, server: Any) -> str:
