@@ -76,6 +76,7 @@ class Reader:
             trace.observe(layer, what, self.queries[layer], trace.keys(layer), trace.softmax[layer])
         self.queries.pop(layer, None)
         self.row.build(layer)
+        trace.settle()  # what it sends to the host is there when an answer is read again in this pass
         if len(trace.taken) == len(trace.shape.attention_layers):
             self.row.complete()
             trace.settle()

@@ -19,12 +19,17 @@ CASES += [(name, VISIBLE) for name in ("oracle", "adakv", "quest", "pqcache", "s
 
 @pytest.mark.parametrize(("name", "rung"), CASES)
 def test_it_answers_as_on_a_cpu(machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, rung: str) -> None:
-    """Our kernels are left out there, which read memory that a layer has not."""
+    """Also where it is preempted and reads its answer again. Our kernels are left out there, which read memory that a
+    layer has not."""
     ids, _ = by_the_main_engine(name)
     there = moved(model(), "cuda:0")
     monkeypatch.delitem(LEFT_OUT, torch.device("cuda:0"), raising=False)
     serving = Pretend(there, order_of(variants(name), there, rung), form=FORMS["flash"])
     one = serving.ask("a", prompt(S), N)
     with there.hooked(), machine.counting() as counts:
-        assert serving.answer(one, 100) == ids[:N]
+        for _ in range(N):
+            serving.step(one)
+        serving.preempt(one)
+        serving.step(one)
+        assert one.said == ids[: N + 1]
     assert counts.launches and LEFT_OUT[torch.device("cuda:0")]
