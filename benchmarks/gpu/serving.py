@@ -57,7 +57,8 @@ def drawn(folder: Path, dtype: str) -> Model:
     model.hf.save_pretrained(folder)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     kind = getattr(torch, dtype)
-    return replace(model, hf=model.hf.to(device, kind), dtype=kind, device=device)
+    hf = type(model.hf).from_pretrained(folder, dtype=kind).eval().to(device)  # rotation stays in float32
+    return replace(model, hf=hf, dtype=kind, device=device)
 
 
 def own_answer(model: Model, order: Order, ids: Sequence[int]) -> list[int]:
