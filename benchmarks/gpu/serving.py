@@ -34,18 +34,18 @@ from kvbench.serving.rehearsal import rehearse
 from kvbench.tasks.latency import Timed, read
 
 SHIPPED = "shipped"
-BLOCK, N_NEW, LENGTHS = 16, 12, (200, 333, 512, 700)
+BLOCK, N_NEW, LENGTHS = 16, 12, (200, 271, 333, 421, 512, 577, 640, 700)
 HEAD = 3  # tokens of an answer's beginning: the first is full attention's
 QUEST = "method=quest ratio=0.2 comm=1/4 method.comm_mode=native method.page_len=16 method.page_generated=true"
 METHODS = {
     SHIPPED: ("method=full",),
     DROPPING: ("method=full", "method=snapkv ratio=0.2", "method=streamingllm ratio=0.2", "method=tova ratio=0.2"),
-    VISIBLE: ("method=full", "method=snapkv ratio=0.2", "method=quest ratio=0.2 comm=1/8", "method=pqcache ratio=0.2"),
+    VISIBLE: ("method=full", "method=snapkv ratio=0.2", "method=quest ratio=0.2 comm=1/8", "method=oracle ratio=0.2"),
     PAGES: (f"{QUEST} method.agg=group_mean",),
 }
 CONFIG = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 512,
-    "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 512,
+    "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2,
     "head_dim": 64, "max_position_embeddings": 4096, "rope_theta": 10000.0, "tie_word_embeddings": False,
     "initializer_range": 0.08, "bos_token_id": 0, "eos_token_id": 1, "hidden_act": "silu", "rms_norm_eps": 1e-5,
 }  # fmt: skip
