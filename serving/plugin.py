@@ -4,6 +4,7 @@ Without an order (`serving/order.py`) it changes nothing: an installed plugin is
 """
 # pyright: reportMissingImports=false
 
+from kvbench.serving.adapter.versions import need_vllm
 from kvbench.serving.order import Order
 
 
@@ -12,13 +13,9 @@ def register() -> None:
     order = Order.given()
     if order is None:
         return
-    import vllm
-
-    from kvbench.serving.adapter import VERSION, known
+    need_vllm()
     from kvbench.serving.adapter.backends import put, take_back
 
-    if not known(vllm.__version__):
-        raise ImportError(f"vLLM {vllm.__version__} is not known to kvbench's plugin, which was made for {VERSION}*")
     take_back()
     put()
     from kvbench.serving.adapter.blocks import register_manager

@@ -27,9 +27,9 @@ from kvbench.results import RunResult, SampleRow
 from kvbench.results.opened import open_folders, results_of
 from kvbench.results.served import FILE, METHOD, sheets
 from kvbench.results.sheet import show
+from kvbench.serving.adapter.versions import need_vllm
 from kvbench.serving.order import Order, refuse
 from kvbench.serving.rehearsal import rehearse
-from kvbench.serving.serve import need_vllm
 from kvbench.tasks.serving.task import Serving
 
 

@@ -14,7 +14,6 @@ Not here: vLLM (`serving/adapter`), in whose environment this runs: `make setup-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import yaml
@@ -22,6 +21,7 @@ import yaml
 from kvbench.engine.checkpoints.load import locate
 from kvbench.engine.errors import ConfigError
 from kvbench.engine.terminal import say
+from kvbench.serving.adapter.versions import need_vllm
 from kvbench.serving.order import DROPPING, RUNGS, VISIBLE, Order, chosen
 from kvbench.serving.rehearsal import BLOCK, rehearse
 
@@ -86,11 +86,6 @@ def served_name(name: str, order: Order | None) -> str:
     if order is None:
         return name
     return "-".join([name, *order.chosen.label.replace("ratio=", "").split()])
-
-
-def need_vllm() -> None:
-    if find_spec("vllm") is None:
-        raise ConfigError("vLLM is not in this environment; run make setup-serving, then .venv-serving/bin/python")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import RequestStatus
 
+from kvbench.engine.errors import ConfigError
 from kvbench.serving.order import Note, Order
 
 
@@ -215,12 +216,12 @@ class Spec(FullAttentionSpec):
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """What a request of the greatest length needs: with the prefix cache what survives beside the prompt."""
-        n, longest, order = (
-            super().max_memory_usage_bytes(vllm_config),
-            vllm_config.model_config.max_model_len,
-            Order.given(),
-        )
-        if order is None or not vllm_config.cache_config.enable_prefix_caching or not order.moves(longest):
+        n, longest = super().max_memory_usage_bytes(vllm_config), vllm_config.model_config.max_model_len
+        order = Order.given() if vllm_config.cache_config.enable_prefix_caching else None
+        try:
+            if order is None or not order.moves(longest):
+                return n
+        except ConfigError:  # vLLM looks for a length that fits, and tries some that no budget has a token of
             return n
         return n + -(-order.most_slots(longest, longest) // self.block_size) * self.page_size_bytes
 

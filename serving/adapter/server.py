@@ -6,10 +6,12 @@ Not here: the command line (`serving/serve.py`).
 
 import asyncio
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from kvbench.engine.errors import ConfigError
 from kvbench.serving.adapter.front import engine_flags, guard
+from kvbench.serving.adapter.versions import need_vllm
 from kvbench.serving.order import Order
 
 
@@ -17,17 +19,17 @@ def serve(order: Order | None, model: str, name: str, host: str, port: int, flag
     """Serve until a signal comes, or until the engine dies: whether it lived. `name` is the model's in `/v1/models`."""
     made = engine_flags(order, flags)
     from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.launchers.launcher import setup_server
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     words = ["--model", model, "--served-model-name", name, "--host", host, "--port", f"{port}"]
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    arguments = import_module(need_vllm().arguments)
+    args = arguments.make_arg_parser(FlexibleArgumentParser()).parse_args(words)
     for key, value in made.items():
         if not hasattr(args, key):
             raise ConfigError(f"vllm.{key} is no flag of vLLM's server; vllm serve --help=all lists them")
         setattr(args, key, value)
-    validate_parsed_serve_args(args)
+    arguments.validate_parsed_serve_args(args)
 
     async def run() -> bool:
         try:

@@ -97,4 +97,6 @@ def flashinfer() -> dict[str, ModuleType]:
     package.BatchPrefillWithPagedKVCacheWrapper = type("Prefill", (Wrapper,), {})  # type: ignore[attr-defined]
     package.BatchDecodeWithPagedKVCacheWrapper = type("Decode", (Wrapper,), {})  # type: ignore[attr-defined]
     package.get_seq_lens = lambda *_: None  # type: ignore[attr-defined]
+    for one in ("get_device_sm_count", "get_trtllm_gen_multi_ctas_kv_counter_bytes"):  # vLLM 0.33 asks
+        setattr(made["flashinfer.utils"], one, lambda *_: 0)
     return made

@@ -52,6 +52,7 @@ def pretend(patch: pytest.MonkeyPatch, name: str) -> None:
         patch.setattr(module, "triton_reshape_and_cache_flash", paged.reshape_and_cache_flash)
     else:
         patch.setattr(module, "_copy_page_indices_kernel", paged.CopyIndices())
+        patch.setattr(module, "_get_multi_ctas_kv_counter_buffer", lambda *_: None, raising=False)
         ops = SimpleNamespace(_C_cache_ops=SimpleNamespace(reshape_and_cache_flash=paged.reshape_and_cache_flash))
         patch.setattr(module, "torch", Torch(ops))
     patch.setitem(backends.OURS, "CPU", {"CPU_ATTN": backends.OURS["CUDA"][name]})  # type: ignore[arg-type]

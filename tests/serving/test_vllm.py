@@ -22,7 +22,6 @@ pytest.importorskip("vllm", reason="vLLM is in an environment of its own: make s
 
 from kvbench.engine.checkpoints.load import locate
 from kvbench.engine.errors import ConfigError
-from kvbench.serving.adapter import known
 from kvbench.serving.adapter.cpu import Backend
 from kvbench.serving.adapter.front import RESTRICTED, Engine, engine_flags
 from kvbench.serving.adapter.worker import check
@@ -155,6 +154,7 @@ class TestDropping:
     def test_blocks_come_back_one_step_behind_the_prompt_short(self, engine: Engine) -> None:
         given = order("method=snapkv ratio=0.2", DROPPING)
         engine.switch(given)
+        engine.scheduler.reset_prefix_cache()
         before, used = engine.n_free, list[int]()
         engine.core.add_request("one", {"prompt_token_ids": prompts([440])[0]}, engine.params(8))
         while engine.core.has_unfinished_requests():
@@ -271,31 +271,27 @@ class TestAhead:
 
     @pytest.mark.parametrize(
         ("rung", "several", "caching"),
-        [
-            (DROPPING, (SNAPKV, ROLLING, FULL), True),
-            (DROPPING, (SNAPKV, ROLLING), False),
-            (VISIBLE, (ON_VISIBLE[2],), True),
-        ],
+        [(DROPPING, (SNAPKV, ROLLING), True), (DROPPING, (SNAPKV,), False), (VISIBLE, (ON_VISIBLE[2],), True)],
     )
     def test_tokens_and_blocks_are_the_same(
         self, monkeypatch: pytest.MonkeyPatch, rung: str, several: Sequence[str], caching: bool
     ) -> None:
         keep_async(monkeypatch)
-        flags = FLAGS | {"max_model_len": 512, "enable_prefix_caching": caching, "num_gpu_blocks_override": 29}
+        flags = FLAGS | {"max_model_len": 512, "enable_prefix_caching": caching, "num_gpu_blocks_override": 26}
         engine = Engine.start(order(several[0], rung), MODEL, **flags, async_scheduling=True)
         assert type(engine.scheduler).__name__ == "AsyncScheduler"
-        four, n_new = prompts([LENGTH] * 4), 90
+        asked, n_new = prompts([LENGTH] * 4) * (1 if rung == VISIBLE else 2), 20 if rung == VISIBLE else 64
         for words in several:
             engine.switch(order(words, rung))
-            for ids in four:
+            for ids in asked:
                 said(words, ids, n_new, several)
-            replies, figures = drive(engine, [Request(f"{words} {i}", ids, n_new) for i, ids in enumerate(four * 2)])
-            COMPARED.agree(words, four * 2, [Said(reply.ids, None) for reply in replies])
+            replies, figures = drive(engine, [Request(f"{words} {i}", ids, n_new) for i, ids in enumerate(asked)])
+            COMPARED.agree(words, asked, [Said(reply.ids, None) for reply in replies])
             FOUND.append(
                 f"scheduled ahead, {words} on {rung}, prefix cache {'on' if caching else 'off'}: {figures.at_once} at "
                 f"once, {figures.preemptions} preempted, {engine.told()['replays']} read again with their answers"
             )
-            assert figures.blocks_left == 0
+            assert figures.blocks_left == 0 and (figures.preemptions > 0 or words == ROLLING)
         engine.close()
 
 
@@ -352,7 +348,9 @@ class TestRestart:
     def test_engines_in_one_process_begin_anew(self) -> None:
         """vLLM's own, then two rungs, in a pool of 9 blocks; on `visible` requests are preempted as they decode."""
         quest, four = "method=quest comm=1/8 ratio=0.2", prompts([120] * 4)
-        flags = {**RESTRICTED, **FLAGS, "max_model_len": 256, "num_gpu_blocks_override": 10}
+        flags = {**RESTRICTED, **FLAGS, "max_model_len": 200, "num_gpu_blocks_override": 10}
+        with pytest.raises(ValueError, match="To serve at least one request"):  # 8 blocks, and 2 of what survives
+            Engine.start(order(SNAPKV, DROPPING), MODEL, **flags | {"max_model_len": 256})
         for words, rung in ((FULL, None), (SNAPKV, DROPPING), (quest, VISIBLE)):
             engine = Engine.start(None if rung is None else order(words, rung), MODEL, **flags)
             before = engine.n_free
@@ -406,9 +404,6 @@ class TestRefusals:
         for key, (value, why) in cases.items():
             with pytest.raises(ValueError, match=f"layer {name} .*{why}"):
                 check(name, layer(**{key: value}), VISIBLE)
-
-    def test_another_version_is_not_known_short(self) -> None:
-        assert known("0.32.0") and not known("0.33.1")
 
 
 @dataclass
