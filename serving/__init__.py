@@ -2,10 +2,10 @@
 
 Three rungs. On `visible` all pages stay, and a step attends to what the method selects: it saves no memory. On `pages`
 vLLM's own kernel reads whole pages that the method selects, by a table for each request and KV head. On `dropping`
-what survives the prompt moves to the request's first pages, and the blocks after them go back to vLLM's pool.
+what survives the prompt moves to blocks of the request's own, and the prompt's go back to vLLM's pool.
 
-`adapter` alone imports vLLM, of one version; `python -m kvbench.serving.serve` is a server, and `task=serving`
-measures. vLLM lives in an environment of its own, `make setup-serving`.
+`adapter` alone imports vLLM; `python -m kvbench.serving.serve` is a server, and `task=serving` measures. vLLM lives in
+an environment of its own, `make setup-serving`.
 
 Not here: methods, their budgets and books, which are those of the harness.
 """
