@@ -48,7 +48,8 @@ class Planning:
             Asked(name, one.prompt_token_ids, room or one.sampling_params.max_tokens, Note.of(one.sampling_params))
             for name, one in requests.items()
         ]
-        starts, seen = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
+        # The upper bound is exact but for drafts, which are refused; what lies on an accelerator would be waited for.
+        starts, seen = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound.tolist()
         return desk.turns(who, starts, seen, common.block_table_tensor, self.runner.requests)
 
 
@@ -57,14 +58,14 @@ def moved(common: Any, turns: Sequence[Turn]) -> Any:
     made = copy.copy(common)
     made.seq_lens, made.slot_mapping = common.seq_lens.clone(), common.slot_mapping.clone()
     made.block_table_tensor = common.block_table_tensor.clone()
+    made.seq_lens_cpu_upper_bound = common.seq_lens_cpu_upper_bound.clone()  # FlashInfer plans by it
     for i, turn in enumerate(turns):
         if turn.slots is None:
             continue
         table = turn.reader.trace.table
         made.block_table_tensor[i, : len(table)] = table
         made.slot_mapping[turn.rows] = turn.slots
-        made.seq_lens[i] = turn.n_attended
-    made.seq_lens_cpu_upper_bound = made.seq_lens.cpu()  # FlashInfer plans by it
+        made.seq_lens[i] = made.seq_lens_cpu_upper_bound[i] = turn.n_attended
     made.max_seq_len = int(made.seq_lens_cpu_upper_bound.max())
     return made
 
