@@ -11,6 +11,7 @@ from kvbench.engine.errors import ConfigError
 
 ON_GPU = "KVBENCH_SERVING_ON_GPU"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+BEFORE: dict[str, str | None] = {}  # of the environment, what `put` has changed
 HERE = "kvbench.serving.adapter"
 OURS: Mapping[str, Mapping[str, str]] = {  # by vLLM's platform: its name of a backend, and the path of ours
     "CPU": {"CPU_ATTN": f"{HERE}.cpu.Backend"},
@@ -35,7 +36,10 @@ def put() -> None:
             raise ConfigError(
                 f"nobody has run this adapter on a GPU; set {ON_GPU}=1 to be the first, and check answers"
             )
-        os.environ[RUNNER] = "0"  # the other one, which GPUs have by default, keeps its requests elsewhere
+    BEFORE.setdefault(RUNNER, os.environ.get(RUNNER))
+    os.environ[RUNNER] = (
+        "0"  # the other one, which GPUs and a CPU with Triton have by default, keeps requests elsewhere
+    )
     for name, path in OURS[platform].items():
         register_backend(AttentionBackendEnum[name], path)
 
@@ -47,8 +51,10 @@ def take_back() -> None:
 
     from kvbench.serving.adapter.blocks import take_back_manager
 
-    if os.environ.get(ON_GPU) == "1":
-        os.environ.pop(RUNNER, None)
+    for name, value in BEFORE.items():
+        os.environ.pop(name, None)
+        os.environ |= {} if value is None else {name: value}
+    BEFORE.clear()
     for names in OURS.values():
         for name in names:
             AttentionBackendEnum[name].clear_override()
