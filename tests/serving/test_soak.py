@@ -24,7 +24,7 @@ from kvbench.tests.serving.test_vllm import FLAGS, MODEL
 
 pytestmark = [pytest.mark.serving, pytest.mark.filterwarnings("ignore")]
 SECONDS = float(os.environ.get("KVBENCH_SOAK_S", "15"))
-N_NEW, LONGEST, BLOCKS = 24, 480, 41
+N_NEW, LONGEST, BLOCKS = 40, 480, 25
 QUEST = "method=quest comm=1/8 ratio=0.2"
 SNAPKV, ROLLING = "method=snapkv ratio=0.2", "method=streamingllm ratio=0.2"
 
@@ -97,13 +97,13 @@ class Soak:
         end = monotonic() + seconds
         while monotonic() < end:
             luck = self.drawn.random()
-            if luck < 0.25 and len(self.living) < 12:
+            if luck < 0.5 and len(self.living) < 14:
                 self.ask()
-            elif luck < 0.29 and self.living:
+            elif luck < 0.53 and self.living:
                 self.cancel()
-            elif luck < 0.31:
+            elif luck < 0.55:
                 self.ask_wrongly()
-            elif luck < 0.312:
+            elif luck < 0.552:
                 self.engine.scheduler.reset_prefix_cache()
             if self.living:
                 self.step()
