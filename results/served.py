@@ -103,7 +103,7 @@ def sheet_of(some: Sequence[Served]) -> Sheet:
     first, keys = some[0], differing(some)
     pool, result = first.figures["blocks"], first.result
     rows = [line(one, keys, "" if one.figures["blocks"] == pool else " *") for one in some]
-    limits = [one.bench("goodput") or {} for one in some]
+    limits: list[Mapping[str, float]] = [one.bench("goodput") or {} for one in some]
     of_limits = " and ".join(f"{LIMITS[name]} within {limit:g} ms" for name, limit in limits[0].items())
     notes = {
         "* its pool is not the first row's: not at the same memory": any(one.figures["blocks"] != pool for one in some),
