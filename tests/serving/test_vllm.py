@@ -3,6 +3,7 @@
 Each class starts one engine, and lets methods of one rung take turns in it.
 """
 
+import os
 import re
 import socket
 import subprocess
@@ -88,6 +89,7 @@ def check_batches(engine: Engine, words: str, beside: Sequence[str] = ()) -> Non
         assert any(a.ids != b.ids for a, b in zip(own, full, strict=True)), "equality would say nothing"
     assert engine.order is not None
     engine.switch(order(words, engine.order.rung))
+    FOUND_TOKENS.clear()
     for batch in (1, 4, 16):
         asked = (prompts(LENGTHS) * 4)[:batch]
         COMPARED.agree(words, asked, answers(engine, asked, N_NEW))
@@ -444,7 +446,9 @@ class TestServer:
         errors = tmp_path_factory.mktemp("server") / "errors"
         with errors.open("w") as file:
             command = [sys.executable, "-m", "kvbench.serving.serve", *words]
-            process = subprocess.Popen(command, cwd=ROOT, stderr=file)
+            # Engines of this process have switched off that a server's worker has a process of its own.
+            alone = {key: value for key, value in os.environ.items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+            process = subprocess.Popen(command, cwd=ROOT, stderr=file, env=alone)
         client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         try:
             assert wait_for(client, process) == "smollm2-135m-streamingllm-0.2"
@@ -509,9 +513,9 @@ class TestServer:
         import psutil
         from openai import APIError  # pyright: ignore[reportMissingImports]
 
-        for child in psutil.Process(served.process.pid).children(recursive=True):
-            if child.name().startswith("VLLM::Worker"):
-                child.kill()
+        children = psutil.Process(served.process.pid).children(recursive=True)
+        (worker,) = [child for child in children if child.name().startswith("VLLM::Worker")]
+        worker.kill()
         with pytest.raises(APIError):
             served.client.completions.create(prompt=prompts([300]), **self.PARAMS)
         assert served.process.wait(60) == 1
