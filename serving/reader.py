@@ -28,7 +28,7 @@ from kvbench.serving.order import DROPPING, PAGES, VISIBLE, Note, Order, Unserve
 from kvbench.serving.pages import Pages
 from kvbench.serving.pagestore import PageStore, PageTrace
 
-NO_NOTE = Note()
+NO_NOTE, MOST_BOOKS = Note(), 10_000
 
 
 class Reader:
@@ -208,7 +208,7 @@ class Desk:
     is_shared: bool = False  # whether other requests may hold a prompt's pages: vLLM's prefix cache is on
     readers: dict[str, Reader] = field(default_factory=dict)
     kept: dict[str, Reader] = field(default_factory=dict)  # of requests that ended, from which others may go on
-    books: dict[str, Any] = field(default_factory=dict)  # of requests that ended
+    books: dict[str, Any] = field(default_factory=dict)  # of requests that ended, of the latest of them
     replays: int = 0  # requests that read their own answers again
     n_steps: int = 0
     most_decoding: int = 0  # requests in one step after their prompts
@@ -227,6 +227,7 @@ class Desk:
         for name in [name for name in self.readers if name not in alive]:
             self.close(name)
         turns = []
+        arrived = [asked.note for asked in who if asked.name not in self.readers]
         for i, asked in enumerate(who):
             n, table = starts[i + 1] - starts[i], tables[i].long()
             first = seen[i] - n
@@ -242,6 +243,8 @@ class Desk:
                 elif turn.ends_prompt and self.order.moves(reader.s_prompt):
                     reader.take_blocks(table, turn.seen, self.block, self.is_shared)
             turns.append(turn)
+        for note in arrived:  # once all of them have taken theirs
+            self.kept = {name: reader for name, reader in self.kept.items() if name in note.kept}
         self.n_steps += 1
         self.most_decoding = max(self.most_decoding, sum(turn.reader.is_placed for turn in turns))
         return turns
@@ -249,11 +252,11 @@ class Desk:
     def begin(self, asked: Asked, first: int, seen: int) -> Reader:
         """A request's reader, of which vLLM reads the tokens from `first` to `seen`."""
         note = asked.note
-        gone_on = self.kept.pop(note.chain) if note.chain in self.kept else None
-        self.kept = {name: reader for name, reader in self.kept.items() if name in note.kept}
-        if gone_on is not None and gone_on.n_seen == first:
-            gone_on.go_on()
-            return gone_on
+        if note.chain is not None and first > (note.s_prompt or 0):  # else it was preempted, and its chain is gone
+            reader = self.kept.pop(note.chain)
+            assert reader.n_seen == first, (asked.name, note.chain, reader.n_seen, first)
+            reader.go_on()
+            return reader
         reader = Reader(self.order, asked.ids[: note.s_prompt], asked.n_new, self.pages, self.softmax)
         self.replays += seen > reader.s_prompt
         return reader
@@ -285,6 +288,8 @@ class Desk:
         reader = self.readers.pop(name)
         if reader.is_placed:
             self.books[name] = reader.books()
+            if len(self.books) > MOST_BOOKS:
+                self.books.pop(next(iter(self.books)))
             if self.order.chains:
                 self.kept[name] = reader
 

@@ -35,11 +35,18 @@ class Chain:
     tokens: list[int]  # that were read
     s_prompt: int  # of them exactly
     blocks: list[Any]
+    owner: Any  # whose it is alone
 
-    def begins(self, ids: Sequence[int]) -> bool:
-        """Whether a text goes on from here."""
-        n = len(self.tokens)
-        return n < len(ids) and ids[n - 1] == self.tokens[-1] and [*ids[:n]] == self.tokens
+    def begins(self, request: Any) -> bool:
+        """Whether a request goes on from here."""
+        n, ids = len(self.tokens), request.all_token_ids
+        alike = n < len(ids) and ids[n - 1] == self.tokens[-1] and [*ids[:n]] == self.tokens
+        return alike and self.owner == owner(request)
+
+
+def owner(request: Any) -> Any:
+    """What vLLM keeps prefixes of requests apart by, besides their tokens."""
+    return request.cache_salt, request.lora_request
 
 
 @dataclass
@@ -150,8 +157,7 @@ class Blocks(KVCacheManager):
 
     def get_computed_blocks(self, request: Any, *limits: Any) -> tuple[Any, ...]:
         held = self.manager.held[request.request_id] = Held(self.s_prompt(request))
-        ids = request.all_token_ids
-        fits = [one for one in self.chains if one.begins(ids)]
+        fits = [one for one in self.chains if one.begins(request)]
         if fits and not request.num_preemptions:
             held.chain = chain = max(fits, key=lambda one: len(one.tokens))
             held.s_prompt = chain.s_prompt
@@ -201,7 +207,8 @@ class Blocks(KVCacheManager):
         self.block_pool.free_blocks(reversed(held.leaving))
         held.leaving = []
         blocks = self.manager.pop_blocks_for_free(request.request_id)
-        self.chains.append(Chain(request.request_id, [*request.all_token_ids[:n]], held.s_prompt, blocks))
+        ids = [*request.all_token_ids[:n]]
+        self.chains.append(Chain(request.request_id, ids, held.s_prompt, blocks, owner(request)))
         while len(self.chains) > self.order.chains:
             self.drop(self.chains[0])
 

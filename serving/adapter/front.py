@@ -11,7 +11,7 @@ from typing import Any
 
 from kvbench.engine.errors import ConfigError
 from kvbench.serving.adapter.backends import take_back
-from kvbench.serving.order import Order
+from kvbench.serving.order import Note, Order
 from kvbench.serving.plugin import register
 from kvbench.serving.rehearsal import check_prompt
 
@@ -86,6 +86,8 @@ def guard(engine: Any, order: Order) -> None:
         try:
             if made.sampling_params is not None and made.sampling_params.prompt_logprobs is not None:
                 raise ConfigError("prompt_logprobs are those of full attention, whatever the method; leave them out")
+            if Note.KEY in ((made.sampling_params and made.sampling_params.extra_args) or {}):
+                raise ConfigError(f"extra_args[{Note.KEY!r}] is what the scheduler tells workers; leave it out")
             check_prompt(order, len(made.prompt_token_ids))
         except ConfigError as error:
             raise Refused(f"{error}") from None

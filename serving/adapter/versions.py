@@ -118,8 +118,8 @@ NEEDS: Mapping[str, Sequence[str]] = {
         "_ensure_registered(cls, ...)", "register(cls, kvcache_spec_cls, manager_class, uniform_type_base_spec)",
     ),
     "vllm.v1.request:Request": (
-        "all_token_ids", "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "request_id",
-        "sampling_params", "status",
+        "all_token_ids", "cache_salt", "lora_request", "num_computed_tokens", "num_preemptions", "num_prompt_tokens",
+        "request_id", "sampling_params", "status",
     ),
     "vllm.v1.request:RequestStatus": ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED", "WAITING"),
     "vllm.v1.worker.gpu_input_batch:CachedRequestState": ("prompt_token_ids", "sampling_params"),

@@ -11,7 +11,8 @@ import torch
 from kvbench.engine.batch import Batch
 from kvbench.engine.prefill import prefill
 from kvbench.methods.base import Variant
-from kvbench.serving.order import DROPPING, VISIBLE
+from kvbench.serving.order import DROPPING, VISIBLE, Note
+from kvbench.serving.reader import Asked
 from kvbench.tests.conformance import model
 from kvbench.tests.serving.pretend import BLOCK, Pretend, Request
 from kvbench.tests.serving.test_reader import DROPPED, N_NEW, SEEN, S, order_of, ratio_of, variants, wanted
@@ -144,3 +145,32 @@ def test_a_turn_that_is_preempted_is_read_from_its_beginning_as_it_was() -> None
         serving.preempt(one)
         assert serving.answer(one) == answers[1]
     assert serving.desk.replays == 1
+
+
+def test_an_old_note_drops_no_chain_that_came_after_it() -> None:
+    """What a request was told of chains when it came is not what there is when it is read again."""
+    texts, answers = turns_of("snapkv")
+    serving = engine("snapkv", DROPPING, chains=4)
+    with model().hooked():
+        other, one = serving.ask("other", prompt(S, 3), N_NEW), serving.ask("0", prompt(S), 9)
+        for _ in range(5):
+            serving.step(other)
+        serving.answer(one)
+        serving.end(one)
+        serving.preempt(other)
+        serving.answer(other)
+        assert serving.answer(serving.go_on("1", one, texts[0], 9)) == answers[1]
+
+
+def test_a_chain_is_there_for_whoever_takes_it_in_the_same_step() -> None:
+    """Another request of the step, which was told afterwards, may stand before it in the worker's batch."""
+    serving = engine("streamingllm", VISIBLE, chains=4)
+    with model().hooked():
+        one = serving.ask("0", prompt(S), 9)
+        serving.answer(one)
+        serving.end(one)
+    n = one.n_read
+    asked = [Asked("b", prompt(S, 1), 9, Note(S, None, [])), Asked("a", [*one.text, 5], 9, Note(S, "0", []))]
+    tables = torch.tensor([[0] * 20, one.table + [0] * (20 - len(one.table))])
+    b, a = serving.desk.turns(asked, [0, 10, 12], [10, n + 2], tables, {"a", "b"})
+    assert a.reader.is_placed and a.reader.n_seen == n + 2 and not b.reader.is_placed and not serving.desk.kept

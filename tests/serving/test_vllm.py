@@ -130,6 +130,10 @@ class TestVisible:
         engine.switch(order("method=quest comm=1/8 ratio=0.2", VISIBLE))
         with pytest.raises(ConfigError, match="no room for a page"):
             engine.answer([prompts([40])[0]], 4)
+        told = engine.params(4)
+        told.extra_args = {"kvbench": {"s_prompt": 1}}
+        with pytest.raises(ConfigError, match="what the scheduler tells workers"):
+            engine.core.add_request("told", {"prompt_token_ids": prompts([337])[0]}, told)
         assert len(engine.answer(prompts([337]), 4)[0]) == 4
 
 
