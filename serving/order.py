@@ -83,9 +83,12 @@ class Order:
         return self.rung == DROPPING and not self.variant(s_prompt).is_full
 
     def most_shared(self, s_prompt: int) -> int:
-        """Tokens of a prompt that a prefix cache may hand on: those whose queries the method does not look at."""
+        """Tokens of a prompt that a prefix cache may hand on: those whose queries the method does not look at.
+
+        The last one is always read, since the method takes the prompt over in the pass that does.
+        """
         looks = [what.looks_at for what in self.variant(s_prompt).observations]
-        return 0 if None in looks else max(0, s_prompt - max((n for n in looks if n is not None), default=0))
+        return 0 if None in looks else max(0, s_prompt - max((1, *(n for n in looks if n is not None))))
 
 
 @cache

@@ -66,7 +66,8 @@ class Reader:
         """The layer has the whole prompt: the method places it."""
         trace = self.trace
         least = self.s_prompt - self.order.most_shared(self.s_prompt)
-        assert not least or self.queries[layer].shape[2] >= least, "the prefix cache handed on what the method looks at"
+        n = self.queries[layer].shape[2] if layer in self.queries else least  # it looks at none
+        assert n >= least, "the prefix cache handed on what the method looks at"
         trace.taken.append(layer)
         for what in self.variant.observations:
             if isinstance(what, ModelFact):
