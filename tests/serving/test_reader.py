@@ -135,14 +135,22 @@ def test_a_preempted_request_reads_its_answer_again_and_goes_on(
     assert serving.desk.readers["a"].row.store.ledger.totals("attended") == row.store.ledger.totals("attended")
 
 
+@pytest.mark.parametrize("is_preempted", [False, True])
 @pytest.mark.parametrize("form", ON_GPUS)
-def test_a_paged_kernel_reads_what_quest_selects(form: str) -> None:
-    """From blocks of one head, which overlap where tokens come before heads in memory."""
+def test_a_paged_kernel_reads_what_quest_selects(form: str, is_preempted: bool) -> None:
+    """From blocks of one head, which overlap where tokens come before heads in memory. An answer that is read again is
+    not the kernel's.
+    """
     ids, row = by_the_main_engine(QUEST)
     serving = engine(QUEST, PAGES, form=form)
     one = serving.ask("a", prompt(S), N_NEW)
     with model().hooked():
-        assert serving.answer(one, 100) == ids
+        if is_preempted:
+            for _ in range(15):
+                serving.step(one)
+            serving.preempt(one)
+        assert serving.answer(one, None if is_preempted else 100) == ids
+    assert serving.desk.replays == is_preempted
     assert serving.desk.readers["a"].row.store.ledger.totals("attended") == row.store.ledger.totals("attended")
 
 
