@@ -21,7 +21,7 @@ from kvbench.plots.figures.chart import Chart, Scale, written
 from kvbench.plots.figures.rows import Row
 from kvbench.plots.read import Run
 from kvbench.plots.style import PAGE
-from kvbench.results.served import Served, groups, served, sheet_of
+from kvbench.results.served import Served, differing, groups, served, sheet_of
 from kvbench.results.sheet import as_csv, markdown
 from kvbench.results.sheet import write as write_texts
 
@@ -29,32 +29,37 @@ POOL = Chart("Blocks in use", Scale("step"), Scale("blocks in use"), 2.4, PAGE, 
 GOODPUT = Chart("Goodput against the rate", Scale("requests that arrive per second"), Scale("goodput, requests/s"), 2.4)
 
 
-def lines_of(some: Sequence[Served]) -> Iterator[tuple[Served, Row]]:
-    """Engines with the look of their lines: budgets of a method are told apart."""
-    seen = dict[str, list[str]]()
+def lines_of(some: Sequence[Served]) -> Iterator[tuple[Served, str, Row]]:
+    """Engines, the values of keys that were swept, and the look of their lines: budgets of a method are told apart."""
+    keys, seen = [key for key in differing(some) if key != "rate"], dict[str, list[str]]()
     for one in some:
         label = one.label if one.is_full else f"{one.label}, {one.budget}"
         labels = seen.setdefault(one.result.method, [])
         if label not in labels:
             labels.append(label)
-        yield one, {"line": label, "look": one.result.method, "nth": labels.index(label)}
+        swept = ", ".join(f"{key} {one.params.get(key)}" for key in keys)
+        yield one, swept, {"line": label, "look": one.result.method, "nth": labels.index(label)}
 
 
 def of_pool(some: Sequence[Served]) -> list[Row]:
-    """Blocks in use after each step; a panel for each rate."""
+    """Blocks in use after each step; a panel for each rate, and for each value of other keys."""
     return [
-        row | {"mark": "rule", "panel": f"{one.rate:g} requests/s", "x": step, "y": blocks}
-        for one, row in lines_of(some)
-        for step, blocks in enumerate(one.figures["blocks_over_time"])
+        row | {"mark": "rule", "panel": ", ".join(filter(None, (rate(one), swept))), "x": step, "y": y}
+        for one, swept, row in lines_of(some)
+        for step, y in enumerate(one.figures["blocks_over_time"])
     ]
 
 
+def rate(one: Served) -> str:
+    return f"{one.rate:g} requests/s" if isfinite(one.rate) else "all there at once"
+
+
 def of_goodput(some: Sequence[Served]) -> list[Row]:
-    """Goodput at each rate; [] where there is one rate."""
-    rated = [(one, row) for one, row in lines_of(some) if isfinite(one.rate) and one.bench("goodput")]
-    if len({one.rate for one, _ in rated}) < 2:
+    """Goodput at each rate, a panel for each value of other keys; [] where there is one rate."""
+    rated = [(one, swept, row) for one, swept, row in lines_of(some) if isfinite(one.rate) and one.bench("goodput")]
+    if len({one.rate for one, _, _ in rated}) < 2:
         return []
-    return [row | {"x": one.rate, "y": one.bench("request_goodput")} for one, row in rated]
+    return [row | {"panel": swept, "x": one.rate, "y": one.bench("request_goodput")} for one, swept, row in rated]
 
 
 def write_page(out: Path, runs: Sequence[Run]) -> list[Path]:

@@ -20,6 +20,8 @@ from kvbench.results.sheet import ABSENT, Sheet
 
 FILE = "serving.json"
 METHOD = "method"  # the engine of a run's own method
+SHIPPED = "as shipped"
+NOT_SHIPPED = {"prefix_caching", "async_scheduling", "rung"}  # keys of the task that vLLM as shipped is not told
 LIMITS = {"ttft": "first token", "tpot": "time per token after it", "e2el": "last token"}
 NO_LOAD = {"rung", "ttft_ms", "tpot_ms", "e2el_ms"}  # keys of the task that say nothing of requests
 HEADS = (
@@ -50,6 +52,11 @@ class Served:
     @property
     def is_full(self) -> bool:
         return self.result.method == "full"
+
+    def asked(self, key: str) -> str:
+        """What the task's key says of this engine."""
+        is_free = self.engine == SHIPPED and key in NOT_SHIPPED
+        return ABSENT if is_free else str(self.params.get(key))
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -124,7 +131,7 @@ def line(one: Served, keys: Sequence[str], mark: str = "") -> list[str]:
     """A row of the table."""
     figures = one.figures
     return [
-        one.label, one.budget, *(str(one.params.get(key)) for key in keys), f"{figures['at_once']}",
+        one.label, one.budget, *map(one.asked, keys), f"{figures['at_once']}",
         number(one.bench("request_goodput"), 3), number(figures.get("score"), 1, 100), f"{figures['blocks']}{mark}",
         number(figures["blocks_mean"], 1), f"{figures['preemptions']}", f"{figures['steps']}",
         number(figures.get("prompt_tokens_cached"), 0), number(figures["tokens_per_s"], 1),

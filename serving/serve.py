@@ -102,7 +102,6 @@ def main(argv: Sequence[str]) -> int:
         from kvbench.serving.adapter.server import serve
 
         flags = {"dtype": "float32"} | command.flags
-        say(f"serving {served_name(name, order)} on http://{command.host}:{command.port}/v1")
         lived = serve(order, model, served_name(name, order), command.host, command.port, flags)
     except ConfigError as error:
         say("kvbench.serving.serve:", f"{error}", file=sys.stderr)

@@ -136,8 +136,17 @@ class Attending:
 class Ours:
     """A backend in place of vLLM's own."""
 
+    parts: ClassVar[tuple[type[Attending], type[Planning]]]  # its layer and its builder
     layout: ClassVar[Layout] = staticmethod(beside)
     supports_kv_cache_update_bypass = False  # some models would write to pages by themselves, where tokens lay before
+
+    @classmethod
+    def get_impl_cls(cls) -> type[Attending]:
+        return cls.parts[0]
+
+    @classmethod
+    def get_builder_cls(cls) -> type[Planning]:
+        return cls.parts[1]
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:

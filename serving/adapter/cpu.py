@@ -36,17 +36,10 @@ class Impl(Attending, CPUAttentionBackendImpl):
 
 
 class Backend(Ours, CPUAttentionBackend):
+    parts = Impl, Builder
     layout: ClassVar[Layout] = staticmethod(vec)
 
     @classmethod
     def unknown_layout(cls, layer: Any) -> str | None:
         isa = getattr(layer, "isa", None)
         return None if isa == "vec" else f"{isa}, of which only vec (dtype=float32) is known"
-
-    @staticmethod
-    def get_impl_cls() -> type[Impl]:
-        return Impl
-
-    @staticmethod
-    def get_builder_cls() -> type[Builder]:
-        return Builder

@@ -45,13 +45,7 @@ class FlashImpl(Attending, FlashAttentionImpl):
 
 
 class FlashBackend(Ours, FlashAttentionBackend):
-    @staticmethod
-    def get_impl_cls() -> type[FlashImpl]:
-        return FlashImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashBuilder]:
-        return FlashBuilder
+    parts = FlashImpl, FlashBuilder
 
 
 class TritonBuilder(Planning, TritonAttentionMetadataBuilder): ...
@@ -65,10 +59,4 @@ class TritonImpl(Attending, TritonAttentionImpl):
 
 
 class TritonBackend(Ours, TritonAttentionBackend):
-    @staticmethod
-    def get_impl_cls() -> type[TritonImpl]:
-        return TritonImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TritonBuilder]:
-        return TritonBuilder
+    parts = TritonImpl, TritonBuilder

@@ -22,10 +22,4 @@ class Impl(Attending, FlashInferImpl):
 
 
 class Backend(Ours, FlashInferBackend):
-    @staticmethod
-    def get_impl_cls() -> type[Impl]:
-        return Impl
-
-    @staticmethod
-    def get_builder_cls() -> type[Builder]:
-        return Builder
+    parts = Impl, Builder

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from kvbench.engine.errors import ConfigError
+from kvbench.engine.terminal import say
 from kvbench.serving.adapter.front import engine_flags, guard
 from kvbench.serving.adapter.versions import need_vllm
 from kvbench.serving.order import Order
@@ -38,6 +39,7 @@ def serve(order: Order | None, model: str, name: str, host: str, port: int, flag
             raise ConfigError(
                 f"port {port} of {host} cannot be had: {error.strerror}; use port= with another"
             ) from None
+        say(f"serving {name} on http://{host}:{port}/v1 once vLLM has started")
         async with build_async_engine_client(args) as engine:
             if order is not None:
                 await engine.collective_rpc("kvbench_open")

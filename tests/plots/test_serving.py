@@ -9,7 +9,7 @@ import pytest
 
 from kvbench.plots import serving
 from kvbench.plots.read import load
-from kvbench.results.served import FILE, served, sheets
+from kvbench.results.served import FILE, groups, served, sheets
 from kvbench.results.sheet import Sheet
 from kvbench.tests.plots.made_runs import write
 
@@ -116,3 +116,18 @@ def test_a_run_of_an_earlier_version_stands_without_what_it_did_not_measure(tmp_
     assert one.bench("request_goodput") is None
     (sheet,) = tables(tmp_path)
     assert sheet.rows[0][3:5] == ["-", "-"]
+
+
+def test_keys_that_were_swept_have_a_panel_each_and_no_line_goes_back(tmp_path: Path) -> None:
+    """vLLM as shipped is told nothing of the prefix cache."""
+    for caching in (True, False):
+        run_of(tmp_path, "full", 4, prefix_caching=caching)
+        run_of(tmp_path, "snapkv", 8, prefix_caching=caching)
+    (sheet,) = tables(tmp_path)
+    column = [str(head) for head in sheet.heads].index("prefix_caching")
+    assert sorted(f"{row[column]}" for row in sheet.rows) == ["-", "-", *["False"] * 3, *["True"] * 3]
+    (group,) = groups([one for run in load(tmp_path) for one in served(run.folder, run.result)])
+    rows = serving.of_pool(group)
+    assert len({row["panel"] for row in rows}) == 2
+    points = [(row["panel"], row["line"], row["x"]) for row in rows]
+    assert len({*points}) == len(points)
