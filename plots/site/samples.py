@@ -219,8 +219,10 @@ def last(text: str, n: int) -> str:
 
 
 def rounded(number: Any) -> Any:
-    """Five significant digits: nobody reads more, and they do not compress."""
-    return float(f"{number:.5g}") if isinstance(number, float) else number
+    """Four significant digits, and whole numbers up to a million: nobody reads more, and they do not compress."""
+    if not isinstance(number, float):
+        return number
+    return float(round(number) if 1e3 <= abs(number) < 1e6 else f"{number:.4g}")
 
 
 def bounded(tree: Any, n: int) -> Any:
@@ -259,7 +261,7 @@ def compact(tree: Any) -> str:
 def packed(text: str) -> str:
     """gzip and base64; the same text gives the same page."""
     data = text.encode("utf-8", "surrogatepass")
-    return base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(data, compresslevel=9, mtime=0)).decode()
 
 
 def unpacked(data: str) -> Any:

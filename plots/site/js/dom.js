@@ -35,7 +35,7 @@ function formatted(value, digits) {
   }
   return formats.get(digits).format(value);
 }
-const number = (value, digits = 3) => (is(value) ? formatted(value, digits) : "-");
+const number = (value, digits = 3) => (is(value) ? formatted(value, Math.abs(value) < 1000 ? digits : 0) : "-"); // as data are rounded
 const pWords = (p, isBound) => (p < 0.001 ? "< 0.001" : isBound ? `< ${number(Math.ceil(1000 * p) / 1000)}` : number(p)); // as p_short of plots/stats.py
 const signed = (value, digits = 3) => (value > 0 ? "+" : "") + number(value, digits);
 const scaled = (value, unit, digits = 1) => (is(value) ? number(value / unit, digits) : "-");
