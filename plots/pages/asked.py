@@ -18,7 +18,8 @@ HERE = Path(__file__).resolve().parent
 DOCS = HERE.parents[1] / "docs"
 REGISTER = DOCS / "register.yaml"  # where it was fixed, and where pages and commits point to
 FULL, FLOOR, ITSELF = "full", "random", "shown"
-REFERENCES = (FLOOR, "oracle")  # that are compared with, and that nobody would run
+FLOORS = (FLOOR, "random_decode_unprotected")  # of prompts, and of answers while they grow
+REFERENCES = (*FLOORS, "oracle")  # that are compared with, and that nobody would run
 SHOWN, HIDDEN = "full_prompt", "context_only"
 SCOPES = {SHOWN: "question shown", HIDDEN: "question hidden"}
 

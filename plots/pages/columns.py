@@ -16,7 +16,7 @@ from itertools import combinations
 from math import floor, fsum, log2
 from typing import Any
 
-from kvbench.plots.pages.asked import FLOOR, FULL, SCOPES, SHOWN, Asked, At, Page, size
+from kvbench.plots.pages.asked import FLOORS, FULL, SCOPES, SHOWN, Asked, At, Page, size
 from kvbench.plots.pages.methods import BITS, BOTH, TOKENS, kind
 from kvbench.plots.scored import Answer, Scored
 from kvbench.plots.stats import Corrected, Paired, corrected
@@ -98,18 +98,24 @@ class Column:
     @cached_property
     def told_from_floor(self) -> dict[str, Corrected]:
         """Each method less random tokens; corrected over all that were asked at this budget."""
-        if FLOOR not in self.of:
+        if self.floor is None:
             return {}
-        return corrected({name: less(self.of[name], self.of[FLOOR]) for name in self.methods if name != FLOOR})
+        return corrected({name: less(self.of[name], self.of[self.floor]) for name in self.methods if name != self.floor})
 
     @property
+    def floor(self) -> str | None:
+        """The method that chooses at random, where it was asked."""
+        return next((name for name in FLOORS if name in self.of), None)
+
+    @cached_property
     def lead(self) -> float:
-        """Full attention's over random tokens; 0 where there is none."""
-        return max(0.0, self.mean(FULL) - self.mean(FLOOR)) if FLOOR in self.of else 0.0
+        """Full attention's over random tokens; 0 unless its whole interval lies above it, so that shares have a sense."""
+        found = None if self.floor is None else less(self.full, self.of[self.floor])
+        return found.mean if found is not None and found.difference and found.difference.low > 0 else 0.0
 
     def share(self, method: str) -> float | None:
-        """Of full attention's lead, what a method keeps; None where there is none."""
-        return (self.mean(method) - self.mean(FLOOR)) / self.lead if self.lead else None
+        """Of full attention's lead, what a method keeps; None where no lead is shown."""
+        return (self.mean(method) - self.mean(self.floor)) / self.lead if self.floor and self.lead else None
 
     def ends(self, method: str) -> tuple[float, float] | None:
         """The same for the ends of the interval of its difference to full attention."""
@@ -225,7 +231,7 @@ def by_all_columns(columns: Sequence[Column]) -> list[str]:
 def asked_everywhere(task: Task) -> list[str]:
     """The methods that have more than the one column in which all methods stand, the best first."""
     columns_of_each = {name: sum(name in column.of for column in task.columns) for name in task.methods}
-    return [name for name, n in columns_of_each.items() if n > 1 and name != FLOOR]
+    return [name for name, n in columns_of_each.items() if n > 1 and name not in FLOORS]
 
 
 def best_of_kinds(column: Column) -> list[str]:

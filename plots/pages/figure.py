@@ -17,7 +17,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.patches import Rectangle
 
-from kvbench.plots.pages.asked import FLOOR, FULL, SCOPES, share
+from kvbench.plots.pages.asked import FULL, SCOPES, share
 from kvbench.plots.pages.columns import Column, Task, asked_everywhere, by_all_columns
 from kvbench.plots.pages.methods import BITS, BOTH, TOKENS, kind
 from kvbench.plots.pages.queries import Cost, unlike_floor
@@ -95,10 +95,10 @@ def heat(task: Task, note: str) -> Picture:
     )  # fmt: skip
     ax = canvas.axes
     for x, column in enumerate(task.columns):
-        unlike = {*unlike_floor(column)} if FLOOR in column.of else {*column.of}
+        unlike = {*unlike_floor(column)} if column.floor else {*column.of}
         for y, name in enumerate(names):
             if name in column.of:
-                cell(ax, x, y, column, name, name in unlike or name in (FULL, FLOOR))
+                cell(ax, x, y, column, name, name in unlike or name in (FULL, column.floor))
     ax.set_xlim(-0.5, len(task.columns) - 0.5)
     ax.set_ylim(len(names) - 0.5, -0.5)
     ax.set_xticks(range(len(task.columns)), [head(task, column) for column in task.columns], fontsize=SMALL)

@@ -51,6 +51,11 @@ def within(made: Iterable[Registered]) -> list[Registered]:
     return [one for one in made if one.one.asks == "margin" and one.found is not None and one.found.p < LEVEL]
 
 
+def differences(made: Iterable[Registered]) -> list[Registered]:
+    """Those that ask for a difference and are shown."""
+    return [one for one in made if one.one.asks == "difference" and one.found is not None and one.found.sign]
+
+
 def rows_at(frame: Frame, key: str, place: Place) -> Frame:
     at, method = place
     asked = "" if method == FULL else at.asked

@@ -82,11 +82,11 @@ def by_key(every: Iterable[Task]) -> dict[str, Task]:
 
 
 def table_columns(of: Page, every: Iterable[Task]) -> list[Heading]:
-    """Those of the columns that a page names which were asked."""
+    """Those of the columns that a page names which were asked, and in which full attention leads."""
     found, known = list[Heading](), by_key(every)
     for one in of.more["table"]:
         at = At(one["scope"], f"memory {show(Fraction(one['memory']))}")
-        if one["set"] in known and (column := known[one["set"]].at(at)) is not None:
+        if one["set"] in known and (column := known[one["set"]].at(at)) is not None and column.lead:
             found.append(Heading(one["words"], known[one["set"]], column))
     return found
 

@@ -6,7 +6,7 @@ Not here: sentences (the templates), numbers (`queries.py`).
 from kvbench.plots.pages.asked import At
 from kvbench.plots.pages.columns import Column, Task, less
 from kvbench.plots.pages.methods import title
-from kvbench.plots.pages.queries import in_front
+from kvbench.plots.pages.queries import in_front, unlike_floor
 from kvbench.plots.scored import Scored
 from kvbench.plots.stats import Corrected, Paired, is_bound, p_words
 from kvbench.results.sheet import ABSENT
@@ -71,6 +71,8 @@ def standing(column: Column | None, has_host: bool, task: Task) -> str:
         return ABSENT
     front = in_front(column, has_host)
     distance = gap(less(column.of[front[0]], column.full))
+    if column.floor and front[0] not in unlike_floor(column):
+        distance += ", not told from random tokens"
     more = "" if len(front) == 1 else f"; {len(front) - 1} more cannot be told from it"
     return f"{plain_name(task, front[0])}: {distance}{more}"
 

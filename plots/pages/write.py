@@ -169,7 +169,7 @@ def scaled(mean: float | None, spread: Interval | None) -> list[str]:
 def lead(column: Column, method: str) -> list[str]:
     """What is kept of full attention's lead over random tokens, with its ends."""
     found, ends = column.share(method), column.ends(method)
-    if found is None or method in (FULL, FLOOR):
+    if found is None or method in (FULL, column.floor):
         return [""] * 3
     return [f"{100 * found:.1f}", *([""] * 2 if ends is None else [f"{100 * end:.1f}" for end in ends])]
 

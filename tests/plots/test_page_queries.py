@@ -2,6 +2,7 @@
 
 import csv
 import re
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,28 @@ def test_without_random_tokens_or_without_a_lead_over_them_there_is_no_share() -
     assert without.share("pqcache") is None and without.ends("pqcache") is None and not without.told_from_floor
     level = column(task_of(changed(made, at(made, method=FULL), score=0.0)), HIDDEN, EIGHTH)
     assert level.share("pqcache") is None and level.ends("pqcache") is None
+
+
+def test_a_lead_whose_interval_holds_zero_gives_no_share_and_no_column_of_the_table() -> None:
+    made = answers({FULL: (0.5, 0.5), "pqcache": (0.45, 0.45), "snapkv": (0.4, 0.4), FLOOR: (0.4, 0.4)})
+    task = task_of(made)
+    one = column(task, HIDDEN, EIGHTH)
+    assert one.mean(FULL) > one.mean(FLOOR) and paired(
+        [*values(one.full).values()], [*values(one.of[FLOOR]).values()]
+    ).difference.low < 0  # fmt: skip
+    assert one.share("pqcache") is None and one.ends("pqcache") is None
+    asked = replace(page("results"), more={"table": [{"set": "budgets", "scope": HIDDEN, "memory": "1/8", "words": ""}]})
+    assert table_columns(asked, [task_of(answers())]) and not table_columns(asked, [task])
+    assert "not told from random tokens" in standing(one, True, task)
+
+
+def test_what_cuts_while_it_answers_is_measured_from_what_drops_at_random_meanwhile() -> None:
+    made = answers()
+    made["method"] = made["method"].replace(FLOOR, "random_decode_unprotected")
+    one = column(task_of(made), HIDDEN, EIGHTH)
+    assert one.floor == "random_decode_unprotected" and one.share(one.floor) == 0
+    assert {*unlike_floor(one)} == {"pqcache", "kvzip", "kivi"}
+    assert one.floor not in in_front(one, has_host=True)
 
 
 def test_who_is_told_from_random_tokens_is_corrected_over_all_of_a_column() -> None:
