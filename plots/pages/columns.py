@@ -100,7 +100,9 @@ class Column:
         """Each method less random tokens; corrected over all that were asked at this budget."""
         if self.floor is None:
             return {}
-        return corrected({name: less(self.of[name], self.of[self.floor]) for name in self.methods if name != self.floor})
+        return corrected(
+            {name: less(self.of[name], self.of[self.floor]) for name in self.methods if name != self.floor}
+        )
 
     @property
     def floor(self) -> str | None:
@@ -109,7 +111,7 @@ class Column:
 
     @cached_property
     def lead(self) -> float:
-        """Full attention's over random tokens; 0 unless its whole interval lies above it, so that shares have a sense."""
+        """Full attention's over random tokens; 0 where its interval holds 0, so that a share would say nothing."""
         found = None if self.floor is None else less(self.full, self.of[self.floor])
         return found.mean if found is not None and found.difference and found.difference.low > 0 else 0.0
 

@@ -96,7 +96,9 @@ def test_a_lead_whose_interval_holds_zero_gives_no_share_and_no_column_of_the_ta
         [*values(one.full).values()], [*values(one.of[FLOOR]).values()]
     ).difference.low < 0  # fmt: skip
     assert one.share("pqcache") is None and one.ends("pqcache") is None
-    asked = replace(page("results"), more={"table": [{"set": "budgets", "scope": HIDDEN, "memory": "1/8", "words": ""}]})
+    asked = replace(
+        page("results"), more={"table": [{"set": "budgets", "scope": HIDDEN, "memory": "1/8", "words": ""}]}
+    )
     assert table_columns(asked, [task_of(answers())]) and not table_columns(asked, [task])
     assert "not told from random tokens" in standing(one, True, task)
 

@@ -80,7 +80,9 @@ def test_the_five_sentences_have_twenty_words_at_most_and_their_numbers_are_reco
     assert of == len(methods) and abs(n - len(methods - told)) <= 1, "one may hang on a seed"
     (one,) = [sentence for sentence in said if sentence.startswith("Hidden, SnapKV")]
     assert float(re.findall(r"(-?\d+) %", one)[0]) == pytest.approx(share(*HIDDEN, "snapkv"), abs=0.51)
-    (at, who, points, other) = re.findall(r"needles at ([\d/]+), (\w+) .* name (\d+) points more than (\w+)", said[3])[0]
+    (at, who, points, other) = re.findall(r"needles at ([\d/]+), (\w+) .* name (\d+) points more than (\w+)", said[3])[
+        0
+    ]
     one, two = (scores()["several", "full_prompt", ASKED[at], called(name)] for name in (who, other))
     assert 100 * mean(one[sample] - two[sample] for sample in two) == pytest.approx(float(points), abs=0.51)
     # A loss of less than five points: the upper end of it, under drawn weights.
