@@ -17,7 +17,7 @@ from math import floor, fsum, log2
 from typing import Any
 
 from kvbench.plots.pages.asked import FLOORS, FULL, SCOPES, SHOWN, Asked, At, Page, size
-from kvbench.plots.pages.methods import BITS, BOTH, TOKENS, kind
+from kvbench.plots.pages.methods import BITS, BOTH, TOKENS, default_of, kind
 from kvbench.plots.scored import Answer, Scored
 from kvbench.plots.stats import Corrected, Paired, corrected
 from kvbench.results.intervals import LEVEL
@@ -123,6 +123,12 @@ class Column:
         """The same for the ends of the interval of its difference to full attention."""
         spread = less(self.of[method], self.full).difference
         return (1 + spread.low / self.lead, 1 + spread.high / self.lead) if spread is not None and self.lead else None
+
+
+def settings(column: Column) -> dict[tuple[str, str], Corrected]:
+    """Each preset less its method as it is here, where both were asked; corrected over all of these."""
+    pairs = [(default_of(name), name) for name in column.methods if default_of(name) in {*column.of} - {name}]
+    return corrected({(ours, theirs): less(column.of[theirs], column.of[ours]) for ours, theirs in pairs})
 
 
 def between(column: Column, names: Sequence[str]) -> dict[tuple[str, str], Corrected]:

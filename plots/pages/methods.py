@@ -18,8 +18,13 @@ def source(method: str) -> str:
 
 def title(method: str) -> str:
     """A method's title in its file; of a preset, the method's. A variant's label says more."""
-    found = re.search(r'^    title = "(.+)"$', source(known(method) or method), re.MULTILINE)
+    found = re.search(r'^    title = "(.+)"$', source(default_of(method)), re.MULTILINE)
     return method if found is None else found[1]
+
+
+def default_of(method: str) -> str:
+    """The method of a preset; of every other name itself."""
+    return known(method) or method
 
 
 def fetches(method: str) -> bool:
@@ -34,4 +39,4 @@ def kind(method: str) -> str:
     """What a variant has fewer of than full attention, for the same bytes."""
     if "+" in method:
         return BOTH
-    return BITS if source(known(method) or method).startswith("methods/quantising/") else TOKENS
+    return BITS if source(default_of(method)).startswith("methods/quantising/") else TOKENS

@@ -3,9 +3,11 @@
 Not here: sentences (the templates), numbers (`queries.py`).
 """
 
+from collections.abc import Mapping
+
 from kvbench.plots.pages.asked import At
 from kvbench.plots.pages.columns import Column, Task, less
-from kvbench.plots.pages.methods import title
+from kvbench.plots.pages.methods import default_of, title
 from kvbench.plots.pages.queries import in_front, unlike_floor
 from kvbench.plots.scored import Scored
 from kvbench.plots.stats import Corrected, Paired, is_bound, p_words
@@ -16,14 +18,27 @@ from kvbench.results.sheet import ABSENT
 
 def label(task: Task, at: At, method: str) -> str:
     """A variant's name for readers, with all that warns of what it is."""
-    return task.labels.get((at, method)) or title(method)
+    names = {name: task.labels.get((at, name)) or title(name) for name in (method, default_of(method))}
+    return told_apart(task, method, names)
 
 
 def plain_name(task: Task, method: str) -> str:
     """The shortest of its names, without its bits and without that its index is smaller."""
+    return told_apart(task, method, {name: shortest(task, name) for name in (method, default_of(method))})
+
+
+def shortest(task: Task, method: str) -> str:
     mine = {name for name in task.rows[task.rows["method"] == method]["method_label"] if name}
-    shortest = min(mine, key=lambda name: (len(name), name), default=title(method))
-    return shortest.split(" or ")[0].replace(" (smaller index)", "")
+    found = min(mine, key=lambda name: (len(name), name), default=title(method))
+    return found.split(" or ")[0].replace(" (smaller index)", "")
+
+
+def told_apart(task: Task, method: str, names: Mapping[str, str]) -> str:
+    """A name, with that of its preset where the method as it is here stands beside it under the same one."""
+    base = default_of(method)
+    if base == method or base not in task.methods or names[base] != names[method]:
+        return names[method]
+    return f"{names[method]} ({method.removeprefix(base + '_')})"
 
 
 # --- numbers -------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ PAPERS = {
     **dict.fromkeys(("snapkv", "adakv", "quest", "kvzip", "rkv"), "table"),
     "formats": "docs needle",  # docs/formats.md
     "register": "docs needle ruler shared gsm8k dialogues calls generating facts tool_calls",  # docs/register.md
-    "evidence": "docs many costs tool_calls",  # docs/results.md
+    "evidence": "docs many presets costs tool_calls",  # docs/results.md
 }
 
 

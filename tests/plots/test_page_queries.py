@@ -13,11 +13,11 @@ import pytest
 
 from kvbench.plots import style
 from kvbench.plots.pages.asked import FLOOR, FULL, HIDDEN, SHOWN, At, page
-from kvbench.plots.pages.columns import Task, values
+from kvbench.plots.pages.columns import Task, settings, values
 from kvbench.plots.pages.figure import SVG, heat, kept, save
 from kvbench.plots.pages.methods import fetches, title
 from kvbench.plots.pages.queries import Cost, break_even, in_front, of_skills, table_columns, unlike_floor
-from kvbench.plots.pages.words import standing
+from kvbench.plots.pages.words import label, plain_name, standing
 from kvbench.plots.stats import paired
 from kvbench.tests.plots.made_pages import N, answers, at, changed, frame_of, task_of, tasks_of, written
 
@@ -118,6 +118,26 @@ def test_who_is_told_from_random_tokens_is_corrected_over_all_of_a_column() -> N
     assert {found.family for found in one.told_from_floor.values()} == {4}
     alone = paired([*values(one.of["pqcache"]).values()], [*values(one.of[FLOOR]).values()])
     assert one.told_from_floor["pqcache"].p == pytest.approx(4 * alone.p, rel=0.01)
+
+
+def test_a_preset_beside_its_method_has_a_name_and_a_line_of_its_own(tmp_path: Path) -> None:
+    levels = {FULL: (1, 1), "snapkv": (0.9, 0.2), "snapkv_paper": (0.9, 0.7), "quest_paper": (0.9, 0.7), FLOOR: (0, 0)}
+    made = answers(levels, key="presets")
+    made.loc[made["method"].str.startswith("snapkv"), "method_label"] = "SnapKV"
+    made.loc[made["method"] == "quest_paper", "method_label"] = "Quest"
+    task = task_of(made)
+    names = {name: plain_name(task, name) for name in task.methods}
+    assert names | {FLOOR: ""} == {
+        "snapkv": "SnapKV", "snapkv_paper": "SnapKV (paper)", "quest_paper": "Quest", FLOOR: "",
+    }  # fmt: skip
+    one = column(task, HIDDEN, EIGHTH)
+    assert label(task, one.at, "snapkv_paper") == "SnapKV (paper)"
+    assert {pair: round(found.paired.mean, 3) for pair, found in settings(one).items()} == {
+        ("snapkv", "snapkv_paper"): 0.5
+    }
+    written(tmp_path, pd.concat([answers(), made]))
+    page = (tmp_path / "results" / "presets.md").read_text()
+    assert re.search(r"^\| SnapKV \| `snapkv_paper` \| 20 .* \| 70 .* \| \+50 ", page, re.MULTILINE)
 
 
 def test_only_what_a_machine_can_run_competes_and_random_tokens_never_do() -> None:
