@@ -32,6 +32,7 @@ class Baselines:
     def __init__(self, runs: Iterable[Run]) -> None:
         self.rows: dict[str, dict[str, SampleRow]] = {}
         self.random: dict[tuple[str, str], dict[str, SampleRow]] = {}
+        self.leads: dict[tuple[str, str, tuple[str, ...]], float | None] = {}
         for run in runs:
             if run.method in ("full", FLOOR) and run.is_exact:
                 of_random = (
@@ -47,18 +48,28 @@ class Baselines:
         return self.rows.get(self.key(run), {})
 
     def levels(self, run: Run, metric: str, datasets: Sequence[Rows]) -> list[float | None] | None:
-        """Full attention's score on a run's samples, and how much of it random tokens under the same budget lack.
-
-        The second is None without such a run; of samples that only some have, those count. None for what is no share.
-        """
+        """Full attention's score on a run's samples, and its lead over random tokens; None for what is no share."""
         full = self.rows_of(run)
         if not METRICS[metric].is_share or not full:
             return None
         whole = level([[full[row.id] for row in rows if row.id in full] for rows in datasets])
-        floor = self.random.get((self.key(run), run.result.asked), {})
-        both = [[row.id for row in rows if row.id in full and row.id in floor] for rows in datasets]
-        above, below = (level([[of[id] for id in ids] for ids in both]) for of in (full, floor))
-        return [whole, None if above is None or below is None else above - below]
+        return [whole, self.lead(run, tuple(row.id for rows in datasets for row in rows if row.id in full))]
+
+    def lead(self, run: Run, asked: tuple[str, ...]) -> float | None:
+        """What random tokens under the same budget lack of full attention's score on these samples.
+
+        0 where the interval of the lead holds 0, so that a share of it would say nothing; None where no run chose at
+        random, on the samples of each dataset.
+        """
+        of = (self.key(run), run.result.asked)
+        if (*of, asked) not in self.leads:
+            full, random = (
+                [rows[id] for id in asked if id in rows] for rows in (self.rows_of(run), self.random.get(of, {}))
+            )
+            found = Scored.of(full).against(Scored.of(random))
+            shown = found is not None and found.difference is not None and found.difference.low > 0
+            self.leads[*of, asked] = None if found is None else found.mean if shown else 0.0
+        return self.leads[*of, asked]
 
     @staticmethod
     def key(run: Run) -> str:

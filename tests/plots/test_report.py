@@ -100,15 +100,22 @@ def test_the_front_is_what_is_shown_to_be_better_than_all_that_costs_no_more(tmp
 
 
 def test_quality_is_counted_from_random_tokens_under_the_same_budget(tmp_path: Path) -> None:
-    write_run(tmp_path, "full", [1.0, 1.0, 0.8, 0.0], costs=costing(100))
-    write_run(tmp_path, "random", [0.2, 0.0, 0.2, 0.0], costs=costing(20))
-    write_run(tmp_path, "snapkv", [0.7, 0.5, 0.5, 0.0], costs=costing(20))
-    write_run(tmp_path, "quest", [0.7, 0.5, 0.5, 0.0], ratio="1/2", costs=costing(50))
+    write_run(tmp_path, "full", 8 * [1.0, 1.0, 0.8, 0.0], costs=costing(100))
+    write_run(tmp_path, "random", 8 * [0.2, 0.0, 0.2, 0.0], costs=costing(20))
+    write_run(tmp_path, "snapkv", 8 * [0.7, 0.5, 0.5, 0.0], costs=costing(20))
+    write_run(tmp_path, "quest", 8 * [0.7, 0.5, 0.5, 0.0], ratio="1/2", costs=costing(50))
     assert one(tmp_path, "Snapkv · ratio 0.2")["base"] == pytest.approx([0.7, 0.7 - 0.1])
     assert one(tmp_path, "Quest · ratio 0.5")["base"] == [pytest.approx(0.7), None], "random was not asked there"
     assert one(tmp_path, "Full")["base"] is None
     found = {run["variant"]: run["parts"][0]["cost"]["memory"] for run in told(tmp_path)}
     assert found["Quest · ratio 0.5"] == pytest.approx(0.5) and found["Full"] == 1
+
+
+def test_a_lead_over_random_tokens_that_is_not_shown_is_none_to_count_from(tmp_path: Path) -> None:
+    write_run(tmp_path, "full", [1.0, 1.0, 0.0, 1.0])
+    write_run(tmp_path, "random", [1.0, 0.0, 0.0, 1.0])
+    write_run(tmp_path, "snapkv", [1.0, 0.0, 0.0, 0.0])
+    assert one(tmp_path, "Snapkv · ratio 0.2")["base"] == [pytest.approx(0.75), 0]
 
 
 def test_draws_are_no_samples_of_their_own(tmp_path: Path) -> None:

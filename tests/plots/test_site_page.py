@@ -98,6 +98,26 @@ def test_the_page_opens_on_quality_over_bytes_with_the_same_numbers_below(page: 
     assert page.count("#chart .bar") == 4 and page.count("#chart polyline") == 1
 
 
+def test_the_page_says_where_quality_can_be_counted_from_random_tokens(driver: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    write_run(tmp_path, "full", [0.9] * 40, fields=ASKED)
+    for ratio, of_random in (("1/5", 0.1), ("1/2", 0.9)):
+        write_run(tmp_path, "random", [of_random] * 40, ratio=ratio, fields=ASKED)
+        write_run(tmp_path, "snapkv", [0.5] * 40, ratio=ratio, fields=ASKED)
+    assert main([str(tmp_path), "--out", str(tmp_path / "report.html")]) == 0
+    page = Page(driver, (tmp_path / "report.html").as_uri(), tmp_path)
+    page.open()
+    found = labels(page)
+    said = page.texts("#notes li")[0]
+    assert "is shown to lead random tokens at ratio 0.2 alone" in said and "is not shown at ratio 0.5" in said
+    assert "quality kept 0.56" in found["Snapkv · ratio 0.2"] and "quality kept 0.56" in found["Snapkv · ratio 0.5"]
+    Select(page.driver.find_element("id", "budget")).select_by_visible_text("ratio 0.2")
+    page.until("document.querySelectorAll('#chart .mark').length < 4")
+    assert "0 is random tokens" in page.texts("#notes li")[0]
+    assert "quality kept 0.50" in labels(page)["Snapkv · ratio 0.2"]
+
+
 def test_budgets_stand_side_by_side(page: Page) -> None:
     page.open("#at=budgets")
     assert page.texts("#differences thead th") == ["method", "full attention", "ratio 0.2", "ratio 0.5"]

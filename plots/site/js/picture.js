@@ -18,7 +18,8 @@ const oldMark = (run) => (run.superseded_by ? el("span", { class: "badge old" },
 const ranked = (part) => (part.rank ? (part.rank[0] === part.rank[1] ? String(part.rank[0]) : `${part.rank[0]}–${part.rank[1]}`) : null);
 const MOST_STANDING = 8;
 
-// --- quality: 0 is random tokens under the same budget, where all that is shown were asked beside them, 1 is full attention ---
+// --- quality: 0 is random tokens under the same budget, where full attention is shown to lead them beside all that is
+// drawn, 1 is full attention ---
 
 let fromRandom = false;
 function quality(run, part) {
@@ -33,12 +34,18 @@ function quality(run, part) {
 
 function aboutQuality(rows) {
   const compressed = rows.filter(([run]) => !run.full);
-  const has = ([, part]) => part.base && is(part.base[1]);
-  fromRandom = compressed.length > 0 && compressed.every(has);
+  const leadOf = ([, part]) => (part.base ? part.base[1] : null);
+  fromRandom = compressed.length > 0 && compressed.every((row) => leadOf(row) > 0);
   if (fromRandom) return "Quality kept is (score - random) / (full attention - random): 0 is random tokens under the same budget, 1 full attention.";
-  const budgets = unique(compressed.filter(has).map(([run]) => run.budget));
-  const where = !budgets.length ? "random tokens were not asked here" : `random tokens were asked at ${budgets.join(" and ")} alone: choose that budget to count from them`;
-  return `Quality kept is the score as a share of full attention's: ${where}.`;
+  const budgets = unique(compressed.map(([run]) => run.budget));
+  const at = (fits) => budgets.filter((budget) => fits(compressed.filter(([run]) => run.budget === budget))).join(" and ");
+  const led = at((rows) => rows.every((row) => leadOf(row) > 0));
+  const level = at((rows) => rows.some((row) => leadOf(row) === 0));
+  const found = [
+    ...(led ? [`full attention is shown to lead random tokens at ${led} alone: choose that budget to count from them`] : []),
+    ...(level ? [`its lead over random tokens is not shown at ${level}`] : []),
+  ];
+  return `Quality kept is the score as a share of full attention's: ${found.length ? found.join("; ") : "random tokens were not asked here"}.`;
 }
 
 // A decode step's time relative to full attention's, of one machine and as many rows in a batch; null where it is not known.
