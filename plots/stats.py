@@ -64,6 +64,11 @@ class Paired:
         return self.wins + self.ties + self.losses
 
     @property
+    def lead(self) -> float:
+        """The mean where its interval lies above 0, else 0: a share of what may be nothing says nothing."""
+        return self.mean if self.difference is not None and self.difference.low > 0 else 0.0
+
+    @property
     def turned(self) -> "Paired":
         """The reference against the variant."""
         spread = self.difference

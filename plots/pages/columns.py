@@ -85,6 +85,11 @@ class Column:
         mine, full = (self.cost(name, "bytes_resident_device") for name in (method, FULL))
         return mine / full if mine is not None and full else None
 
+    def is_over(self, method: str) -> bool:
+        """Whether an answer took more than the budget, as some papers' settings do; unknown of the oldest answers."""
+        within = self.cost(method, "within_budget")
+        return within is not None and within < 1
+
     @cached_property
     def answered(self) -> int:
         """Samples on which full attention scores, so that a method has something to lose."""
@@ -111,9 +116,8 @@ class Column:
 
     @cached_property
     def lead(self) -> float:
-        """Full attention's over random tokens; 0 where its interval holds 0, so that a share would say nothing."""
-        found = None if self.floor is None else less(self.full, self.of[self.floor])
-        return found.mean if found is not None and found.difference and found.difference.low > 0 else 0.0
+        """Full attention's over random tokens; 0 where none is shown."""
+        return 0.0 if self.floor is None else less(self.full, self.of[self.floor]).lead
 
     def share(self, method: str) -> float | None:
         """Of full attention's lead, what a method keeps; None where no lead is shown."""

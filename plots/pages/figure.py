@@ -101,14 +101,15 @@ def heat(task: Task, note: str) -> Picture:
                 cell(ax, x, y, column, name, name in unlike or name in (FULL, column.floor))
     ax.set_xlim(-0.5, len(task.columns) - 0.5)
     ax.set_ylim(len(names) - 0.5, -0.5)
-    ax.set_xticks(range(len(task.columns)), [head(task, column) for column in task.columns], fontsize=SMALL)
+    ax.set_xticks(range(len(task.columns)), [head(column) for column in task.columns], fontsize=SMALL)
     ax.set_yticks(range(len(names)), [plain_name(task, name) for name in names], fontsize=SMALL)
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
     ax.grid(visible=False)
     for side in ax.spines.values():
         side.set_visible(False)
-    canvas.note(note)
+    any_over = any(column.is_over(name) for column in task.columns for name in column.of)
+    canvas.note(f"{note}; !: over its budget" if any_over else note)
     return canvas.finish(legend=False)
 
 
@@ -118,10 +119,9 @@ def rows_of(task: Task) -> list[str]:
     return sorted(names, key=lambda name: (BITS, BOTH, TOKENS).index(kind(name))) if task.asked.by_kind else names
 
 
-def head(task: Task, column: Column) -> str:
-    """A column's words, without what all columns have."""
-    seen = f"{SCOPES[column.at.protocol].removeprefix('question ')}\n" if len(task.protocols) > 1 else ""
-    return f"{seen}{share(column.at.asked)}"
+def head(column: Column) -> str:
+    """What was seen of the question, and the budget."""
+    return f"{SCOPES[column.at.protocol].removeprefix('question ')}\n{share(column.at.asked)}"
 
 
 def cell(ax: Axes, x: int, y: int, column: Column, name: str, is_told: bool) -> None:
@@ -130,7 +130,7 @@ def cell(ax: Axes, x: int, y: int, column: Column, name: str, is_told: bool) -> 
     heat = mean / (column.mean(FULL) or 1.0) if found is None else found
     colour = HEAT(0.65 * min(1.0, max(0.0, heat)))
     ax.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, facecolor=colour, linewidth=0))
-    words = f"{100 * mean:.0f}"
+    words = f"{'!' * column.is_over(name)}{100 * mean:.0f}"
     ax.text(x, y, words if is_told else f"({words})", ha="center", va="center", fontsize=SMALL)
 
 

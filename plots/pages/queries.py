@@ -103,8 +103,8 @@ def budgets(every: Iterable[Task]) -> list[str]:
 
 
 def contenders(column: Column) -> list[str]:
-    """The methods that somebody would run."""
-    return [name for name in column.methods if name not in REFERENCES]
+    """The methods that somebody would run and that keep to the budget."""
+    return [name for name in column.methods if name not in REFERENCES and not column.is_over(name)]
 
 
 def in_front(column: Column, has_host: bool) -> list[str]:

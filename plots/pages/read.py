@@ -40,6 +40,7 @@ NUMBERS = (
     *("score", "timing.ttft_ratio", "timing.tt2t_ratio", "prompt_tokens", "generated_tokens", "cut_off"),
     *("bytes_resident_device", "bytes_resident_host"),
     *("bytes_index_read_per_step", "moved_bytes_per_step", "bytes_prefill_peak", "index_share"),
+    "within_budget",
 )
 COLUMNS = (*NAMES, *NUMBERS)
 

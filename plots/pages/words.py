@@ -58,8 +58,8 @@ def score(place: Scored) -> str:
 def gap(pair: Paired, places: int = 0, ends: int = 0, scale: int = 100) -> str:
     """A difference with its interval."""
     spread = pair.difference
-    said = "" if spread is None else f" ({scale * spread.low:+.{ends}f} to {scale * spread.high:+.{ends}f})"
-    return f"{scale * pair.mean:+.{places}f}{said}"
+    said = "" if spread is None else f" ({scale * spread.low:+z.{ends}f} to {scale * spread.high:+z.{ends}f})"
+    return f"{scale * pair.mean:+z.{places}f}{said}"
 
 
 def p_alone(found: Corrected) -> str:

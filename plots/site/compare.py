@@ -58,8 +58,7 @@ class Baselines:
     def lead(self, run: Run, asked: tuple[str, ...]) -> float | None:
         """What random tokens under the same budget lack of full attention's score on these samples.
 
-        0 where the interval of the lead holds 0, so that a share of it would say nothing; None where no run chose at
-        random, on the samples of each dataset.
+        0 where none is shown, None where no run chose at random on samples of each dataset.
         """
         of = (self.key(run), run.result.asked)
         if (*of, asked) not in self.leads:
@@ -67,8 +66,7 @@ class Baselines:
                 [rows[id] for id in asked if id in rows] for rows in (self.rows_of(run), self.random.get(of, {}))
             )
             found = Scored.of(full).against(Scored.of(random))
-            shown = found is not None and found.difference is not None and found.difference.low > 0
-            self.leads[*of, asked] = None if found is None else found.mean if shown else 0.0
+            self.leads[*of, asked] = None if found is None else found.lead
         return self.leads[*of, asked]
 
     @staticmethod

@@ -61,7 +61,8 @@ def run_of(name: str, place: dict[str, Any], rows: Frame) -> Kept:
         versions={}, git_sha=None, peak_rss_bytes=0, memory_exact=config["memory"],
         budget_counts="target" if tokens else None,
     )  # fmt: skip
-    numbers = rows.groupby("sample", sort=False)[["score", "prompt_tokens", "generated_tokens", *COSTS]].mean()
+    names = ["score", "prompt_tokens", "generated_tokens", *COSTS, "within_budget"]
+    numbers = rows.groupby("sample", sort=False)[names].mean()
     samples = tuple(row_of(f"{name} {place['protocol']}", one) for one in numbers.reset_index().to_dict("records"))
     result = summarise(samples, facts)
     if method in UNPRICED:
@@ -79,5 +80,5 @@ def row_of(where: str, numbers: dict[str, Any]) -> SampleRow:
         id=known["sample"], prompt_sha256=prompt_hash([*f"{where} {known['sample']}".encode()]), prompt_tokens=prompt,
         original_prompt_tokens=prompt, generated_tokens=round(known.get("generated_tokens", 0)), prediction="",
         references=[], score=known["score"], status="ok", error=None, prefill_s=None, decode_s=None, tpot_s=None,
-        batch_rows=1, ledger=ledger | {"within_budget": True},
+        batch_rows=1, ledger=ledger | {"within_budget": known.get("within_budget", 1) == 1},
     )  # fmt: skip

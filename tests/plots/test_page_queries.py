@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 import pandas as pd
 import pytest
+from matplotlib.text import Text
 
 from kvbench.plots import style
 from kvbench.plots.pages.asked import FLOOR, FULL, HIDDEN, SHOWN, At, page
@@ -137,6 +138,19 @@ def test_a_preset_beside_its_method_has_a_name_and_a_line_of_its_own(tmp_path: P
     written(tmp_path, pd.concat([answers(), made]))
     page = (tmp_path / "results" / "presets.md").read_text()
     assert re.search(r"^\| SnapKV \| `snapkv_paper` \| 20 .* \| 70 .* \| \+50 ", page, re.MULTILINE)
+
+
+def test_what_takes_more_than_its_budget_says_so_and_does_not_compete(tmp_path: Path) -> None:
+    levels = {FULL: (1, 1), "snapkv": (0.9, 0.2), "snapkv_paper": (0.9, 0.7), FLOOR: (0, 0)}
+    made = answers(levels, key="presets").assign(within_budget="1")
+    made = changed(made, at(made, method="snapkv_paper") & (made["id"] == "3"), within_budget=0)
+    task = task_of(made)
+    assert in_front(column(task, HIDDEN, EIGHTH), has_host=True) == ["snapkv"]
+    texts = [text.get_text() for text in heat(task, "note").figure.findobj(Text)]
+    assert "!70" in texts and "20" in texts and any("over its budget" in text for text in texts)
+    written(tmp_path, pd.concat([answers(), made]).fillna(""))
+    page = (tmp_path / "results" / "presets.md").read_text()
+    assert "12 % and 12 %, over its budget |" in page
 
 
 def test_only_what_a_machine_can_run_competes_and_random_tokens_never_do() -> None:

@@ -38,7 +38,7 @@ def test_one_sample_has_no_interval() -> None:
     assert interval([0.25]) is None and interval([1.0]) is None
     assert macro_interval([[1.0]]) is None and scaled(None, 100) is None
     one = paired([1.0], [0.0])
-    assert (one.mean, one.difference, one.n) == (1.0, None, 1)
+    assert (one.mean, one.difference, one.n, one.lead) == (1.0, None, 1, 0.0)
 
 
 def test_hits_alone_are_no_certainty() -> None:
